@@ -1,0 +1,47 @@
+# Every target sets up what it needs, once: `.venv` holds the locked environment of everything but SGLang.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint check format lock clean
+
+PYTHON := .venv/bin/python
+UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
+ARGS ?=
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: .venv/.installed ## watch a real model get faster while it serves; ARGS="--minutes 3"
+	$(PYTHON) -m slipstream demo $(ARGS)
+
+test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m pytest $(ARGS)
+
+lint: .venv/.installed ## formatting, rules, types, import contracts
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports --no-cache
+
+check: lint test ## what CI runs
+
+format: .venv/.installed ## rewrite the code in the project's format
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
+
+clean: ## remove the environment
+	rm -rf .venv .tools
+
+# uv where it is missing: into a directory of its own, which also works where the system's pip is externally managed.
+.tools/bin/uv:
+	@python3 -m pip --version >/dev/null 2>&1 || { echo "python3 has no pip: install python3-pip, or uv itself" >&2; exit 2; }
+	python3 -m pip install --quiet --disable-pip-version-check --target .tools uv
+
+.venv/.installed: requirements-dev.lock pyproject.toml | $(UV)
+	@[ -x $(PYTHON) ] || $(UV) venv --quiet --python '>=3.11' .venv
+	$(UV) pip sync --quiet --python $(PYTHON) --require-hashes requirements-dev.lock
+	$(UV) pip install --quiet --python $(PYTHON) --no-deps --no-build-isolation --editable .
+	@touch $@

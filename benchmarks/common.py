@@ -1,0 +1,82 @@
+"""What every benchmark shares: its options, its table, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.models import BUNDLED_MODEL
+from slipstream.report import host
+from slipstream.topics import Prompt, built_in_prompts, endless, read_prompts
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--quick", action="store_true", help="fewer repeats; at most three minutes")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='lines with "domain" and "prompt"')
+    options.add_argument("--model", default=BUNDLED_MODEL, help="directory, id or bundled name")
+    return options
+
+
+def pick_prompts(path: Path | None, count: int, seed: int = 0) -> list[Prompt]:
+    """`count` prompts in a random order that is the same for the same seed."""
+    source = endless(read_prompts(path) if path else built_in_prompts(), seed)
+    return [next(source) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and extremes of repeated measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:8.2f}  ({self.low:.2f} … {self.high:.2f})"
+
+    def to_dict(self) -> dict[str, float]:
+        return {"median": round(self.median, 4), "min": round(self.low, 4), "max": round(self.high, 4)}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that an issue promises: `value` must be at least (or at most) `bound`."""
+
+    name: str
+    value: float
+    bound: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def __str__(self) -> str:
+        sign = "≥" if self.at_least else "≤"
+        return f"{'met ' if self.met else 'MISS'}  {self.name}: {self.value:.3f} {sign} {self.bound}"
+
+
+def finish(rows: list[tuple[str, object]], targets: list[Target], document: dict[str, Any], path: Path | None) -> None:
+    """Write the JSON, print the table and the targets, and exit 1 when a target falls short."""
+    document = {**document, "targets": {target.name: target.met for target in targets}, "host": host()}
+    if path is not None:
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    for target in targets:
+        print(target)
+    sys.exit(0 if all(target.met for target in targets) else 1)

@@ -1,0 +1,127 @@
+"""The engine protocol: what the gateway and the hot swap ask of whatever generates.
+
+The local engine, the SGLang client and the test double implement it. Everything here is plain data, so the gateway
+can use it without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from speculator.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturePolicy:
+    """Whether and for whom a request's trace is recorded."""
+
+    capture: bool = True
+    tenant: str = "default"
+    group_id: str = ""
+    domain: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One sample to generate. `prompt_token_ids` is the whole prompt, chat template applied."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    policy: CapturePolicy = field(default_factory=CapturePolicy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one decode step added to one request.
+
+    `text` is what may be shown now (incomplete characters and possible stop strings are held back); `token_ids` are
+    the committed tokens; `num_accepted` of them were proposals of the draft. The last chunk has a finish reason.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapReport:
+    """How a draft version came into service."""
+
+    version: int
+    previous: int
+    stall_ms: float
+    """Time that the decode loop spent copying: the whole cost that a user can see."""
+    step: int
+    """The decode step before which the new weights were in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHealth:
+    alive: bool
+    ready: bool
+    num_running: int
+    num_waiting: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What the gateway must know to validate a request."""
+
+    model: str
+    context_length: int
+    """Prompt and completion tokens together."""
+    max_depth: int
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that the gateway needs."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, special tokens of the template included where the model wants them."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the answer.
+
+        Raises RequestError when the model's template refuses the conversation.
+        """
+
+
+class Engine(Protocol):
+    """Generates text and takes new draft weights between two steps."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def draft_version(self) -> int: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Stream one answer; closing the iterator early aborts the request and frees what it held.
+
+        Raises RequestError, EngineBusyError or EngineDeadError, also before the first chunk.
+        """
+
+    def install_draft(self, version: int) -> SwapReport:
+        """Load, verify and swap in a stored draft version; blocks the calling thread, never the decode loop.
+
+        Raises DraftError or StoreError; the version in service then stays.
+        """
+
+    def set_depth(self, depth: int) -> None:
+        """Draft at most `depth` proposals a round from the next round on; 0 turns drafting off."""
+
+    def health(self) -> EngineHealth: ...

@@ -1,0 +1,59 @@
+"""The objects of one response, whole or in events: one shape around what each endpoint says in its own dialect."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from serving.engine import Chunk
+from serving.gateway.generation import Generation, Sample
+from serving.gateway.telemetry import Exchange
+
+
+class Dialect(Protocol):
+    """Where the chat endpoint and the completions endpoint differ."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def whole(self, index: int, sample: Sample) -> dict[str, Any]:
+        """The finished choice."""
+
+    def pieces(self, index: int, chunk: Chunk, *, is_first: bool) -> list[dict[str, Any]]:
+        """The choices of the events that one chunk becomes; none where there is nothing to show."""
+
+
+@dataclass
+class Answer:
+    """Wraps choices into the objects of one response, which share an id and a time."""
+
+    generation: Generation
+    dialect: Dialect
+    exchange: Exchange
+    model: str
+    include_usage: bool
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    _opened: set[int] = field(default_factory=set)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.dialect.whole(index, sample) for index, sample in enumerate(self.generation.samples)]
+        return {**self._head(self.dialect.whole_object), "choices": choices, "usage": self.generation.usage()}
+
+    def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        is_first = index not in self._opened
+        self._opened.add(index)
+        pieces = self.dialect.pieces(index, chunk, is_first=is_first)
+        # With usage asked for, every event but the last says so with a null, as OpenAI's do.
+        usage = {"usage": None} if self.include_usage else {}
+        return [{**self._head(self.dialect.chunk_object), "choices": [piece], **usage} for piece in pieces]
+
+    def closing_events(self) -> list[dict[str, Any]]:
+        if not self.include_usage:
+            return []
+        return [{**self._head(self.dialect.chunk_object), "choices": [], "usage": self.generation.usage()}]
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        identity = f"{self.dialect.id_prefix}-{self.exchange.request_id}"
+        return {"id": identity, "object": kind, "created": self.created_s, "model": self.model}

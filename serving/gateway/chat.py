@@ -1,0 +1,68 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from serving.engine import Chunk
+from serving.gateway.body import read_body
+from serving.gateway.context import Gateway
+from serving.gateway.encoding import encode
+from serving.gateway.generation import Sample, check_before_encoding, plan
+from serving.gateway.respond import respond
+from serving.gateway.schema import ChatBody, request_body
+from serving.gateway.telemetry import exchange_of
+
+ROUTE = "/v1/chat/completions"
+
+
+class ChatDialect:
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self, index: int, sample: Sample) -> dict[str, Any]:
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": sample.finish_reason}
+
+    def pieces(self, index: int, chunk: Chunk, *, is_first: bool) -> list[dict[str, Any]]:
+        pieces = []
+        if is_first:
+            pieces.append(_piece(index, {"role": "assistant", "content": ""}))
+        if chunk.text:
+            pieces.append(_piece(index, {"content": chunk.text}))
+        if chunk.finish_reason is not None:
+            pieces.append(_piece(index, {}, chunk.finish_reason))
+        return pieces
+
+
+def _piece(index: int, delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def chat_routes(gateway: Gateway) -> APIRouter:
+    router = APIRouter()
+    dialect = ChatDialect()
+
+    @router.post(ROUTE, openapi_extra=request_body(ChatBody))
+    async def create_chat_completion(request: Request) -> Response:
+        body = await read_body(request, ChatBody, max_bytes=gateway.settings.max_body_bytes)
+        check_before_encoding(gateway, body, num_prompts=1)
+        messages = [message.for_template() for message in body.messages]
+        num_chars = sum(len(message.content) for message in body.messages)
+        prompt = await encode(gateway.engine.tokenizer.encode_chat, messages, num_chars=num_chars)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        generation = plan(
+            gateway,
+            exchange_of(request),
+            body,
+            [prompt],
+            max_tokens=max_tokens,
+            prompt_param="messages",
+            route=ROUTE,
+        )
+        return await respond(request, body, generation, dialect)
+
+    return router

@@ -1,0 +1,67 @@
+"""`/v1/completions`: plain prompts, several at once, as text or as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from serving.engine import Chunk, Tokenizer
+from serving.gateway.body import read_body
+from serving.gateway.context import Gateway
+from serving.gateway.encoding import encode
+from serving.gateway.generation import Sample, check_before_encoding, plan
+from serving.gateway.respond import respond
+from serving.gateway.schema import CompletionBody, Prompt, request_body
+from serving.gateway.telemetry import exchange_of
+
+ROUTE = "/v1/completions"
+
+
+class CompletionDialect:
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def whole(self, index: int, sample: Sample) -> dict[str, Any]:
+        return _choice(index, sample.text, sample.finish_reason)
+
+    def pieces(self, index: int, chunk: Chunk, *, is_first: bool) -> list[dict[str, Any]]:
+        # The first event goes out even without text: it tells the client that its request is being served.
+        if not is_first and not chunk.text and chunk.finish_reason is None:
+            return []
+        return [_choice(index, chunk.text, chunk.finish_reason)]
+
+
+def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+async def _token_ids(tokenizer: Tokenizer, prompt: Prompt) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return await encode(tokenizer.encode, prompt, num_chars=len(prompt))
+    return prompt
+
+
+def completion_routes(gateway: Gateway) -> APIRouter:
+    router = APIRouter()
+    dialect = CompletionDialect()
+
+    @router.post(ROUTE, openapi_extra=request_body(CompletionBody))
+    async def create_completion(request: Request) -> Response:
+        body = await read_body(request, CompletionBody, max_bytes=gateway.settings.max_body_bytes)
+        check_before_encoding(gateway, body, num_prompts=len(body.prompt))
+        prompts = [await _token_ids(gateway.engine.tokenizer, prompt) for prompt in body.prompt]
+        generation = plan(
+            gateway,
+            exchange_of(request),
+            body,
+            prompts,
+            max_tokens=body.max_tokens,
+            prompt_param="prompt",
+            route=ROUTE,
+        )
+        return await respond(request, body, generation, dialect)
+
+    return router

@@ -1,0 +1,32 @@
+"""What an operator may set about the gateway, each as `SLIPSTREAM_GATEWAY_<NAME>` in the environment."""
+
+from __future__ import annotations
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from speculator.errors import ConfigError
+
+ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
+
+
+class GatewaySettings(BaseSettings):
+    """Limits on one HTTP request."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    default_max_tokens: int = Field(default=512, ge=1)
+    """Completion tokens when the request names no limit, less where the context has less room."""
+    max_samples: int = Field(default=64, ge=1)
+    """Prompts times `n` of one request."""
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+
+
+def load_settings() -> GatewaySettings:
+    """The settings of this process's environment; raises ConfigError naming the variable at fault."""
+    try:
+        return GatewaySettings()
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        variable = ENV_PREFIX + "_".join(str(part) for part in first["loc"]).upper()
+        raise ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it") from None

@@ -1,0 +1,77 @@
+"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from speculator.errors import EngineBusyError, EngineError, RequestError
+
+UNAVAILABLE_RETRY_AFTER_S = 5
+"""How long a client should wait for an engine that stopped: a restart with the model in the page cache."""
+
+_TYPES = {429: "rate_limit_error"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(Exception):
+    """An HTTP status and the fields of the error envelope."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def envelope(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
+    return ApiError(503, message, code=code, retry_after_s=UNAVAILABLE_RETRY_AFTER_S)
+
+
+def describe(failure: Exception) -> ApiError:
+    """What the client is told about `failure`. Only messages that were written for clients are passed on."""
+    match failure:
+        case ApiError():
+            return failure
+        case RequestError():
+            return ApiError(400, str(failure), code=failure.code, param=failure.param)
+        case EngineBusyError():
+            message = "The engine's queue is full: retry later, or send fewer requests at once."
+            return ApiError(429, message, code="engine_busy", retry_after_s=failure.retry_after_s)
+        case EngineError():
+            return unavailable("The engine stopped generating: retry later.")
+        case HTTPException():
+            code = _HTTP_CODES.get(failure.status_code, "http_error")
+            return ApiError(failure.status_code, str(failure.detail), code=code, headers=dict(failure.headers or {}))
+        case _:
+            return ApiError(500, "The server failed to handle the request.", code="internal_error")
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(
+        msgspec.json.encode(error.envelope()),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )

@@ -1,0 +1,194 @@
+"""The samples of one HTTP request: planned, run together, counted.
+
+Samples of a request run concurrently and succeed or fail together. Each waits for its own engine stream and then for
+`on_chunk`, so a slow client slows only its own request; cancelling `run` closes every engine stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from serving.engine import CapturePolicy, Chunk, EngineInfo, FinishReason, GenerateRequest
+from serving.gateway.config import GatewaySettings
+from serving.gateway.context import Gateway
+from serving.gateway.errors import ApiError
+from serving.gateway.schema import INT64_MAX, GenerationBody
+from serving.gateway.telemetry import Exchange
+from speculator.errors import EngineError, RequestError
+from speculator.sampling import SamplingParams
+
+OnChunk = Callable[[int, Chunk], Awaitable[None]]
+"""Called with the sample's index and its next chunk."""
+
+
+async def _ignore(index: int, chunk: Chunk) -> None:
+    """The whole answer is wanted: the sample keeps the text."""
+
+
+@dataclass
+class Sample:
+    """What one engine stream has produced so far."""
+
+    parts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def add(self, chunk: Chunk) -> None:
+        self.parts.append(chunk.text)
+        self.num_tokens += len(chunk.token_ids)
+        self.num_accepted += chunk.num_accepted
+        self.finish_reason = chunk.finish_reason
+
+
+class Generation:
+    """`requests` of one HTTP request; `num_prompt_tokens` counts each prompt once, however many samples it has."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        requests: Sequence[GenerateRequest],
+        *,
+        num_prompt_tokens: int,
+        route: str,
+    ) -> None:
+        self.samples = [Sample() for _ in requests]
+        self._gateway = gateway
+        self._exchange = exchange
+        self._requests = requests
+        self._num_prompt_tokens = num_prompt_tokens
+        self._route = route
+        self._has_token = False
+
+    async def run(self, on_chunk: OnChunk = _ignore) -> None:
+        """Run every sample to its end; raises the first failure after the other samples were aborted."""
+        failures: Sequence[Exception] = ()
+        with self._gateway.metrics.in_flight.track_inprogress():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for index, request in enumerate(self._requests):
+                        group.create_task(self._run_sample(index, request, on_chunk))
+            except ExceptionGroup as group_failure:
+                failures = cast(Sequence[Exception], group_failure.exceptions)
+        if failures:
+            raise failures[0]
+
+    async def _run_sample(self, index: int, request: GenerateRequest, on_chunk: OnChunk) -> None:
+        sample = self.samples[index]
+        # The protocol promises an iterator that can be closed: that is how a request is aborted.
+        chunks = cast(AsyncGenerator[Chunk, None], self._gateway.engine.generate(request))
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.finish_reason == "abort":
+                    raise EngineError("the engine aborted the request")
+                self._note_first_token(chunk)
+                sample.add(chunk)
+                await on_chunk(index, chunk)
+        if sample.finish_reason is None:
+            raise EngineError("the engine's stream ended without a finish reason")
+
+    def _note_first_token(self, chunk: Chunk) -> None:
+        if not self._has_token and chunk.token_ids:
+            self._has_token = True
+            waited_s = time.perf_counter() - self._exchange.started_s
+            self._gateway.metrics.first_token_s.labels(self._route).observe(waited_s)
+
+    def usage(self) -> dict[str, object]:
+        num_completion_tokens = sum(sample.num_tokens for sample in self.samples)
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": self._num_prompt_tokens + num_completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(sample.num_accepted for sample in self.samples)
+            },
+        }
+
+
+def check_before_encoding(gateway: Gateway, body: GenerationBody, *, num_prompts: int) -> None:
+    """Raises what can be told before the work of tokenising: an unknown model, too many samples."""
+    served = gateway.engine.info.model
+    if body.model != served:
+        message = f"This server does not serve the model {body.model[:100]!r}: ask for {served!r}."
+        raise ApiError(404, message, code="model_not_found", param="model")
+    num_samples, limit = num_prompts * body.num_samples, gateway.settings.max_samples
+    if num_samples > limit:
+        message = f"{num_samples} samples asked of one request (prompts times 'n'), at most {limit}: split the request."
+        raise RequestError(message, param="n")
+
+
+def plan(
+    gateway: Gateway,
+    exchange: Exchange,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    prompt_param: str,
+    route: str,
+) -> Generation:
+    """Turn token ids of the prompts into the requests of a generation, prompt by prompt, sample by sample.
+
+    `prompt_param` names the body's field that holds the prompts, for errors. Raises RequestError where a prompt is
+    empty or does not fit.
+    """
+    sampling = SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or 0,
+    )
+    policy = CapturePolicy(
+        capture=body.slipstream.capture, group_id=body.slipstream.group_id, domain=body.slipstream.domain
+    )
+    requests: list[GenerateRequest] = []
+    for prompt in prompts:
+        room = _completion_tokens(len(prompt), max_tokens, gateway.engine.info, gateway.settings, prompt_param)
+        requests += [
+            GenerateRequest(
+                request_id=f"{exchange.request_id}-{len(requests) + sample}",
+                prompt_token_ids=tuple(prompt),
+                max_tokens=room,
+                sampling=sampling,
+                stop=body.stop,
+                # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
+                seed=None if body.seed is None else (body.seed + sample) & INT64_MAX,
+                policy=policy,
+            )
+            for sample in range(body.num_samples)
+        ]
+    num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+    return Generation(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens, route=route)
+
+
+def _completion_tokens(
+    num_prompt_tokens: int, asked: int | None, info: EngineInfo, settings: GatewaySettings, prompt_param: str
+) -> int:
+    """How many tokens the engine may add to a prompt."""
+    if num_prompt_tokens == 0:
+        raise RequestError("The prompt has no tokens: send some text.", param=prompt_param)
+    room = info.context_length - num_prompt_tokens
+    if room < 1:
+        message = (
+            f"The prompt has {num_prompt_tokens} tokens; the model's context holds {info.context_length}, and the "
+            f"completion needs at least one of them: shorten the prompt by {1 - room}."
+        )
+        raise RequestError(message, param=prompt_param, code="context_length_exceeded")
+    if asked is None:
+        return min(settings.default_max_tokens, room)
+    if asked > room:
+        message = (
+            f"The prompt has {num_prompt_tokens} tokens and the request asks for {asked} more; the model's context "
+            f"holds {info.context_length}: ask for at most {room}, or shorten the prompt by {asked - room}."
+        )
+        raise RequestError(message, param=prompt_param, code="context_length_exceeded")
+    return asked

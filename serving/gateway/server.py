@@ -1,0 +1,137 @@
+"""Runs the app on a port, inside an event loop that also runs other things.
+
+Stopping: refuse new connections → let running answers finish for `grace_s` → tell the rest that the server is
+shutting down → close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from speculator.errors import ConfigError
+
+FAREWELL_S = 1.0
+"""How long a client that does not read may hold up the last error event of its stream."""
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on a port (0: any free one) before anything slow starts; raises ConfigError naming the fix.
+
+    Clients that connect before a GatewayServer accepts are kept waiting, not refused.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port {port} does not exist: pass --port between 0 and 65535")
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+        )
+    except OSError as failure:
+        match failure.errno:
+            case errno.EADDRINUSE:
+                fix = f"port {port} is in use: pass --port or stop the other process"
+            case errno.EACCES:
+                fix = f"port {port} needs privileges: pass --port 1024 or higher"
+            case _:
+                fix = f"cannot listen on host {host!r}: pass --host with an address of this machine"
+        raise ConfigError(fix) from failure
+    # Connections inherit it. asyncio sets it only on sockets whose protocol number is spelled out, which this one's is
+    # not, and an answer written in two pieces would then wait 40 ms for the client's acknowledgement of the first.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _ends_when_cancelled(app: ASGIApp) -> ASGIApp:
+    """Uvicorn cancels a request only at the end of the grace period, and logs a traceback if it then hears of it."""
+
+    async def ended(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return ended
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to whoever runs the loop, and says when it accepts."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class GatewayServer:
+    """Serves `app` on `listener` from `start` to `stop`; owns the listener and closes it."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, grace_s: int = 10) -> None:
+        self._listener = listener
+        self._host, self._port = listener.getsockname()[:2]
+        self._task: asyncio.Task[None] | None = None
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                _ends_when_cancelled(app),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                proxy_headers=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=grace_s,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """Return once requests are accepted; raises what kept the server from starting."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        accepting = asyncio.create_task(self._server.accepting.wait())
+        await asyncio.wait((self._task, accepting), return_when=asyncio.FIRST_COMPLETED)
+        accepting.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def wait(self) -> None:
+        """Return when the server has stopped; raises what stopped it."""
+        assert self._task is not None, "start() first"
+        await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Stop accepting, drain for at most the grace period, tell the rest, close."""
+        self._server.should_exit = True
+        await self.wait()
+        # Answers that the server has just cancelled still have their last event to send.
+        if unfinished := set(self._server.server_state.tasks):
+            await asyncio.wait(unfinished, timeout=FAREWELL_S)
+
+
+@asynccontextmanager
+async def serve(
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 8000, *, grace_s: int = 10
+) -> AsyncIterator[GatewayServer]:
+    """`async with serve(app) as server:` accepts requests inside the block; raises ConfigError for a busy port."""
+    server = GatewayServer(app, bind(host, port), grace_s=grace_s)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()

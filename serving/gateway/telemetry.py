@@ -1,0 +1,110 @@
+"""The outermost layer around every request: its id, its metrics, its log line, and the last word on failures.
+
+A plain ASGI middleware: it adds no task and does not buffer a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.gateway.errors import ApiError, describe, error_response, unavailable
+from serving.gateway.metrics import GatewayMetrics
+
+CLIENT_LEFT = 499
+"""The status that logs and metrics show where no status could be sent."""
+
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Routes that something polls: their log lines would bury the others."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class Exchange:
+    """One request and what became of it; handlers reach it with `exchange_of`."""
+
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    started_s: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    error_code: str | None = None
+    response_started: bool = False
+
+    def fail(self, failure: Exception) -> ApiError:
+        """Note the failure, log it where nobody expected it, and return what the client is told."""
+        error = describe(failure)
+        self.status, self.error_code = error.status, error.code
+        if error is not failure and error.status >= 500:
+            log.error("request_failed", request_id=self.request_id, error=type(failure).__name__, at=_frames(failure))
+        return error
+
+
+def exchange_of(request: Request) -> Exchange:
+    exchange = request.scope["state"]["exchange"]
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def _frames(failure: BaseException) -> list[str]:
+    """Where it happened. The message is left out: exceptions quote the values they choke on, and those are prompts."""
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(failure.__traceback__)]
+
+
+class Telemetry:
+    """ASGI middleware; everything that `app` raises ends here as an error envelope."""
+
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange()
+        scope.setdefault("state", {})["exchange"] = exchange
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status, exchange.response_started = message["status"], True
+                message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            exchange.status = CLIENT_LEFT
+        except asyncio.CancelledError:
+            # The server's grace period is over: say so rather than drop the connection.
+            if not exchange.response_started:
+                error = exchange.fail(unavailable("The server is shutting down.", code="shutting_down"))
+                await error_response(error)(scope, receive, send_with_id)
+            raise
+        except Exception as failure:
+            error = exchange.fail(failure)
+            if not exchange.response_started:
+                await error_response(error)(scope, receive, send_with_id)
+        finally:
+            self._record(scope, exchange)
+
+    def _record(self, scope: Scope, exchange: Exchange) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        duration_s = time.perf_counter() - exchange.started_s
+        self._metrics.requests.labels(route, str(exchange.status)).inc()
+        self._metrics.duration_s.labels(route).observe(duration_s)
+        write = log.debug if route in PROBES else log.info
+        write(
+            "request",
+            request_id=exchange.request_id,
+            route=route,
+            status=exchange.status,
+            error_code=exchange.error_code,
+            duration_ms=round(1000 * duration_s, 1),
+        )

@@ -1,0 +1,77 @@
+"""Turns a finished generation into a trace."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import numpy as np
+from torch import Tensor
+
+from serving.local.generation import Generation
+from speculator.trace import Trace, TraceHeader, VerifyRounds
+
+
+def span_of(generation: Generation, context_window: int) -> tuple[int, int]:
+    """[start, end) of the positions to keep: the last `context_window` of the prompt and what the answer read.
+
+    The last committed token is outside: the target never read it, so it has neither features nor a distribution.
+    """
+    return max(0, generation.num_prompt_tokens - context_window), len(generation.tokens) - 1
+
+
+def build_trace(
+    generation: Generation, aux_hidden: Tensor, *, start: int, engine_id: str, target_fingerprint: str
+) -> Trace:
+    """The trace of a finished generation whose span begins at `start` and has features `aux_hidden` [T, 3d]."""
+    length = len(aux_hidden)
+    num_kept = generation.topk[0].ids.shape[1]
+    ids = np.full((length, num_kept), -1, np.int32)
+    logprobs = np.full((length, num_kept), -np.inf, np.float16)
+    for top in generation.topk:
+        # The rows of a round's tail that an end of answer cut off lie past the span.
+        rows = min(len(top.ids), start + length - top.position)
+        if rows > 0:
+            at = top.position - start
+            ids[at : at + rows], logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
+    request = generation.request
+    return Trace(
+        header=TraceHeader(
+            trace_id=uuid.uuid4().hex,
+            request_id=request.request_id,
+            engine_id=engine_id,
+            target_fingerprint=target_fingerprint,
+            num_prompt_tokens=generation.num_prompt_tokens,
+            first_position=start,
+            created_ms=time.time_ns() // 1_000_000,
+            sampling=request.sampling,
+            tenant=request.policy.tenant,
+            group_id=request.policy.group_id,
+            domain=request.policy.domain,
+        ),
+        token_ids=np.array(generation.tokens[start : start + length], np.int32),
+        aux_hidden=aux_hidden,
+        target_topk_ids=ids,
+        target_topk_logprobs=logprobs,
+        constrained=np.zeros(length, np.bool_),
+        rounds=_rounds(generation),
+    )
+
+
+def _rounds(generation: Generation) -> VerifyRounds:
+    rounds = generation.rounds
+    width = max((len(round_.draft_tokens) for round_ in rounds), default=0)
+    tokens = np.full((len(rounds), width), -1, np.int32)
+    logprobs = np.zeros((len(rounds), width), np.float16)
+    for row, round_ in enumerate(rounds):
+        tokens[row, : len(round_.draft_tokens)] = round_.draft_tokens
+        logprobs[row, : len(round_.draft_logprobs)] = round_.draft_logprobs
+    chain = np.arange(-1, width - 1, dtype=np.int8)
+    return VerifyRounds(
+        position=np.array([round_.position for round_ in rounds], np.int32),
+        draft_tokens=tokens,
+        draft_logprobs=logprobs,
+        draft_parents=np.broadcast_to(chain, tokens.shape).copy(),
+        num_accepted=np.array([round_.num_accepted for round_ in rounds], np.int8),
+        draft_version=np.array([round_.draft_version for round_ in rounds], np.int32),
+    )

@@ -1,0 +1,42 @@
+"""Settings of the local engine, with the reason for each default."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+DtypeName = Literal["bfloat16", "float32", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalEngineConfig:
+    model_dir: Path
+    model_name: str
+    dtype: DtypeName = "bfloat16"
+    device: str = "cpu"
+    num_slots: int = 8
+    """Requests that decode together."""
+    context_length: int = 2048
+    max_waiting: int = 256
+    """Requests queued beyond the running ones; the next is refused as busy."""
+    depth: int = 4
+    """Most proposals a round."""
+    min_confidence: float = 0.15
+    """A proposal is verified while the draft thinks it is reached and accepted with this probability. On two cores one
+    more proposal costs about a tenth of a round that commits 1.5 tokens: below 0.15 it loses time."""
+    max_depth: int = 5
+    control_share: float = 0.02
+    """Share of rounds at depth 0 that gives the measured baseline."""
+    prefill_chunk: int = 64
+    """Prompt tokens read between two decode rounds: bounds the gap that a new request puts into running streams."""
+    capture: bool = True
+    capture_topk: int = 64
+    context_window: int = 512
+    """Prompt positions kept in a trace."""
+    prompt_labels: int = 128
+    """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
+    num_threads: int = 1
+    engine_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")

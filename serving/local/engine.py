@@ -1,0 +1,325 @@
+"""The local engine: one thread that installs drafts, admits, prefills and decodes; everything else hands it work.
+
+What its loop waits for: a request, a staged draft, or the stop. What unblocks it: `_wake`. When it is behind, requests
+queue up to `max_waiting` and are then refused; nothing inside a step ever waits for Redis, the disk or a client.
+
+Order of slots: running requests fill 0…n−1; the one request that is being prefilled, if any, sits in slot n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor
+
+from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport
+from serving.local.capture import build_trace, span_of
+from serving.local.config import LocalEngineConfig
+from serving.local.draft import ServingDraft, StagedDraft
+from serving.local.generation import Generation
+from serving.local.rounds import RoundRunner
+from serving.local.target import Target
+from serving.local.text import AnswerText, LocalTokenizer
+from serving.metrics import EngineMetrics
+from serving.speedup import ControlShare, SpeedupMeter
+from speculator.errors import EngineBusyError, EngineDeadError, RequestError
+from speculator.model import Eagle3Draft
+from speculator.trace import Trace
+
+log = structlog.get_logger(__name__)
+
+LoadDraft = Callable[[int], dict[str, Tensor]]
+"""Reads and verifies a stored version; raises DraftError or StoreError."""
+
+
+@dataclass(frozen=True)
+class _Swap:
+    staged: StagedDraft
+    report: Future[SwapReport]
+
+
+class LocalEngine:
+    """Implements `serving.engine.Engine` over a Hugging Face model directory.
+
+    `draft` is taken over: its weights change in place. `on_trace` receives each finished trace and must not block.
+    """
+
+    def __init__(
+        self,
+        config: LocalEngineConfig,
+        *,
+        target: Target,
+        draft: Eagle3Draft,
+        draft_version: int,
+        target_fingerprint: str,
+        load_draft: LoadDraft,
+        metrics: EngineMetrics,
+        meter: SpeedupMeter,
+        on_trace: Callable[[Trace], object] | None = None,
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._tokenizer = LocalTokenizer(config.model_dir)
+        cache_length = target.cache.keys.shape[3]
+        self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
+        self._runner = RoundRunner(
+            target,
+            self._draft,
+            min_confidence=config.min_confidence,
+            capture_topk=config.capture_topk,
+            prompt_labels=config.prompt_labels,
+        )
+        self._fingerprint, self._load_draft = target_fingerprint, load_draft
+        self._metrics, self._meter, self._on_trace = metrics, meter, on_trace
+        self._control = ControlShare(config.control_share)
+        self._depth = config.depth
+        self._num_steps = 0
+        self._running: list[Generation] = []
+        self._prefilling: Generation | None = None
+        # Shared with other threads, under `_wake`:
+        self._wake = threading.Condition()
+        self._waiting: deque[Generation] = deque()
+        self._swap: _Swap | None = None
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        metrics.depth.set(config.depth)
+        metrics.draft_version.set(draft_version)
+
+    # -- the Engine protocol ------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model=self._config.model_name,
+            context_length=self._target.context_length,
+            max_depth=self._config.max_depth,
+        )
+
+    @property
+    def tokenizer(self) -> LocalTokenizer:
+        return self._tokenizer
+
+    @property
+    def draft_version(self) -> int:
+        return self._draft.version
+
+    def health(self) -> EngineHealth:
+        alive = self._thread.is_alive() and self._failure is None
+        detail = "" if self._failure is None else type(self._failure).__name__
+        return EngineHealth(
+            alive=alive,
+            ready=alive and not self._stopping,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            detail=detail,
+        )
+
+    def set_depth(self, depth: int) -> None:
+        if not 0 <= depth <= self._config.max_depth:
+            raise RequestError(f"depth {depth} is not in 0…{self._config.max_depth}", param="depth")
+        self._depth = depth
+        self._metrics.depth.set(depth)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Chunk] = asyncio.Queue()
+        generation = Generation(
+            request,
+            AnswerText(self._tokenizer, request.stop),
+            lambda chunk: _hand_over(loop, arrived, chunk),
+            self._target.eos_token_ids,
+            capture=self._on_trace is not None and request.policy.capture,
+        )
+        self._submit(generation)
+        finished = False
+        try:
+            while not finished:
+                chunk = await arrived.get()
+                finished = chunk.finish_reason is not None
+                if chunk.finish_reason == "abort":
+                    raise EngineDeadError("the engine stopped during this answer")
+                yield chunk
+        finally:
+            # The client may have left at any await above: the engine's thread frees the slot at its next step.
+            generation.aborted = not finished
+
+    def install_draft(self, version: int) -> SwapReport:
+        try:
+            swap = _Swap(self._draft.stage(version, self._load_draft(version)), Future())
+            with self._wake:
+                self._refuse_if_dead()
+                self._swap = swap
+                self._wake.notify()
+            return swap.report.result()
+        except Exception:
+            self._metrics.swaps.labels("failed").inc()
+            raise
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current step; requests in flight finish with an error."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _submit(self, generation: Generation) -> None:
+        request = generation.request
+        limit = self._target.context_length
+        if not request.prompt_token_ids or len(request.prompt_token_ids) + request.max_tokens > limit:
+            raise RequestError(f"prompt and max_tokens must fit {limit} tokens", param="max_tokens")
+        vocab_size = self._target.embed.shape[0]
+        if not all(0 <= token < vocab_size for token in request.prompt_token_ids):
+            raise RequestError(f"token ids must lie in 0…{vocab_size - 1}", param="prompt")
+        with self._wake:
+            self._refuse_if_dead()
+            if len(self._waiting) >= self._config.max_waiting:
+                raise EngineBusyError(f"{len(self._waiting)} requests are waiting already")
+            self._waiting.append(generation)
+            self._wake.notify()
+
+    def _refuse_if_dead(self) -> None:
+        if self._stopping or self._failure is not None:
+            raise EngineDeadError("the engine has stopped")
+
+    # -- the loop, on the engine's thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._config.num_threads)
+        try:
+            while self._wait_for_work():
+                self._step()
+        except BaseException as error:
+            self._failure = error
+            log.exception("engine failed")
+        finally:
+            self._end_everything()
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            busy = self._running or self._prefilling
+            while not (busy or self._waiting or self._swap or self._stopping):
+                self._wake.wait()
+            return not self._stopping
+
+    def _step(self) -> None:
+        self._num_steps += 1
+        self._install_staged()
+        self._drop_aborted()
+        self._admit()
+        if self._prefilling is not None:
+            self._prefill(self._prefilling)
+        if self._running:
+            self._decode()
+
+    def _install_staged(self) -> None:
+        with self._wake:
+            swap, self._swap = self._swap, None
+        if swap is None:
+            return
+        previous, started = self._draft.version, time.perf_counter()
+        try:
+            self._draft.install(swap.staged)
+        except Exception as error:
+            swap.report.set_exception(error)
+            return
+        stall_s = time.perf_counter() - started
+        self._metrics.swaps.labels("installed").inc()
+        self._metrics.swap_stall.observe(stall_s)
+        self._metrics.draft_version.set(self._draft.version)
+        self._metrics.last_swap.set_to_current_time()
+        swap.report.set_result(
+            SwapReport(version=self._draft.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
+        )
+
+    def _drop_aborted(self) -> None:
+        with self._wake:
+            gone = sum(1 for generation in self._waiting if generation.aborted)
+            self._waiting = deque(generation for generation in self._waiting if not generation.aborted)
+        if self._prefilling is not None and self._prefilling.aborted:
+            self._prefilling = None
+            gone += 1
+        for generation in [generation for generation in self._running if generation.aborted]:
+            self._free_slot(generation)
+            gone += 1
+        self._metrics.aborted.inc(gone)
+
+    def _admit(self) -> None:
+        with self._wake:
+            if self._prefilling is None and self._waiting and len(self._running) < self._config.num_slots:
+                self._prefilling = self._waiting.popleft()
+            self._metrics.waiting.set(len(self._waiting))
+
+    def _prefill(self, generation: Generation) -> None:
+        slot = len(self._running)
+        self._runner.prefill(generation, slot, self._config.prefill_chunk, drafting=self._depth > 0)
+        if generation.num_prefilled == generation.num_prompt_tokens:
+            self._prefilling = None
+            self._running.append(generation)
+            self._finish_done()
+
+    def _decode(self) -> None:
+        depth = 0 if self._control.is_control() else self._depth
+        report = self._runner.run(self._running, depth)
+        self._meter.add(batch=report.batch, drafted=report.drafted, seconds=report.seconds, committed=report.committed)
+        self._metrics.observe_round(**vars(report))
+        self._finish_done()
+
+    def _finish_done(self) -> None:
+        for generation in [generation for generation in self._running if generation.finish_reason]:
+            if self._on_trace is not None and generation.capture and not generation.aborted:
+                self._on_trace(self._trace_of(generation))
+            self._free_slot(generation)
+        self._metrics.running.set(len(self._running))
+
+    def _trace_of(self, generation: Generation) -> Trace:
+        start, end = span_of(generation, self._config.context_window)
+        return build_trace(
+            generation,
+            self._runner.features(self._running.index(generation), start, end),
+            start=start,
+            engine_id=self._config.engine_id,
+            target_fingerprint=self._fingerprint,
+        )
+
+    def _free_slot(self, generation: Generation) -> None:
+        """Close the gap: the last running request moves into the freed slot, the prefilling one follows."""
+        slot, last = self._running.index(generation), len(self._running) - 1
+        if slot != last:
+            self._running[slot] = self._running[last]
+            self._runner.move_slot(last, slot, self._running[slot])
+        self._running.pop()
+        if self._prefilling is not None:
+            self._runner.move_slot(last + 1, last, self._prefilling)
+
+    def _end_everything(self) -> None:
+        with self._wake:
+            self._stopping = True
+            unfinished = [*self._running, *self._waiting, *([self._prefilling] if self._prefilling else [])]
+            swap, self._swap = self._swap, None
+            self._waiting.clear()
+        for generation in unfinished:
+            generation.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
+        if swap is not None:
+            swap.report.set_exception(EngineDeadError("the engine stopped before the swap"))
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
+    try:
+        loop.call_soon_threadsafe(queue.put_nowait, chunk)
+    except RuntimeError:
+        log.debug("client loop closed before its answer ended")

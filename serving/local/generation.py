@@ -1,0 +1,102 @@
+"""One running request: its tokens, its place in the caches, what verification said about it.
+
+Position bookkeeping, for a request with n committed tokens x₀ … xₙ₋₁:
+
+* the target has read x₀ … xₙ₋₂, so its cache holds n − 1 positions and features exist for 0 … n−2;
+* xₙ₋₁ is *pending*: the next round feeds it together with the proposals;
+* the draft may have read pairs (xₜ₊₁, feature t) for t = 0 … n−2; `num_pairs_read` of them are done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serving.engine import Chunk, FinishReason, GenerateRequest
+from serving.local.draft import DraftSource
+from serving.local.text import AnswerText
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One verification: proposals made when `position` held the newest committed token."""
+
+    position: int
+    draft_tokens: list[int]
+    draft_logprobs: list[float]
+    num_accepted: int
+    draft_version: int
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The target's K likeliest next tokens after consecutive positions from `position` on: arrays [rows, K]."""
+
+    position: int
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass
+class Generation:
+    """Owned by the engine's thread from admission to the last chunk; `aborted` alone is set from outside."""
+
+    request: GenerateRequest
+    text: AnswerText
+    deliver: Callable[[Chunk], None]
+    eos_token_ids: frozenset[int]
+    capture: bool
+    tokens: list[int] = field(init=False)
+    source: DraftSource = field(init=False)
+    num_prefilled: int = 0
+    num_pairs_read: int = 0
+    rounds: list[RoundRecord] = field(default_factory=list)
+    topk: list[TopK] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    aborted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_token_ids)
+        seed = self.request.seed
+        self.source = DraftSource(self.request.sampling, int.from_bytes(os.urandom(8)) if seed is None else seed)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        return self.request.max_tokens - self.num_completion_tokens
+
+    def commit(self, emitted: list[int], num_accepted: int) -> None:
+        """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk."""
+        taken: list[int] = []
+        for token in emitted:
+            taken.append(token)
+            self.tokens.append(token)
+            if token in self.eos_token_ids and not self.request.ignore_eos:
+                self.finish_reason = "stop"
+                break
+            self.text.push(token)
+            if self.text.stopped:
+                self.finish_reason = "stop"
+                break
+            if self.tokens_left == 0:
+                self.finish_reason = "length"
+                break
+        shown = self.text.take() if self.finish_reason is None else self.text.finish()
+        self.deliver(
+            Chunk(
+                text=shown,
+                token_ids=tuple(taken),
+                num_accepted=min(num_accepted, len(taken)),
+                finish_reason=self.finish_reason,
+            )
+        )

@@ -1,0 +1,39 @@
+"""Linear layers with weights reordered once for oneDNN.
+
+PyTorch's bfloat16 matmul on CPU reorders the weight at every call as soon as there is more than one row, which makes
+verifying 4 tokens cost 1.4 × one. With weights packed beforehand (what Inductor's freezing does) it costs 1.1 ×.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
+
+
+def pack(weight: Tensor) -> Tensor:
+    """An opaque bfloat16 tensor for `PackedLinear`; another one of the same shape can be copied into it in place."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)  # type: ignore[no-any-return]
+
+
+class PackedLinear(nn.Module):
+    """A frozen nn.Linear without gradient, [..., in] → [..., out]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed = pack(linear.weight.detach())
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace every bfloat16 nn.Linear of a model on the CPU; a no-op where oneDNN is missing."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child.weight.dtype == torch.bfloat16:
+                setattr(parent, name, PackedLinear(child))

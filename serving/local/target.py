@@ -1,0 +1,130 @@
+"""The target model: Hugging Face modelling over our key/value slots, with the three features that the draft reads.
+
+Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from serving.local.attention import KVSlots, SlotWindow
+from serving.local.packed import pack_linears
+from speculator.errors import ConfigError
+from speculator.model import aux_layer_ids
+
+_ATTENTION = "slipstream_slots"
+
+
+def _slot_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention interface; the running forward pass put cache and window into kwargs."""
+    window: SlotWindow = kwargs["slot_window"]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = window.attend(kwargs["slot_cache"], layer, query, key, value, kwargs.get("scaling"))
+    return out.transpose(1, 2), None
+
+
+def _no_mask(*_args: object, **_kwargs: object) -> None:
+    """The window brings its own mask."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _slot_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_mask)
+
+
+class Target:
+    """A frozen causal language model with `num_slots` × `context_length` positions of cache.
+
+    Raises ConfigError when the directory holds no model that this engine can run.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        num_slots: int,
+        context_length: int,
+        cache_margin: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+    ) -> None:
+        self._model = _load(model_dir, dtype, device)
+        config = self._model.config
+        self.eos_token_ids = _eos_token_ids(model_dir, config)
+        self.config: dict[str, Any] = config.to_dict()
+        self.context_length = min(context_length, config.max_position_embeddings)
+        self.embed: Tensor = self._model.get_input_embeddings().weight.detach()
+        self._aux: dict[int, Tensor] = {}
+        layers = self._model.model.layers
+        for index in aux_layer_ids(len(layers)):
+            layers[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+        if device == "cpu":
+            pack_linears(self._model)
+        self.cache = KVSlots(
+            num_layers=len(layers),
+            num_slots=num_slots,
+            num_heads=config.num_key_value_heads,
+            length=self.context_length + cache_margin,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            like=self.embed,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def _keep_input(self, index: int) -> Any:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            self._aux[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def forward(self, tokens_BT: Tensor, *, first_slot: int, starts: list[int]) -> tuple[Tensor, Tensor]:
+        """Process new tokens [B, T] of slots first_slot… whose caches hold `starts` [B] positions.
+
+        Returns the final hidden states [B, T, d] (ready for `logits`) and the features [B, T, 3d].
+        """
+        window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed)
+        hidden_BTd = self._model.model(
+            input_ids=tokens_BT,
+            position_ids=window.positions_BT,
+            use_cache=False,
+            slot_window=window,
+            slot_cache=self.cache,
+        ).last_hidden_state
+        return hidden_BTd, torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d] → [..., V]."""
+        return self._model.lm_head(hidden)  # type: ignore[no-any-return]
+
+
+def _load(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=_ATTENTION, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"cannot load a causal language model from {model_dir} ({reason}): check --model") from error
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or not hasattr(model.model, "layers"):
+        raise ConfigError(
+            f"{model_dir}: the local engine runs Llama-like models with full attention only; check --model"
+        )
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _eos_token_ids(model_dir: Path, config: Any) -> frozenset[int]:
+    ids = config.eos_token_id
+    if (model_dir / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(model_dir).eos_token_id or ids
+    return frozenset([ids] if isinstance(ids, int) else ids or [])

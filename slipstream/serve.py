@@ -1,0 +1,141 @@
+"""`slipstream serve`: the gateway with the local engine behind it, capture and hot swap beside it.
+
+Start: port → Redis → store → target → engine → recorder and follower → gateway.
+Stop:  gateway drains → follower → engine → recorder flushes → Redis connections close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import structlog
+import torch
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.server import GatewayServer, bind
+from serving.hotswap import DraftFollower
+from serving.local.config import LocalEngineConfig
+from serving.local.engine import LocalEngine
+from serving.local.target import Target
+from serving.metrics import EngineMetrics, ServingCollector
+from serving.recorder import TraceRecorder
+from serving.speedup import SpeedupMeter
+from slipstream.layout import model_key
+from speculator.checkpoint import expected_shapes, target_fingerprint
+from speculator.lineage import ensure_lineage, load_draft
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream, connect
+
+log = structlog.get_logger(__name__)
+
+_RECORDER_BUFFER_BYTES = 256 * 1024 * 1024
+"""Traces kept in memory while Redis is away; the newest beyond it are dropped and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    engine: LocalEngineConfig
+    store: Path
+    redis_url: str
+    host: str
+    port: int
+    stream_max_bytes: int
+    draft_vocab_size: int
+    seed: int
+
+
+def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError, StoreError or DraftError when it cannot start."""
+    with ExitStack() as opened:
+        listener = opened.enter_context(bind(options.host, options.port))
+        config = options.engine
+        fingerprint = target_fingerprint(config.model_dir)
+        key = model_key(config.model_dir, fingerprint)
+        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
+        registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+        recorder = None
+        if config.capture:
+            stream = TraceStream(
+                opened.enter_context(connect(options.redis_url)), key, max_bytes=options.stream_max_bytes
+            )
+            recorder = TraceRecorder(lambda: stream, max_buffer_bytes=_RECORDER_BUFFER_BYTES)
+            opened.callback(_close_recorder, recorder)
+        engine = _build_engine(options, fingerprint, pointer, registry, recorder)
+        engine.start()
+        opened.callback(engine.stop)
+        follower = DraftFollower(engine, pointer, engine_id=config.engine_id)
+        follower.start()
+        opened.callback(follower.stop)
+        server = GatewayServer(create_app(engine, settings=settings, registry=registry), listener)
+        asyncio.run(_serve_until_signal(server, model=config.model_name, version=engine.draft_version))
+
+
+def _build_engine(
+    options: ServeOptions,
+    fingerprint: str,
+    pointer: DraftPointer,
+    registry: CollectorRegistry,
+    recorder: TraceRecorder | None,
+) -> LocalEngine:
+    """The engine with the version that the pointer names, else the last good one, else the newest."""
+    config, store = options.engine, DraftStore(options.store)
+    newest = ensure_lineage(
+        store, config.model_dir, fingerprint, draft_vocab_size=options.draft_vocab_size, seed=options.seed
+    )
+    version = pointer.desired() or store.last_good() or newest
+    torch.set_num_threads(config.num_threads)
+    target = Target(
+        config.model_dir,
+        num_slots=config.num_slots,
+        context_length=config.context_length,
+        cache_margin=config.max_depth + 1,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+    )
+    draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint).to(target.embed.dtype)
+    meter = SpeedupMeter()
+    registry.register(ServingCollector(meter, recorder.stats if recorder else None))
+    return LocalEngine(
+        config,
+        target=target,
+        draft=draft,
+        draft_version=version,
+        target_fingerprint=fingerprint,
+        load_draft=partial(
+            store.load,
+            expected_fingerprint=fingerprint,
+            expected_d2t=draft.d2t.cpu(),
+            expected_shapes=expected_shapes(draft.config),
+        ),
+        metrics=EngineMetrics(registry),
+        meter=meter,
+        on_trace=recorder.submit if recorder else None,
+    )
+
+
+def _close_recorder(recorder: TraceRecorder) -> None:
+    recorder.close(timeout_s=10)
+    log.info("recorder closed", **asdict(recorder.stats()))
+
+
+async def _serve_until_signal(server: GatewayServer, *, model: str, version: int) -> None:
+    await server.start()
+    log.info("serving", url=server.url, model=model, draft_version=version)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    stopped, ended = asyncio.create_task(stopping.wait()), asyncio.create_task(server.wait())
+    await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
+    log.info("stopping")
+    await server.stop()
+    stopped.cancel()

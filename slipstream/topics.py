@@ -1,0 +1,89 @@
+"""Built-in traffic for the demo: question forms over many topics, in four domains.
+
+They repeat themselves, so they flatter acceptance; figures are reported on real prompts (`--prompts`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from speculator.errors import ConfigError
+
+_THINGS = (
+    "the water cycle, photosynthesis, a volcano, the moon, an earthquake, a rainbow, a hurricane, gravity, "
+    "magnetism, electricity, a battery, a bicycle, a steam engine, a refrigerator, a telescope, a microscope, the "
+    "internet, a computer, a database, a compiler, an operating system, a search engine, encryption, a "
+    "blockchain, a vaccine, the immune system, the heart, the lungs, the brain, sleep, memory, a dream, bread, "
+    "cheese, coffee, tea, chocolate, honey, wine, a bridge, a dam, a lighthouse, a windmill, a submarine, an "
+    "airplane, a rocket, a satellite, a black hole, a comet, the sun, Mars, an ocean current, a glacier, a "
+    "desert, a rainforest, a coral reef, a bee, an ant colony, a whale, an octopus, an elephant, a wolf, an owl, "
+    "a butterfly, a dinosaur, a fossil, a diamond, gold, iron, glass, paper, ink, a clock, a calendar, money, a "
+    "bank, inflation, a market, a tax, an election, a law, a court, a city, a library, a museum, a school, a "
+    "hospital, a farm, a garden, a forest, chess, football, music, a violin, a piano, painting, photography, a "
+    "novel, a poem, a language, an alphabet, a map, a compass"
+).split(", ")
+
+_FORMS = {
+    "explain": (
+        "What is {}? Explain it simply.",
+        "How does {} work?",
+        "Why is {} important? Give three reasons.",
+        "Explain {} to a ten year old child.",
+    ),
+    "write": (
+        "Write a short story about {}.",
+        "Write a short letter to a friend about {}.",
+        "Describe {} in one paragraph.",
+    ),
+    "list": (
+        "List five facts about {}.",
+        "Give me a step by step plan to teach a class about {}.",
+        "What are the advantages and disadvantages of {}?",
+    ),
+    "code": (
+        "Write a Python class that models {}.",
+        "Write a Python function that returns a dictionary with facts about {}.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    domain: str
+    text: str
+
+
+def built_in_prompts() -> list[Prompt]:
+    """Every form over every thing, in a fixed order."""
+    return [
+        Prompt(domain, form.format(thing)) for domain, forms in _FORMS.items() for form in forms for thing in _THINGS
+    ]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """One JSON object a line with `domain` and `prompt`. Raises ConfigError naming the line at fault."""
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}): check --prompts") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            prompts.append(Prompt(str(row["domain"]), str(row["prompt"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f'{path} line {number} is not {{"domain", "prompt"}}: check --prompts') from error
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompt: check --prompts")
+    return prompts
+
+
+def endless(prompts: list[Prompt], seed: int) -> Iterator[Prompt]:
+    """All prompts in a random order, then again in another: domains come in the shares that the list has."""
+    order = random.Random(seed)
+    while True:
+        yield from order.sample(prompts, len(prompts))

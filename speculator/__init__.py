@@ -1,0 +1,1 @@
+"""What travels between serving and training, and the draft model itself; imports neither service."""

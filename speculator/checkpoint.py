@@ -1,0 +1,179 @@
+"""A draft as the tensors and the `config.json` that SGLang's `LlamaForCausalLMEagle3` loads, and a look at the target.
+
+Tensors: `fc.weight`, `midlayer.*`, `norm.weight` and `lm_head.weight` in bfloat16, `d2t` [D] int64 (offsets: target
+id − draft id) and `t2d` [V] bool (whether a target id is in the draft vocabulary). Never `embed_tokens`: in SGLang the
+draft's embedding is the target's own storage, and a file that has it would overwrite the target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
+from speculator.model import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
+
+_EMBEDDING = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+# What the target computes follows from its tensors and from these; the rest of its config.json may change freely.
+_TARGET_ESSENTIALS = (
+    "architectures",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a draft file, no more and no less."""
+    d, f = config.hidden_size, config.intermediate_size
+    heads, groups = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    return {
+        "fc.weight": (d, NUM_AUX_LAYERS * d),
+        "midlayer.input_layernorm.weight": (d,),
+        "midlayer.hidden_norm.weight": (d,),
+        "midlayer.post_attention_layernorm.weight": (d,),
+        "midlayer.self_attn.q_proj.weight": (heads, 2 * d),
+        "midlayer.self_attn.k_proj.weight": (groups, 2 * d),
+        "midlayer.self_attn.v_proj.weight": (groups, 2 * d),
+        "midlayer.self_attn.o_proj.weight": (d, heads),
+        "midlayer.mlp.gate_proj.weight": (f, d),
+        "midlayer.mlp.up_proj.weight": (f, d),
+        "midlayer.mlp.down_proj.weight": (d, f),
+        "norm.weight": (d,),
+        "lm_head.weight": (config.draft_vocab_size, d),
+        "d2t": (config.draft_vocab_size,),
+        "t2d": (config.vocab_size,),
+    }
+
+
+def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
+    """A copy of the model's tensors on the CPU, in the types and under the names of a draft file."""
+    state = {
+        name: parameter.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+        for name, parameter in model.named_parameters()
+    }
+    t2d = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    t2d[model.target_ids.cpu()] = True
+    return {**state, "d2t": model.d2t.to("cpu", torch.int64, copy=True), "t2d": t2d}
+
+
+def check_state(model: Eagle3Draft, state: dict[str, Tensor]) -> None:
+    """Raise DraftFileError or DraftMismatchError when a draft file does not belong into this model."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if shapes != expected_shapes(model.config):
+        raise DraftFileError("the draft's tensors do not have this model's names and shapes")
+    if not torch.equal(state["d2t"].to(model.d2t.device), model.d2t):
+        raise DraftMismatchError("the draft has another draft vocabulary (d2t) than the one in service")
+
+
+def apply_state(model: Eagle3Draft, state: dict[str, Tensor]) -> None:
+    """Copy a draft file into the model's own parameters: addresses stay, so captured graphs stay valid.
+
+    Raises DraftFileError or DraftMismatchError before anything is changed.
+    """
+    check_state(model, state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def draft_config_json(config: DraftConfig) -> dict[str, Any]:
+    """The `config.json` of a draft file."""
+    return {
+        "architectures": [_ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        # Tied would make SGLang use the target's embedding as the draft's output layer.
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **config.to_dict(),
+    }
+
+
+def config_from_json(values: dict[str, Any]) -> DraftConfig:
+    """The shapes in a draft's `config.json`; raises DraftFileError where it is not an EAGLE-3 draft's."""
+    if values.get("architectures") != [_ARCHITECTURE]:
+        raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {_ARCHITECTURE}")
+    try:
+        return DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DraftFileError(f"config.json is not a draft's: {error!r}") from error
+
+
+def target_fingerprint(model_dir: Path) -> str:
+    """SHA-256 over the target's weight files and what its config says about the computation; hex, 64 characters.
+
+    Raises ConfigError when the folder has no safetensors model.
+    """
+    config = _read_config(model_dir)
+    digest = hashlib.sha256()
+    essentials = {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
+    digest.update(json.dumps(essentials, sort_keys=True).encode())
+    for path in sorted(set(_weight_files(model_dir).values())):
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"cannot read the target's weights: {error}") from error
+    return digest.hexdigest()
+
+
+def read_target_tensor(model_dir: Path, name: str) -> Tensor:
+    """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding.
+
+    Raises ConfigError when the target does not have it.
+    """
+    files = _weight_files(model_dir)
+    if name == _LM_HEAD and name not in files:
+        name = _EMBEDDING
+    if name not in files:
+        raise ConfigError(f"the target in {model_dir} has no tensor {name}")
+    try:
+        with safe_open(files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {name} from {files[name]}: {error}") from error
+    return tensor
+
+
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_dir} has no readable config.json: check --model") from error
+    return config
+
+
+def _weight_files(model_dir: Path) -> dict[str, Path]:
+    """The file of every tensor, for one file and for several with an index."""
+    try:
+        index = model_dir / "model.safetensors.index.json"
+        if index.exists():
+            weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            return {name: model_dir / file for name, file in weight_map.items()}
+        single = model_dir / "model.safetensors"
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"{model_dir} has no readable safetensors weights ({error}): check --model") from error

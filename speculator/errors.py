@@ -1,0 +1,79 @@
+"""The exception tree.
+
+SlipstreamError
+├── ConfigError            the operator can fix it; the command line prints one line and exits with code 2
+├── TraceError             a trace cannot be decoded or does not fit: it goes to the dead-letter stream
+│   └── UnknownSchemaError   written by another version of the codec
+├── DraftError             a draft version is unusable; the version in service stays
+│   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
+│   └── DraftMismatchError   made for another target or another draft vocabulary
+├── StoreError             the draft store cannot be read or written
+├── StreamError            Redis refuses or cannot be reached
+└── EngineError            the engine cannot serve
+    ├── RequestError         this request can never be served (400)
+    ├── EngineBusyError      the queue is full; try again (429)
+    └── EngineDeadError      the engine stopped (503)
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of every error that Slipstream raises on purpose."""
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """A setting is wrong; the message names the setting and the fix."""
+
+
+class TraceError(SlipstreamError, ValueError):
+    """Bytes are not a valid trace."""
+
+
+class UnknownSchemaError(TraceError):
+    """The trace was written with a schema version that this code does not read."""
+
+
+class DraftError(SlipstreamError):
+    """A draft version cannot be used."""
+
+
+class DraftFileError(DraftError):
+    """The file of a draft is damaged or has the wrong names, shapes, types or values."""
+
+
+class DraftMismatchError(DraftError):
+    """The draft belongs to another target or to another draft vocabulary."""
+
+
+class StoreError(SlipstreamError):
+    """The draft store cannot be read or written."""
+
+
+class StreamError(SlipstreamError):
+    """Redis cannot be reached or refuses the command."""
+
+
+class EngineError(SlipstreamError):
+    """The engine cannot serve."""
+
+
+class RequestError(EngineError, ValueError):
+    """The request itself can never be served; `param` names the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineBusyError(EngineError):
+    """The queue is full; the client may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(EngineError):
+    """The engine stopped and cannot generate."""

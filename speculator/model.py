@@ -1,0 +1,193 @@
+"""The EAGLE-3 draft network in plain PyTorch: one decoder layer over target features, with a small vocabulary.
+
+The same layer serves training, drafting and replay; only the attention differs, so callers pass it in as `attend`.
+Structure and parameter names follow SGLang's `LlamaForCausalLMEagle3` (EAGLE-3, arXiv 2503.01840, section 3).
+
+Shape letters: B batch, T tokens, d hidden size, V target vocabulary, D draft vocabulary, H query heads, G key heads,
+h head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speculator.errors import DraftMismatchError
+
+# (query [B, H, T, h], key [B, G, T, h], value [B, G, T, h]) -> [B, H, T, h]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+NUM_AUX_LAYERS = 3
+
+
+def aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """The target layers whose *inputs* the draft sees (EAGLE-3's low, middle and high feature).
+
+    Raises DraftMismatchError below 8 layers, where two of the three would be the same.
+    """
+    if num_layers < 8:
+        raise DraftMismatchError(f"the target has {num_layers} layers; EAGLE-3 features need at least 8")
+    return 2, num_layers // 2, num_layers - 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Shapes of a draft; `hidden_size`, `vocab_size` and `max_position_embeddings` are the target's."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+
+    @classmethod
+    def for_target(cls, target: dict[str, Any], *, draft_vocab_size: int) -> DraftConfig:
+        """Derive the draft's shapes from the target's Hugging Face `config.json`, parsed into a dict."""
+        num_heads = int(target["num_attention_heads"])
+        rope = target.get("rope_parameters") or {}
+        return cls(
+            hidden_size=target["hidden_size"],
+            intermediate_size=target["intermediate_size"],
+            num_attention_heads=num_heads,
+            num_key_value_heads=target.get("num_key_value_heads") or num_heads,
+            head_dim=target.get("head_dim") or target["hidden_size"] // num_heads,
+            vocab_size=target["vocab_size"],
+            draft_vocab_size=min(draft_vocab_size, target["vocab_size"]),
+            max_position_embeddings=target["max_position_embeddings"],
+            rms_norm_eps=target.get("rms_norm_eps", 1e-5),
+            rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10_000.0),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosine and sine tables of rotary position embedding, rotate-half layout (as Llama in Hugging Face)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        # Drafting runs past the last committed position; a margin keeps the table in range at the context limit.
+        positions = torch.arange(config.max_position_embeddings + 64, dtype=torch.float64)
+        angle = positions[:, None] * config.rope_theta**-exponent
+        angle = torch.cat([angle, angle], -1)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor, positions_BT: Tensor) -> Tensor:
+        """Rotate x [B, heads, T, h] to its absolute positions."""
+        cos = self.cos[positions_BT].unsqueeze(1).to(x.dtype)
+        sin = self.sin[positions_BT].unsqueeze(1).to(x.dtype)
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat([-right, left], -1) * sin
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention whose inputs are the embedding and the feature side by side (width 2d)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, heads, groups = 2 * config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, groups * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, groups * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x_BTw: Tensor, positions_BT: Tensor, rotary: RotaryEmbedding, attend: Attend) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+        query = rotary(heads(self.q_proj(x_BTw)), positions_BT)
+        key = rotary(heads(self.k_proj(x_BTw)), positions_BT)
+        out = attend(query, key, heads(self.v_proj(x_BTw)))
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+
+    def forward(
+        self, embed_BTd: Tensor, feature_BTd: Tensor, positions_BT: Tensor, rotary: RotaryEmbedding, attend: Attend
+    ) -> Tensor:
+        x = torch.cat([self.input_layernorm(embed_BTd), self.hidden_norm(feature_BTd)], -1)
+        hidden = feature_BTd + self.self_attn(x, positions_BT, rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+class Eagle3Draft(nn.Module):
+    """One EAGLE-3 draft head.
+
+    At position t it reads the embedding of token t+1 and the target's feature of position t, and predicts token t+2.
+    Deeper proposals feed the network's own output back in place of the feature.
+
+    `embed` is the target's embedding [V, d]: shared, frozen, never saved. `d2t` [D] int64 maps a draft id to its
+    *offset*: target id = draft id + d2t[draft id] (SGLang's convention). It never changes within a lineage.
+    """
+
+    embed: Tensor
+    d2t: Tensor
+
+    def __init__(self, config: DraftConfig, embed: Tensor, d2t: Tensor) -> None:
+        super().__init__()
+        if embed.shape != (config.vocab_size, config.hidden_size):
+            raise DraftMismatchError(f"embedding is {tuple(embed.shape)}, the draft expects the target's [V, d]")
+        if d2t.shape != (config.draft_vocab_size,):
+            raise DraftMismatchError(f"d2t has {d2t.numel()} rows, the draft vocabulary {config.draft_vocab_size}")
+        self.config = config
+        self.fc = nn.Linear(NUM_AUX_LAYERS * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = DraftLayer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = RotaryEmbedding(config)
+        self.register_buffer("embed", embed, persistent=False)
+        self.register_buffer("d2t", d2t, persistent=False)
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[D] int64: the target id of every draft id."""
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def fuse(self, aux_BTw: Tensor) -> Tensor:
+        """Reduce the three target features [B, T, 3d] to one [B, T, d]."""
+        return self.fc(aux_BTw.to(self.norm.weight.dtype))  # type: ignore[no-any-return]
+
+    def forward(self, tokens_BT: Tensor, feature_BTd: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
+        """Run the layer once; returns the next feature [B, T, d] (before the final norm, as it is fed back)."""
+        embed = F.embedding(tokens_BT, self.embed).to(feature_BTd.dtype)
+        return self.midlayer(embed, feature_BTd, positions_BT, self.rotary, attend)  # type: ignore[no-any-return]
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..., D] from the layer's output [..., d]."""
+        return self.lm_head(self.norm(feature))  # type: ignore[no-any-return]

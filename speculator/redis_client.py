@@ -1,0 +1,77 @@
+"""Reaching Redis: a client with bounded waits, and every error of redis-py as a StreamError that names the fix."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+from urllib.parse import urlsplit
+
+import redis
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from speculator.errors import ConfigError, StreamError
+
+SOCKET_TIMEOUT_S = 5.0
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Self = TypeVar("_Self")
+
+
+def connect(url: str) -> redis.Redis:
+    """A client for `redis://`, `rediss://` or `unix://` URLs, after one PING.
+
+    No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
+    Raises ConfigError for a malformed URL and StreamError when Redis does not answer.
+    """
+    try:
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError:
+        # Without the cause: its text may quote a part of the password.
+        raise ConfigError(
+            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss:// or unix://"
+        ) from None
+    try:
+        client.ping()
+    except (exceptions.RedisError, OSError) as error:
+        client.close()
+        parts = urlsplit(url)
+        place = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        raise StreamError(f"{place}: {_explain(error)}") from error
+    return client
+
+
+def redis_errors(
+    method: Callable[Concatenate[_Self, _P], _R],
+) -> Callable[Concatenate[_Self, _P], _R]:
+    """Every error of redis-py leaves a public method as a StreamError whose message names the fix."""
+
+    @functools.wraps(method)
+    def wrapped(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(self, *args, **kwargs)
+        except (exceptions.RedisError, OSError) as error:
+            raise StreamError(_explain(error)) from error
+
+    return wrapped
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
+        return f"Redis refuses the login: set the user and password in SLIPSTREAM_REDIS_URL or --redis-url ({error})"
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return f"Redis is out of memory: raise its maxmemory or lower the stream's byte cap ({error})"
+    if "MISCONF" in str(error):
+        return f"Redis cannot write to its disk: free some space ({error})"
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        return f"Redis cannot be reached: start it, or set SLIPSTREAM_REDIS_URL or --redis-url ({error})"
+    return f"Redis refuses the command: {error}"

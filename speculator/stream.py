@@ -1,0 +1,272 @@
+"""Every Redis key of Slipstream, and the two things it keeps there: the trace stream and the draft pointer.
+
+Redis ≥ 6.2. All keys of a model share one hash tag, so they live in one cluster slot and one transaction can change
+them together. Delivery to the trainer is at least once; `trace_id` makes it effectively once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from speculator.errors import StreamError
+from speculator.ledger import Ledger, LedgerKeys, StreamLag
+from speculator.redis_client import connect, redis_errors
+
+__all__ = ["DraftPointer", "StreamEntry", "StreamKeys", "StreamLag", "TraceStream", "connect"]
+
+# A blocking read must end well before the socket gives up on it.
+MAX_BLOCK_MS = 2000
+ENGINE_TTL_S = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamKeys:
+    """The names of one model's keys; `model_key` is a slug that the caller derives from the target's name."""
+
+    model_key: str
+
+    def _key(self, name: str) -> str:
+        return f"slipstream:{{{self.model_key}}}:{name}"
+
+    @property
+    def ledger(self) -> LedgerKeys:
+        return LedgerKeys(
+            traces=self._key("traces"),
+            sizes=self._key("sizes"),
+            num_appended=self._key("num_appended"),
+            accounts=self._key("accounts"),
+        )
+
+    @property
+    def dead_letters(self) -> str:
+        return self._key("dead_letters")
+
+    @property
+    def desired_draft(self) -> str:
+        return self._key("desired_draft")
+
+    @property
+    def engines(self) -> str:
+        """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
+        return self._key("engines")
+
+    def engine(self, engine_id: str) -> str:
+        return self._key(f"engine:{engine_id}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamEntry:
+    id: str
+    trace_id: str
+    created_ms: int
+    """When the entry was appended."""
+    payload: bytes
+
+
+class TraceStream:
+    """One model's traces, from any number of producers to the consumers of one group.
+
+    `max_bytes` is the hard cap on payload bytes in the stream. A producer makes room before it appends: acked entries,
+    kept as history, go first, from the oldest; if that is not enough, unacked ones go too and are counted as lost.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        model_key: str,
+        *,
+        max_bytes: int,
+        group: str = "trainer",
+        consumer: str = "trainer-0",
+    ) -> None:
+        """Needs no connection yet. Consumers that run at the same time need different names."""
+        self.max_bytes = max_bytes
+        self._redis: Any = client
+        self._keys = StreamKeys(model_key=model_key)
+        self._traces = self._keys.ledger.traces
+        self._ledger = Ledger(client, self._keys.ledger, group, max_bytes)
+        self._group = group
+        self._consumer = consumer
+        # Own pending entries come first after a start; None once they have all been read.
+        self._resume_after: str | None = "0"
+
+    @redis_errors
+    def append(self, payload: bytes, *, trace_id: str) -> str:
+        """Append one encoded trace and return its entry id.
+
+        Raises StreamError, after which the entry may or may not be in the stream: appending it again is safe, the
+        trainer uses a trace id once.
+        """
+        if len(payload) > self.max_bytes:
+            raise StreamError(f"a trace of {len(payload)} bytes is above the stream's cap of {self.max_bytes} bytes")
+        fields: dict[str, bytes | str | int] = {"payload": payload, "trace_id": trace_id, "created_ms": _now_ms()}
+        return self._ledger.append(fields, len(payload))
+
+    @redis_errors
+    def trim(self) -> None:
+        """Enforce the byte cap, for instance after it was lowered, and count what others removed."""
+        self._ledger.make_room(0)
+
+    @redis_errors
+    def read(self, count: int, block_ms: int) -> list[StreamEntry]:
+        """Up to `count` entries for this consumer: after a start its own pending ones, then new ones.
+
+        Waits up to `block_ms` (at most MAX_BLOCK_MS; 0 does not wait) for new entries; returns [] when none came.
+        Raises StreamError; the next call then starts over with the pending entries, since Redis may have delivered
+        some that never arrived. Entries in hand can therefore come twice.
+        """
+        try:
+            while self._resume_after is not None:
+                if entries := self._read_own_pending(self._resume_after, count):
+                    return entries
+            return self._settle_missing(self._read_group(">", count, min(block_ms, MAX_BLOCK_MS) or None))
+        except (redis.RedisError, OSError):
+            self._resume_after = "0"
+            raise
+
+    @redis_errors
+    def reclaim(self, min_idle_ms: int, count: int = 100) -> list[StreamEntry]:
+        """Take over up to `count` entries that some consumer has left unacked for `min_idle_ms`.
+
+        Also finds own entries in hand for that long. Pending entries that were removed from the stream are counted
+        as lost.
+        """
+        self._ledger.settle()
+        entries: list[StreamEntry] = []
+        cursor = "0-0"
+        while len(entries) < count:
+            reply = self._autoclaim(cursor, min_idle_ms, count - len(entries))
+            entries += [_entry(entry_id, fields) for entry_id, fields in reply[1] if fields]
+            # Redis ≥ 7 drops removed entries from the pending list as it meets them, and names them here.
+            if len(reply) > 2 and reply[2]:
+                self._ledger.settle_deleted(len(reply[2]))
+            cursor = reply[0].decode()
+            if cursor == "0-0":
+                break
+        return entries
+
+    @redis_errors
+    def ack(self, ids: Sequence[str]) -> None:
+        """The trainer is done with these entries for good; ids that are not pending any more are ignored."""
+        if ids:
+            self._ledger.settle_acked(ids)
+
+    @redis_errors
+    def dead_letter(self, entry: StreamEntry, reason: str) -> None:
+        """Set an unusable entry aside with the reason, and ack it; the newest `ledger.MAX_DEAD_LETTERS` are kept."""
+        fields: dict[str, bytes | str] = {
+            "payload": entry.payload,
+            "trace_id": entry.trace_id,
+            "entry_id": entry.id,
+            "reason": reason,
+        }
+        self._ledger.settle_dead(entry.id, self._keys.dead_letters, fields)
+
+    @redis_errors
+    def recent(self, max_bytes: int) -> list[StreamEntry]:
+        """The newest acked entries that fit into `max_bytes`, oldest first: what a replay is rebuilt from.
+
+        Dead-lettered entries that are still in the stream are among them; they fail to decode again.
+        """
+        num_pending, last_delivered = self._ledger.group_state()
+        unacked = set(self._ledger.pending_ids("-", "+", num_pending))
+        entries: list[StreamEntry] = []
+        end = last_delivered
+        while chunk := self._redis.xrevrange(self._traces, max=end, count=8):
+            for entry in (_entry(*row) for row in chunk):
+                if entry.id in unacked:
+                    continue
+                max_bytes -= len(entry.payload)
+                if max_bytes < 0:
+                    return entries[::-1]
+                entries.append(entry)
+            end = f"({chunk[-1][0].decode()}"
+        return entries[::-1]
+
+    @redis_errors
+    def lag(self) -> StreamLag:
+        """Where the stream stands, after counting what was removed from it."""
+        return self._ledger.lag()
+
+    def _read_group(self, after: str, count: int, block_ms: int | None) -> list[Any]:
+        streams = {self._traces: after}
+        reply = self._ledger.with_group(
+            lambda: self._redis.xreadgroup(self._group, self._consumer, streams, count=count, block=block_ms)
+        )
+        return list(reply[0][1]) if reply else []
+
+    def _read_own_pending(self, after: str, count: int) -> list[StreamEntry]:
+        rows = self._read_group(after, count, None)
+        self._resume_after = rows[-1][0].decode() if rows else None
+        return self._settle_missing(rows)
+
+    def _settle_missing(self, rows: list[Any]) -> list[StreamEntry]:
+        """A pending entry without fields was removed from the stream while it was pending."""
+        if missing := [entry_id.decode() for entry_id, fields in rows if not fields]:
+            self._ledger.settle_lost(missing)
+        return [_entry(entry_id, fields) for entry_id, fields in rows if fields]
+
+    def _autoclaim(self, start: str, min_idle_ms: int, count: int) -> list[Any]:
+        reply: list[Any] = self._ledger.with_group(
+            lambda: self._redis.xautoclaim(self._traces, self._group, self._consumer, min_idle_ms, start, count=count)
+        )
+        return reply
+
+
+class DraftPointer:
+    """Which draft version the engines should run, and what each engine says about itself."""
+
+    def __init__(self, client: redis.Redis, model_key: str) -> None:
+        self._redis: Any = client
+        self._keys = StreamKeys(model_key=model_key)
+
+    @redis_errors
+    def publish(self, version: int) -> None:
+        self._redis.set(self._keys.desired_draft, version)
+
+    @redis_errors
+    def desired(self) -> int | None:
+        """The version last published; None before the first."""
+        value = self._redis.get(self._keys.desired_draft)
+        return None if value is None else int(value)
+
+    @redis_errors
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        """Replace an engine's status; it disappears ENGINE_TTL_S after its last report."""
+        key, ttl_ms = self._keys.engine(engine_id), int(ENGINE_TTL_S * 1000)
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.delete(key)
+            transaction.hset(key, mapping=dict(status))
+            transaction.pexpire(key, ttl_ms)
+            transaction.zadd(self._keys.engines, {engine_id: _now_ms() + ttl_ms})
+            transaction.zremrangebyscore(self._keys.engines, "-inf", _now_ms())
+            transaction.execute()
+
+    @redis_errors
+    def engines(self) -> dict[str, dict[str, str]]:
+        """The status of every engine that reported lately, by engine id."""
+        ids = [engine_id.decode() for engine_id in self._redis.zrange(self._keys.engines, 0, -1)]
+        reports = {engine_id: self._redis.hgetall(self._keys.engine(engine_id)) for engine_id in ids}
+        return {
+            engine_id: {field.decode(): value.decode() for field, value in report.items()}
+            for engine_id, report in reports.items()
+            if report
+        }
+
+
+def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
+    return StreamEntry(
+        id=entry_id.decode(),
+        trace_id=fields.get(b"trace_id", b"").decode(errors="replace"),
+        created_ms=int(fields.get(b"created_ms", 0)),
+        payload=fields.get(b"payload", b""),
+    )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,79 @@
+"""Lossless verification of drafted chains: which token the target emits, and how many proposals that accepts.
+
+Every position of every request owns one vector of Gumbel noise, keyed by (seed, position). The target emits
+argmax(log p + noise), which has exactly the served distribution p (Gumbel-max). The draft proposes argmax(log q +
+*the same* noise): equal distributions propose the emitted token, near ones nearly always (the coupling of Daliri,
+Musco and Musco, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978, with
+acceptance at least (1 − TV) / (1 + TV)). A proposal is accepted when it *is* the emitted token.
+
+What a user gets from it: the text of a seed does not depend on the draft at all — not on its depth, its quality or a
+swap in the middle of the answer — so `seed` keeps its meaning while the draft learns. Greedy is the case without noise.
+
+Shape letters: P proposals, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculator.sampling import SamplingParams
+
+_NO_TOKEN = float("-inf")
+
+
+def served_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [..., V] of the served distribution: temperature, then top-k, then top-p; dropped tokens are −inf.
+
+    At temperature 0 the logits come back unchanged: only their argmax matters. Ties at the top-k boundary are kept.
+    Top-p keeps the smallest set of likeliest tokens whose probability reaches `top_p` (nucleus sampling, Holtzman
+    et al., arXiv 1904.09751).
+    """
+    if params.temperature == 0:
+        return logits
+    logits = logits / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest = logits.topk(params.top_k, -1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, _NO_TOKEN)
+    if params.top_p < 1:
+        ordered, order = logits.sort(-1, descending=True)
+        probability = ordered.softmax(-1)
+        # A token stays while the mass *before* it is below top_p, so the likeliest always stays.
+        dropped = probability.cumsum(-1) - probability >= params.top_p
+        logits = logits.masked_fill(torch.empty_like(dropped).scatter_(-1, order, dropped), _NO_TOKEN)
+    return logits
+
+
+def gumbel_noise(seed: int, position: int, size: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Standard Gumbel noise [size] float64 of one position of one request; the same on every machine.
+
+    Counter-based (Philox), so any position can be drawn at any time, in any order, by draft and target alike.
+    """
+    # An explicit type: NumPy would turn a list with a large seed into floats and round the seed.
+    key = np.array([seed & (2**64 - 1), position], np.uint64)
+    # `random` is in [0, 1); 1 − u is in (0, 1], and the inner logarithm is kept off zero.
+    uniform = 1.0 - np.random.Generator(np.random.Philox(key=key)).random(size)
+    noise = -np.log(np.maximum(-np.log(uniform), 1e-300))
+    return torch.from_numpy(noise).to(device)
+
+
+def emit(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> Tensor:
+    """The emitted token ids [...] for logits [..., V], with Gumbel noise [..., V] unless greedy.
+
+    Noise is added in at least float32: bfloat16 sums would tie and favour low ids.
+    """
+    if params.temperature == 0 or noise is None:
+        return logits.argmax(-1)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return (served_logits(logits.to(wide), params) + noise.to(wide)).argmax(-1)
+
+
+def count_accepted(proposals: Sequence[int], emitted: Sequence[int]) -> int:
+    """How many leading proposals [P] are the tokens that the target emitted [P + 1] at their positions."""
+    accepted = 0
+    while accepted < len(proposals) and proposals[accepted] == emitted[accepted]:
+        accepted += 1
+    return accepted

@@ -1,0 +1,27 @@
+"""A real Redis for every test that wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.stream import connect
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One embedded server for the whole session."""
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of the session's server, which is empty at the start of the test."""
+    client = connect(redis_url)
+    client.flushall()
+    yield client
+    client.close()

@@ -1,0 +1,30 @@
+"""Tiny drafts that tests make from a seed."""
+
+from __future__ import annotations
+
+import torch
+
+from speculator.model import DraftConfig, Eagle3Draft
+
+CONFIG = DraftConfig(
+    hidden_size=8,
+    intermediate_size=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    vocab_size=20,
+    draft_vocab_size=6,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    rope_theta=100_000.0,
+)
+TARGET_IDS = torch.tensor([0, 3, 4, 9, 17, 19])
+
+
+def make_draft(seed: int = 0) -> Eagle3Draft:
+    torch.manual_seed(seed)
+    embed = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
+    draft = Eagle3Draft(CONFIG, embed, TARGET_IDS - torch.arange(6))
+    for parameter in draft.parameters():
+        parameter.data.normal_()
+    return draft

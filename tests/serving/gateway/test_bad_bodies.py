@@ -1,0 +1,267 @@
+"""Whatever a client sends, it gets a 4xx envelope that names the field, and the engine never sees it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serving.gateway.schema import UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
+from tests.doubles import DoubleEngine
+from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway
+
+JSON = {"content-type": "application/json"}
+
+UNSUPPORTED = "unsupported_parameter"
+UNKNOWN = "unknown_parameter"
+TYPE = "invalid_type"
+VALUE = "invalid_value"
+
+RAW = [
+    b"",
+    b"{",
+    b"hello",
+    b"{'model': 'double'}",
+    b'{"model": "double",}',
+    b'{"model": "double"} trailing',
+    b"\xef\xbb\xbf{}",
+    b'{"model": "\xff\xfe"}',
+    b'{"model": "\\ud800"}',
+    b'{"model": "\\udfff\\ud800"}',
+    '{"model": "double"}'.encode("utf-16"),
+    b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"x": ' + b'{"x":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    b'{"seed": ' + b"9" * 10_000 + b"}",
+    b"\x00",
+]
+
+NOT_OBJECTS = [b"[]", b"null", b"1", b'"text"', b"true", b"NaN"]
+
+BOTH = [
+    # value outside the range, or of another type: a boolean is not a number, a string is not one either
+    ({"model": 1}, "model", TYPE),
+    ({"model": None}, "model", TYPE),
+    ({"temperature": False}, "temperature", TYPE),
+    ({"temperature": "1"}, "temperature", TYPE),
+    ({"temperature": -0.1}, "temperature", VALUE),
+    ({"temperature": 2.1}, "temperature", VALUE),
+    ({"temperature": float("nan")}, "temperature", VALUE),
+    ({"temperature": float("inf")}, "temperature", VALUE),
+    ({"temperature": -float("inf")}, "temperature", VALUE),
+    ({"temperature": [1]}, "temperature", TYPE),
+    ({"top_p": 0}, "top_p", VALUE),
+    ({"top_p": 1.01}, "top_p", VALUE),
+    ({"top_p": True}, "top_p", TYPE),
+    ({"top_k": -1}, "top_k", VALUE),
+    ({"top_k": 1.5}, "top_k", TYPE),
+    ({"top_k": 2**40}, "top_k", VALUE),
+    ({"max_tokens": 0}, "max_tokens", VALUE),
+    ({"max_tokens": -5}, "max_tokens", VALUE),
+    ({"max_tokens": 1.0}, "max_tokens", TYPE),
+    ({"max_tokens": "10"}, "max_tokens", TYPE),
+    ({"max_tokens": True}, "max_tokens", TYPE),
+    ({"max_tokens": 10**30}, "max_tokens", VALUE),
+    ({"n": 0}, "n", VALUE),
+    ({"n": -1}, "n", VALUE),
+    ({"n": 1000}, "n", VALUE),
+    ({"n": False}, "n", TYPE),
+    ({"seed": -1}, "seed", VALUE),
+    ({"seed": 2**63}, "seed", VALUE),
+    ({"seed": 10**100}, "seed", VALUE),
+    ({"seed": "7"}, "seed", TYPE),
+    ({"stop": ""}, "stop", VALUE),
+    ({"stop": 1}, "stop", TYPE),
+    ({"stop": ["a", ""]}, "stop[1]", VALUE),
+    ({"stop": ["a", 1]}, "stop[1]", TYPE),
+    ({"stop": ["a"] * 5}, "stop", VALUE),
+    ({"stop": {"a": 1}}, "stop", TYPE),
+    ({"stream": "true"}, "stream", TYPE),
+    ({"stream": 1}, "stream", TYPE),
+    ({"stream_options": {"include_usage": True}}, "stream_options", VALUE),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", TYPE),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", UNKNOWN),
+    ({"stream": True, "stream_options": []}, "stream_options", TYPE),
+    ({"user": 5}, "user", TYPE),
+    ({"slipstream": None}, "slipstream", TYPE),
+    ({"slipstream": {"capture": "no"}}, "slipstream.capture", TYPE),
+    ({"slipstream": {"group_id": 1}}, "slipstream.group_id", TYPE),
+    ({"slipstream": {"group_id": "g" * 257}}, "slipstream.group_id", VALUE),
+    ({"slipstream": {"tenant": "other"}}, "slipstream.tenant", UNKNOWN),
+    # what this server cannot honour
+    ({"frequency_penalty": 0.5}, "frequency_penalty", UNSUPPORTED),
+    ({"frequency_penalty": False}, "frequency_penalty", UNSUPPORTED),
+    ({"presence_penalty": -2}, "presence_penalty", UNSUPPORTED),
+    ({"logit_bias": {"50": -100}}, "logit_bias", UNSUPPORTED),
+    ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
+    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
+    # what nobody knows
+    ({"temprature": 1}, "temprature", UNKNOWN),
+    ({"model_config": {}}, "model_config", UNKNOWN),
+    ({"__class__": "x"}, "__class__", UNKNOWN),
+    ({"": 1}, None, UNKNOWN),
+]
+
+ONLY_CHAT = [
+    ({"messages": []}, "messages", VALUE),
+    ({"messages": None}, "messages", TYPE),
+    ({"messages": "hello"}, "messages", TYPE),
+    ({"messages": {}}, "messages", TYPE),
+    ({"messages": ["hello"]}, "messages[0]", TYPE),
+    ({"messages": [None] * 100_000}, "messages[0]", TYPE),
+    ({"messages": [{}]}, "messages[0].role", "missing_required_parameter"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", TYPE),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", TYPE),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", TYPE),
+    ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1].role", VALUE),
+    ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]", TYPE),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        UNSUPPORTED,
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", TYPE),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+        "messages[0].content[0].b",
+        UNKNOWN,
+    ),
+    ({"messages": [{"role": "user", "content": "a", "mood": "bad"}]}, "messages[0].mood", UNKNOWN),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+        "messages[1].tool_calls",
+        UNSUPPORTED,
+    ),
+    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", VALUE),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", VALUE),
+    ({"logprobs": True}, "logprobs", UNSUPPORTED),
+    ({"logprobs": 0}, "logprobs", UNSUPPORTED),
+    ({"top_logprobs": 5}, "top_logprobs", UNSUPPORTED),
+    ({"prompt": "hello"}, "prompt", UNKNOWN),
+    ({"echo": True}, "echo", UNKNOWN),
+]
+
+ONLY_COMPLETIONS = [
+    ({"prompt": None}, "prompt", TYPE),
+    ({"prompt": 1}, "prompt", TYPE),
+    ({"prompt": {}}, "prompt", TYPE),
+    ({"prompt": ""}, "prompt", VALUE),
+    ({"prompt": [1, "a"]}, "prompt[1]", TYPE),
+    ({"prompt": [1, True]}, "prompt[1]", TYPE),
+    ({"prompt": [True]}, "prompt[0]", TYPE),
+    ({"prompt": ["a", 1]}, "prompt[1]", TYPE),
+    ({"prompt": [1, -1]}, "prompt[1]", VALUE),
+    ({"prompt": [2**31]}, "prompt[0]", VALUE),
+    ({"prompt": [1.5]}, "prompt[0]", TYPE),
+    ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]", TYPE),
+    ({"prompt": [[[1]]]}, "prompt[0][0]", TYPE),
+    ({"messages": HELLO}, "messages", UNKNOWN),
+    ({"echo": True}, "echo", UNSUPPORTED),
+    ({"suffix": "end"}, "suffix", UNSUPPORTED),
+    ({"logprobs": 0}, "logprobs", UNSUPPORTED),
+    ({"best_of": 3}, "best_of", UNSUPPORTED),
+    ({"best_of": True}, "best_of", TYPE),
+]
+
+TABLE = [(path, *row) for row in BOTH for path in (CHAT, COMPLETIONS)]
+TABLE += [(CHAT, *row) for row in ONLY_CHAT] + [(COMPLETIONS, *row) for row in ONLY_COMPLETIONS]
+
+
+def valid(path: str) -> dict[str, Any]:
+    return {"model": "double", **({"messages": HELLO} if path == CHAT else {"prompt": "hello"})}
+
+
+ENGINE = DoubleEngine()
+APP = gateway(ENGINE)
+"""One app for all bodies: they must not reach what it holds."""
+
+
+def send(path: str, raw: bytes) -> httpx.Response:
+    ENGINE.requests.clear()
+    return ask(APP, lambda client: client.post(path, content=raw, headers=JSON))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("raw", RAW, ids=lambda raw: ascii(raw[:20]))
+def test_malformed(path: str, raw: bytes) -> None:
+    response = send(path, raw)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["code"], error["type"]) == ("invalid_json", "invalid_request_error")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("raw", NOT_OBJECTS, ids=ascii)
+def test_not_an_object(path: str, raw: bytes) -> None:
+    response = send(path, raw)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == TYPE
+
+
+@pytest.mark.parametrize(("path", "change", "param", "code"), TABLE, ids=lambda value: ascii(value)[:60])
+def test_bad_field(path: str, change: dict[str, Any], param: str | None, code: str) -> None:
+    response = send(path, json.dumps({**valid(path), **change}).encode())
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["type"] == "invalid_request_error"
+    assert len(response.content) < 1000
+    assert ENGINE.requests == []
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, "messages"), (CHAT, "model"), (COMPLETIONS, "prompt")])
+def test_missing_field(path: str, name: str) -> None:
+    body = {key: value for key, value in valid(path).items() if key != name}
+    error = error_of(send(path, json.dumps(body).encode()))
+    assert (error["param"], error["code"]) == (name, "missing_required_parameter")
+
+
+FIELDS = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *UNSUPPORTED_IN_CHAT, "echo"}))
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from([0, 1, 2**31, 2**63, -1, 1e308])
+)
+VALUES = st.recursive(
+    SCALARS | st.just("double") | st.just(HELLO),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.sampled_from(["role", "content", "type", "text"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+BODIES = st.dictionaries(FIELDS | st.text(max_size=8), VALUES, max_size=5)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    is_based_on_a_valid_one=st.booleans(),
+    change=BODIES,
+    is_ascii=st.booleans(),
+)
+def test_no_json_makes_a_server_error(
+    path: str, is_based_on_a_valid_one: bool, change: dict[str, Any], is_ascii: bool
+) -> None:
+    body = {**valid(path), **change} if is_based_on_a_valid_one else change
+    raw = json.dumps(body, ensure_ascii=is_ascii).encode(errors="surrogatepass")
+    response = send(path, raw)
+    assert response.status_code in {200, 400, 404}, response.text
+    if response.status_code != 200:
+        error_of(response)
+        assert ENGINE.requests == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(path=st.sampled_from([CHAT, COMPLETIONS]), raw=st.binary(max_size=200))
+def test_no_bytes_make_a_server_error(path: str, raw: bytes) -> None:
+    response = send(path, raw)
+    assert response.status_code == 400
+    error_of(response)

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+
+from serving.engine import CapturePolicy
+from speculator.sampling import SamplingParams
+from tests.doubles import DoubleEngine, says, words_for
+from tests.serving.gateway.client import CHAT, HELLO, ask, chat, error_of, gateway, post
+
+
+def test_whole_answer() -> None:
+    engine = DoubleEngine(answer=says("Hi there, 日本."))
+    response = chat(engine)
+    assert response.status_code == 200
+    body = response.json()
+    assert body["id"] == f"chatcmpl-{response.headers['x-request-id']}"
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "double"
+    assert body["created"] > 1_700_000_000
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hi there, 日本.", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    # 17 bytes in chunks of four: one committed token each, the others accepted proposals.
+    assert body["usage"] == {
+        "prompt_tokens": len("<user>hello\n<assistant>"),
+        "completion_tokens": 17,
+        "total_tokens": len("<user>hello\n<assistant>") + 17,
+        "completion_tokens_details": {"accepted_prediction_tokens": 12},
+    }
+    assert engine.finished == [f"{response.headers['x-request-id']}-0"]
+
+
+def test_engine_gets_what_the_client_asked_for() -> None:
+    engine = DoubleEngine()
+    chat(
+        engine,
+        messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello", "name": "ada"}],
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        top_k=20,
+        seed=3,
+        stop="\n",
+        user="someone",
+        slipstream={"capture": False, "group_id": "g7", "domain": "math"},
+    )
+    [request] = engine.requests
+    assert bytes(request.prompt_token_ids).decode() == "<system>be brief\n<user>hello\n<assistant>"
+    assert request.max_tokens == 7
+    assert request.sampling == SamplingParams(temperature=0.0, top_p=0.5, top_k=20)
+    assert request.seed == 3
+    assert request.stop == ("\n",)
+    assert request.policy == CapturePolicy(capture=False, tenant="default", group_id="g7", domain="math")
+
+
+def test_defaults() -> None:
+    engine = DoubleEngine(context_length=4096)
+    post(engine, CHAT, {"messages": HELLO}, default_max_tokens=33)
+    [request] = engine.requests
+    assert request.max_tokens == 33
+    assert request.sampling == SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
+    assert request.seed is None
+    assert request.stop == ()
+    assert request.policy == CapturePolicy()
+
+
+def test_default_max_tokens_shrinks_to_what_fits() -> None:
+    engine = DoubleEngine(context_length=30)
+    response = chat(engine)
+    assert engine.requests[0].max_tokens == 30 - len("<user>hello\n<assistant>")
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_nulls_and_values_that_ask_for_nothing_are_accepted() -> None:
+    engine = DoubleEngine()
+    nothing = {
+        "temperature": None,
+        "top_p": None,
+        "n": None,
+        "seed": None,
+        "stop": None,
+        "stream": None,
+        "stream_options": None,
+        "user": None,
+        "max_tokens": None,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "logprobs": False,
+        "top_logprobs": None,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+    }
+    history = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}
+    response = chat(engine, messages=[*HELLO, history, *HELLO], **nothing)
+    assert response.status_code == 200, response.text
+    assert engine.requests[0].sampling == SamplingParams()
+
+
+def test_text_parts_are_joined() -> None:
+    engine = DoubleEngine()
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    chat(engine, messages=[{"role": "user", "content": parts}])
+    assert bytes(engine.requests[0].prompt_token_ids).decode() == "<user>hello\n<assistant>"
+
+
+def test_samples_are_concurrent_and_have_derived_seeds() -> None:
+    engine = DoubleEngine(hold_at=1)
+    app = gateway(engine)
+
+    async def talk(client: httpx.AsyncClient) -> httpx.Response:
+        asked = asyncio.create_task(
+            client.post(CHAT, json={"model": "double", "messages": HELLO, "n": 3, "seed": 40, "max_tokens": 12})
+        )
+        await engine.holding.wait()
+        # The first chunk of every sample came before any second one: nobody waited for somebody's end.
+        assert [request.seed for request in engine.requests] == [40, 41, 42]
+        engine.release.set()
+        return await asked
+
+    response = ask(app, talk)
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for choice, request in zip(choices, engine.requests, strict=True):
+        expected = words_for(request).encode()[:12].decode(errors="ignore")
+        assert choice["message"]["content"] == expected
+    assert len({choice["message"]["content"] for choice in choices}) == 3
+    assert response.json()["usage"]["prompt_tokens"] == len("<user>hello\n<assistant>")
+    assert response.json()["usage"]["completion_tokens"] == 36
+    assert len({request.request_id for request in engine.requests}) == 3
+
+
+def test_largest_seed_wraps() -> None:
+    engine = DoubleEngine()
+    chat(engine, n=2, seed=2**63 - 1)
+    assert [request.seed for request in engine.requests] == [2**63 - 1, 0]
+
+
+def test_stop_strings_reach_the_answer() -> None:
+    response = chat(DoubleEngine(answer=says("one two three")), stop=["three", "two"])
+    choice = response.json()["choices"][0]
+    assert choice["message"]["content"] == "one "
+    assert choice["finish_reason"] == "stop"
+
+
+def test_too_long_prompt_says_by_how_much() -> None:
+    engine = DoubleEngine(context_length=64)
+    response = chat(engine, messages=[{"role": "user", "content": "x" * 100}])
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
+    num_tokens = len("<user>\n<assistant>") + 100
+    assert f"{num_tokens} tokens" in error["message"]
+    assert "holds 64" in error["message"]
+    assert f"shorten the prompt by {num_tokens - 63}." in error["message"]
+    assert engine.requests == []
+
+
+def test_prompt_that_fills_the_context_leaves_no_room_for_an_answer() -> None:
+    num_prompt_tokens = len("<user>hello\n<assistant>")
+    engine = DoubleEngine(context_length=num_prompt_tokens)
+    error = error_of(chat(engine))
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("shorten the prompt by 1.")
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_prompt_and_max_tokens_must_fit_together(name: str) -> None:
+    num_prompt_tokens = len("<user>hello\n<assistant>")
+    engine = DoubleEngine(context_length=num_prompt_tokens + 10)
+    assert chat(engine, **{name: 10}).status_code == 200
+    assert engine.requests[0].max_tokens == 10
+    error = error_of(chat(engine, **{name: 11}))
+    assert error["code"] == "context_length_exceeded"
+    assert "ask for at most 10" in error["message"]
+
+
+def test_long_prompts_are_encoded_off_the_loop() -> None:
+    threads: list[threading.Thread] = []
+    engine = DoubleEngine(context_length=100_000)
+    encode_chat = engine.tokenizer.encode_chat
+
+    def watched(messages: list[dict[str, str]]) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode_chat(messages)
+
+    engine.tokenizer.encode_chat = watched
+    assert chat(engine, messages=[{"role": "user", "content": "x" * 50_000}]).status_code == 200
+    assert chat(engine).status_code == 200
+    assert threads[0] is not threading.main_thread()
+    assert threads[1] is threading.main_thread()
+
+
+def test_template_that_refuses_is_the_clients_error() -> None:
+    error = error_of(chat(DoubleEngine(), messages=[{"role": "assistant", "content": "hi"}]))
+    assert error == {
+        "message": "the conversation starts with the assistant",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "invalid_messages",
+    }

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+from serving.gateway.server import GatewayServer, bind, serve
+from speculator.errors import ConfigError
+from tests.doubles import DoubleEngine
+from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, running
+
+BODY = {"model": "double", "messages": HELLO, "max_tokens": 40}
+
+
+def test_gateway_runs_without_torch() -> None:
+    program = (
+        "import sys, serving.gateway.app, serving.gateway.server\n"
+        "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_busy_port_names_the_fix() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as refused:
+            bind("127.0.0.1", port)
+    assert str(refused.value) == f"port {port} is in use: pass --port or stop the other process"
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "fix"),
+    [("127.0.0.1", 70_000, "--port"), ("192.0.2.1", 0, "--host"), ("no.such.invalid", 0, "--host")],
+)
+def test_unusable_addresses_name_the_fix(host: str, port: int, fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
+        bind(host, port)
+
+
+def test_small_writes_are_sent_at_once() -> None:
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+def test_client_that_is_early_waits_for_the_start() -> None:
+    async def run() -> None:
+        server = GatewayServer(gateway(DoubleEngine()), bind("127.0.0.1", 0), grace_s=1)
+        async with httpx.AsyncClient() as client:
+            early = asyncio.create_task(client.get(f"{server.url}/health"))
+            await server.start()
+            assert (await early).status_code == 200
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_port_is_free_again_after_stop() -> None:
+    async def run() -> None:
+        async with running(DoubleEngine()) as server:
+            port = int(server.url.rpartition(":")[2])
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{server.url}/health")).status_code == 200
+        async with serve(gateway(DoubleEngine()), port=port) as server, httpx.AsyncClient() as client:
+            assert (await client.get(f"{server.url}/health")).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_stop_lets_a_running_answer_finish_and_takes_no_new_one() -> None:
+    async def run() -> None:
+        engine = DoubleEngine(hold_at=2)
+        server = GatewayServer(gateway(engine), bind("127.0.0.1", 0), grace_s=30)
+        await server.start()
+        async with httpx.AsyncClient() as client:
+            asked = asyncio.create_task(client.post(server.url + CHAT, json={**BODY, "stream": True}))
+            await engine.holding.wait()
+            stopping = asyncio.create_task(server.stop())
+            await refusal(server)
+            engine.release.set()
+            response = await asked
+            await stopping
+        assert events(response)[-1] == "[DONE]"
+        assert len(engine.finished) == 1
+
+    asyncio.run(run())
+
+
+async def refusal(server: GatewayServer) -> None:
+    """Returns once the listener is closed: only then is there nobody to connect to."""
+    host, port = server.url.removeprefix("http://").split(":")
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except ConnectionError:
+            return
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_end_of_the_grace_period_is_an_error_and_not_a_short_answer(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        engine = DoubleEngine(hold_at=3)
+        server = GatewayServer(gateway(engine), bind("127.0.0.1", 0), grace_s=0)
+        await server.start()
+        async with openai_client(server) as client:
+
+            async def talk() -> None:
+                answer = await client.chat.completions.create(**BODY, stream=stream)
+                async for _ in answer:
+                    pass
+
+            asked = asyncio.create_task(talk())
+            await engine.holding.wait()
+            await server.stop()
+            with pytest.raises(openai.APIError) as broken:
+                await asked
+            assert broken.value.code == "shutting_down"
+        assert len(engine.aborted) == 1
+
+    asyncio.run(run())
+    assert "Traceback" not in caplog.text
+
+
+def test_ipv6() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+
+    async def run() -> None:
+        async with serve(gateway(DoubleEngine()), host="::1", port=0) as server, httpx.AsyncClient() as client:
+            assert server.url.startswith("http://[::1]:")
+            assert (await client.get(f"{server.url}/health")).status_code == 200
+
+    asyncio.run(run())

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from speculator.errors import EngineDeadError
+from tests.doubles import DoubleEngine
+from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
+
+CANARY = "xyzzy-canary"
+BODY = {"model": "double", "messages": HELLO, "max_tokens": 8}
+
+
+def count(registry: CollectorRegistry, route: str, status: int) -> float | None:
+    labels = {"route": route, "status": str(status)}
+    return registry.get_sample_value("slipstream_gateway_requests_total", labels)
+
+
+def test_requests_are_counted_by_route_template_and_status() -> None:
+    registry = CollectorRegistry()
+    engine = DoubleEngine()
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        await client.post(CHAT, json=BODY)
+        await client.post(CHAT, json={**BODY, "n": 2, "stream": True})
+        await client.post(CHAT, json={**BODY, "n": 0})
+        await client.get("/v1/models/no/such/model")
+        await client.get("/one/unknown/path")
+        await client.get("/another/unknown/path")
+        await client.put(CHAT)
+        engine.failure, engine.fail_at = EngineDeadError("gone"), 1
+        await client.post(CHAT, json={**BODY, "stream": True})
+
+    ask(gateway(engine, registry), talk)
+    assert count(registry, CHAT, 200) == 2
+    assert count(registry, CHAT, 400) == 1
+    assert count(registry, CHAT, 405) == 1
+    # The stream had sent its 200: what counts is how it ended.
+    assert count(registry, CHAT, 503) == 1
+    assert count(registry, "/v1/models/{model:path}", 404) == 1
+    assert count(registry, "unmatched", 404) == 2
+    # One first token a request, whatever its samples.
+    first_tokens = registry.get_sample_value("slipstream_gateway_time_to_first_token_seconds_count", {"route": CHAT})
+    assert first_tokens == 3
+    assert registry.get_sample_value("slipstream_gateway_request_duration_seconds_count", {"route": CHAT}) == 5
+    assert registry.get_sample_value("slipstream_gateway_generations_in_flight") == 0
+
+
+def test_two_gateways_do_not_share_a_registry() -> None:
+    registry = CollectorRegistry()
+    gateway(DoubleEngine(), registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        gateway(DoubleEngine(), registry)
+
+
+def test_every_response_has_its_own_id_and_a_log_line() -> None:
+    async def talk(client: httpx.AsyncClient) -> list[httpx.Response]:
+        # A client's own id is not used: two equal ones would meet in the engine.
+        asked = [client.post(CHAT, json=BODY, headers={"x-request-id": "mine"}), client.get("/nowhere")]
+        return [await each for each in asked]
+
+    with capture_logs() as logs:
+        responses = ask(gateway(DoubleEngine()), talk)
+    ids = [response.headers["x-request-id"] for response in responses]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+    lines = [line for line in logs if line["event"] == "request"]
+    assert [line["request_id"] for line in lines] == ids
+    assert [(line["route"], line["status"]) for line in lines] == [(CHAT, 200), ("unmatched", 404)]
+
+
+def test_no_prompt_and_no_answer_in_logs_or_metrics(capfd: pytest.CaptureFixture[str]) -> None:
+    registry = CollectorRegistry()
+    engine = DoubleEngine(answer=lambda request: f"{CANARY} answer")
+
+    def broken(messages: list[dict[str, str]]) -> list[int]:
+        raise KeyError(messages[0]["content"])
+
+    async def talk(client: httpx.AsyncClient) -> str:
+        canary = {**BODY, "messages": [{"role": "user", "content": CANARY}]}
+        await client.post(CHAT, json=canary)
+        await client.post(CHAT, json={**canary, "stream": True, "user": CANARY, "stop": CANARY})
+        await client.post(CHAT, json={**canary, "temperature": CANARY})
+        await client.post(CHAT, json={**canary, CANARY: 1})
+        await client.post(CHAT, json={**canary, "model": CANARY})
+        await client.get(f"/v1/models/{CANARY}")
+        await client.get(f"/{CANARY}")
+        engine.failure, engine.fail_at = RuntimeError(CANARY), 1
+        await client.post(CHAT, json={**canary, "stream": True})
+        await client.post(CHAT, json=canary)
+        engine.tokenizer.encode_chat = broken
+        await client.post(CHAT, json=canary)
+        return (await client.get("/metrics")).text
+
+    with capture_logs() as logs:
+        metrics = ask(gateway(engine, registry), talk)
+    assert len(logs) >= 10
+    assert CANARY not in repr(logs)
+    assert CANARY not in metrics
+    assert CANARY not in "".join(capfd.readouterr())
+    failed = [line for line in logs if line["event"] == "request_failed"]
+    assert [line["error"] for line in failed] == ["RuntimeError", "RuntimeError", "KeyError"]
+    assert any("broken" in frame for frame in failed[2]["at"])

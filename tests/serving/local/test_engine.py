@@ -1,0 +1,282 @@
+"""The local engine as its users see it: streams, stops, limits, aborts, capture, control rounds, failed swaps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from serving.engine import CapturePolicy, Chunk
+from serving.local.packed import pack, pack_linears
+from speculator.codec import decode_trace, encode_trace
+from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
+from speculator.model import aux_layer_ids
+from tests.serving.local.harness import Harness, toy_engine
+from tests.toy import make_toy_model, random_draft
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def harness(model_dir: Path) -> Iterator[Harness]:
+    with toy_engine(model_dir) as running:
+        yield running
+
+
+def test_chunks_add_up_to_the_answer(harness: Harness) -> None:
+    answer = harness.ask(harness.request("hello", max_tokens=30))[0]
+    assert len(answer.token_ids) == 30
+    assert answer.finish_reason == "length"
+    assert answer.text == harness.engine.tokenizer.decode(answer.token_ids)
+    assert [chunk.finish_reason for chunk in answer.chunks[:-1]] == [None] * (len(answer.chunks) - 1)
+
+
+def test_a_stop_string_ends_the_answer_before_it(harness: Harness) -> None:
+    whole = harness.ask(harness.request("hello"))[0]
+    stop = whole.text[10:13]
+    expected = whole.text[: whole.text.find(stop)]
+    answer = harness.ask(harness.request("hello", stop=(stop,)))[0]
+    assert answer.text == expected
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) < len(whole.token_ids)
+    # Nothing of the stop string was shown before it was recognised.
+    assert "".join(chunk.text for chunk in answer.chunks) == expected
+
+
+def test_end_of_sequence_ends_the_answer(model_dir: Path) -> None:
+    with toy_engine(model_dir) as harness:
+        plain = harness.ask(harness.request("hello"))[0].token_ids
+        harness.engine._target.eos_token_ids = frozenset([plain[7]])
+        answer = harness.ask(harness.request("hello", ignore_eos=False))[0]
+    first = plain.index(plain[7])
+    assert answer.token_ids == plain[: first + 1]
+    assert answer.finish_reason == "stop"
+
+
+def test_one_token_answers(harness: Harness) -> None:
+    answers = harness.ask(*(harness.request(f"hello {number}", max_tokens=1) for number in range(6)))
+    assert [len(answer.token_ids) for answer in answers] == [1] * 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 300},
+        {"prompt_token_ids": ()},
+        {"prompt_token_ids": (5, 10_000)},
+        {"prompt_token_ids": (5, -1)},
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused(harness: Harness, changes: dict[str, object]) -> None:
+    request = harness.request("hello")
+    values = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    with pytest.raises(RequestError):
+        harness.ask(type(request)(**{**values, **changes}))
+    assert harness.engine.health().ready
+
+
+def test_more_requests_than_slots_queue_and_more_than_the_queue_are_refused(model_dir: Path) -> None:
+    with toy_engine(model_dir, slots=2) as harness:
+        assert len(harness.ask(*(harness.request(f"q {n}", max_tokens=5) for n in range(12)))) == 12
+
+        async def flood() -> list[object]:
+            streams = [harness.engine.generate(harness.request(f"q {n}", max_tokens=200)) for n in range(40)]
+            first = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+            return first
+
+        outcomes = asyncio.run(flood())
+        assert any(isinstance(outcome, EngineBusyError) for outcome in outcomes)
+        assert harness.ask(harness.request("still fine", max_tokens=3))[0].finish_reason == "length"
+
+
+def test_leaving_early_frees_the_slot_and_discards_the_trace(model_dir: Path) -> None:
+    with toy_engine(model_dir, slots=1) as harness:
+
+        async def leave() -> None:
+            async with contextlib.aclosing(harness.engine.generate(harness.request("hello", max_tokens=200))) as chunks:
+                await anext(chunks)
+
+        asyncio.run(leave())
+        wait_until(lambda: harness.engine.health().num_running == 0 or harness.ask(harness.request("a", max_tokens=1)))
+        harness.ask(harness.request("next", max_tokens=4))
+        assert harness.metric("slipstream_requests_aborted_total") == 1
+        assert "hello" not in {trace.header.request_id for trace in harness.traces}
+
+
+def test_requests_in_flight_end_with_an_error_when_the_engine_stops(model_dir: Path) -> None:
+    with toy_engine(model_dir) as harness:
+
+        def stop(_: int, chunk: Chunk) -> None:
+            if len(chunk.token_ids):
+                harness.engine.stop()
+
+        with pytest.raises(EngineDeadError):
+            harness.ask(harness.request("hello", max_tokens=200), on_chunk=stop)
+        with pytest.raises(EngineDeadError):
+            harness.ask(harness.request("hello"))
+        assert not harness.engine.health().alive
+
+
+def test_a_trace_holds_what_the_model_computes(model_dir: Path) -> None:
+    with toy_engine(model_dir, depth=3, control_share=0.3) as harness:
+        prompt = "a prompt that is longer than the kept window of twenty positions"
+        answer = harness.ask(harness.request(prompt, max_tokens=25, policy=CapturePolicy(domain="test")))[0]
+        wait_until(lambda: harness.traces)  # handed over just after the last chunk
+        trace = harness.traces[0]
+    tokens = [*harness.engine.tokenizer.encode(prompt), *answer.token_ids]
+    start, end = trace.header.first_position, len(tokens) - 1
+    assert start == trace.header.num_prompt_tokens - 20
+    assert trace.token_ids.tolist() == tokens[start:end]
+    assert trace.header.domain == "test"
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    with torch.no_grad():
+        out = model(torch.tensor([tokens]), output_hidden_states=True)
+    features = torch.cat([out.hidden_states[layer][0, start:end] for layer in aux_layer_ids(8)], -1)
+    torch.testing.assert_close(trace.aux_hidden, features.to(torch.bfloat16))
+
+    # The last twelve of the twenty kept prompt positions, and all of the answer's.
+    assert (trace.target_topk_ids[:8] == -1).all()
+    assert np.isneginf(trace.target_topk_logprobs[:8]).all()
+    expected = out.logits[0, start + 8 : end].log_softmax(-1).topk(8, -1)
+    assert (trace.target_topk_ids[8:] == expected.indices.numpy()).all()
+    np.testing.assert_allclose(trace.target_topk_logprobs[8:], expected.values.numpy(), rtol=2e-3, atol=2e-3)
+
+    rounds = trace.rounds
+    assert (rounds.draft_version == 1).all()
+    for position, proposals, accepted in zip(rounds.position, rounds.draft_tokens, rounds.num_accepted, strict=True):
+        served = tokens[position + 1 : position + 1 + 3]
+        agreeing = [bool(a == b) for a, b in zip(proposals, served, strict=False)]
+        assert all(agreeing[:accepted])
+        if accepted < len(agreeing):
+            assert not agreeing[accepted]
+    assert decode_trace(encode_trace(trace)).token_ids.tolist() == trace.token_ids.tolist()
+
+
+def test_nothing_is_captured_for_a_request_that_opted_out(harness: Harness) -> None:
+    before = len(harness.traces)
+    harness.ask(harness.request("private", policy=CapturePolicy(capture=False)))
+    harness.ask(harness.request("public", max_tokens=2))
+    wait_until(lambda: len(harness.traces) > before)
+    assert [trace.header.request_id for trace in harness.traces[before:]] == ["public"]
+
+
+def test_control_rounds_give_the_baseline(model_dir: Path) -> None:
+    with toy_engine(model_dir, control_share=0.3) as harness:
+        harness.ask(*(harness.request(f"q {n}") for n in range(4)))
+        measured = harness.engine._meter.measure()
+        control = sum(harness.metric("slipstream_rounds_total", mode="control", batch=str(b)) for b in range(1, 5))
+    assert measured.baseline_rounds == control > 0
+    assert measured.ratio is not None
+
+
+def test_an_unsure_draft_proposes_nothing_and_a_sure_one_the_whole_chain(model_dir: Path) -> None:
+    unsure = random_draft(model_dir, seed=1)
+    unsure.lm_head.weight.data.zero_()
+    with toy_engine(model_dir, draft=unsure, depth=4, min_confidence=0.1) as harness:
+        harness.ask(harness.request("hello"))
+        assert harness.metric("slipstream_proposals_total", position="1") == 0
+        assert harness.metric("slipstream_verifications_total") == 39
+        wait_until(lambda: harness.traces)
+        assert len(harness.traces[0].rounds.position) == 0
+    sure = random_draft(model_dir, seed=1)
+    sure.lm_head.weight.data.mul_(100)
+    with toy_engine(model_dir, draft=sure, depth=4, min_confidence=0.1) as harness:
+        harness.ask(harness.request("hello"))
+        assert harness.metric("slipstream_proposals_total", position="4") > 0
+
+
+def test_depth_changes_between_rounds_and_zero_is_plain_decoding(model_dir: Path) -> None:
+    with toy_engine(model_dir, depth=0) as harness:
+        plain = harness.ask(harness.request("hello", max_tokens=150))[0].token_ids
+        assert harness.metric("slipstream_verifications_total") == 0
+        depths = iter([0, 5, 0, 2])
+
+        def change(_: int, chunk: Chunk) -> None:
+            if len(chunk.token_ids) and (depth := next(depths, None)) is not None:
+                harness.engine.set_depth(depth)
+
+        # Long enough at depth 0 first that the draft has more pairs to catch up with than one pass takes.
+        late = iter(range(1000))
+        assert (
+            harness.ask(
+                harness.request("hello", max_tokens=150),
+                on_chunk=lambda i, c: change(i, c) if next(late) > 90 else None,
+            )[0].token_ids
+            == plain
+        )
+        assert harness.metric("slipstream_verifications_total") > 0
+        with pytest.raises(RequestError):
+            harness.engine.set_depth(6)
+
+
+def test_a_refused_draft_leaves_the_version_in_service(model_dir: Path) -> None:
+    with toy_engine(model_dir) as harness:
+        before = harness.ask(harness.request("hello"))[0]
+        harness.drafts[2] = random_draft(model_dir, seed=2, draft_vocab_size=20)
+        with pytest.raises(Exception, match="shapes"):
+            harness.engine.install_draft(2)
+        other = random_draft(model_dir, seed=2)
+        other.d2t += 1
+        harness.drafts[3] = other
+        with pytest.raises(DraftMismatchError):
+            harness.engine.install_draft(3)
+        assert harness.engine.draft_version == 1
+        assert harness.metric("slipstream_swaps_total", outcome="failed") == 2
+        again = harness.ask(harness.request("hello"))[0]
+        assert [len(chunk.token_ids) for chunk in again.chunks] == [len(chunk.token_ids) for chunk in before.chunks]
+
+
+def test_a_swap_that_fails_half_way_puts_the_previous_weights_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with toy_engine(model_dir, draft=random_draft(model_dir, seed=1).to(torch.bfloat16)) as harness:
+        storage = harness.engine._draft.storage
+        before = {name: place.clone() for name, place in storage.items()}
+        harness.drafts[2] = random_draft(model_dir, seed=2)
+        import serving.local.draft as module
+
+        real_copy, calls = module._copy, []
+
+        def fail_half_way(storage_: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                some = dict(list(storage_.items())[:5])
+                real_copy(some, tensors)
+                raise RuntimeError("injected")
+            real_copy(storage_, tensors)
+
+        monkeypatch.setattr(module, "_copy", fail_half_way)
+        with pytest.raises(RuntimeError, match="injected"):
+            harness.engine.install_draft(2)
+        assert harness.engine.draft_version == 1
+        assert all(torch.equal(place, before[name]) for name, place in storage.items())
+
+
+def test_packed_layers_compute_what_the_plain_ones_do_and_take_new_weights_in_place() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(48, 32, bias=False), torch.nn.Linear(32, 16)).to(torch.bfloat16)
+    packed = copy.deepcopy(plain)
+    pack_linears(packed)
+    for rows in (1, 3, 8, 40):
+        x = torch.randn(rows, 48, dtype=torch.bfloat16)
+        with torch.no_grad():
+            torch.testing.assert_close(packed(x), plain(x), rtol=2e-2, atol=2e-2)
+    new = torch.randn(32, 48, dtype=torch.bfloat16)
+    plain[0].weight.data.copy_(new)
+    packed[0].packed.copy_(pack(new))
+    with torch.no_grad():
+        torch.testing.assert_close(packed(x), plain(x), rtol=2e-2, atol=2e-2)

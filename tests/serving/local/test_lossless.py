@@ -1,0 +1,126 @@
+"""Text never changes: not with speculation, not with any draft, not with a swap in the middle of an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from serving.engine import Chunk
+from speculator.model import Eagle3Draft
+from speculator.sampling import SamplingParams
+from tests.serving.local.harness import GREEDY, toy_engine
+from tests.toy import make_toy_model, random_draft
+
+PROMPTS = ["hello there", "a", "what is 2 and 2?", "the quick brown fox jumps over the lazy dog, twice."]
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+def _constant(model_dir: Path) -> Eagle3Draft:
+    """Always proposes the same token: nearly always rejected."""
+    draft = random_draft(model_dir, seed=5, scale=0.0)
+    draft.lm_head.weight.data[3] = 1.0
+    return draft
+
+
+def _texts(model_dir: Path, sampling: SamplingParams, **engine: object) -> list[list[int]]:
+    with toy_engine(model_dir, **engine) as harness:  # type: ignore[arg-type]
+        requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
+        return [answer.token_ids for answer in harness.ask(*requests)]
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def sampling(request: pytest.FixtureRequest) -> SamplingParams:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path, sampling: SamplingParams) -> list[list[int]]:
+    return _texts(model_dir, sampling, depth=0)
+
+
+def test_greedy_text_is_the_models_own(model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    with toy_engine(model_dir, depth=3) as harness:
+        for prompt in PROMPTS:
+            request = harness.request(prompt)
+            tokens = list(request.prompt_token_ids)
+            for _ in range(request.max_tokens):
+                with torch.no_grad():
+                    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            assert harness.ask(request)[0].token_ids == tokens[len(request.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["random", "constant"])
+def test_no_draft_changes_the_text(
+    model_dir: Path, plain: list[list[int]], sampling: SamplingParams, depth: int, kind: str
+) -> None:
+    draft = _constant(model_dir) if kind == "constant" else random_draft(model_dir, seed=11)
+    assert _texts(model_dir, sampling, depth=depth, draft=draft, control_share=0.2) == plain
+
+
+@pytest.mark.parametrize("min_confidence", [0.05, 0.2, 1.0])
+def test_chains_that_end_early_change_no_text(
+    model_dir: Path, plain: list[list[int]], sampling: SamplingParams, min_confidence: float
+) -> None:
+    assert _texts(model_dir, sampling, depth=5, min_confidence=min_confidence) == plain
+
+
+def test_one_at_a_time_is_the_same_as_together(
+    model_dir: Path, plain: list[list[int]], sampling: SamplingParams
+) -> None:
+    with toy_engine(model_dir, slots=1) as harness:
+        requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
+        assert [answer.token_ids for answer in harness.ask(*requests)] == plain
+
+
+def test_swaps_in_the_middle_change_no_text_and_are_stamped_on_the_rounds(
+    model_dir: Path, plain: list[list[int]], sampling: SamplingParams
+) -> None:
+    with toy_engine(model_dir) as harness:
+        storage = [place.data_ptr() for place in harness.engine._draft.storage.values()]
+        harness.drafts.update({version: random_draft(model_dir, seed=version) for version in (2, 3, 4)})
+        left = [4, 3, 2]
+
+        def swap(index: int, chunk: Chunk) -> None:
+            # The event loop is blocked while this runs, so the swap lands between two chunks of open streams.
+            if left and index == 0:
+                version = left.pop()
+                report = harness.engine.install_draft(version)
+                assert (report.version, report.previous) == (version, version - 1)
+
+        requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
+        assert [answer.token_ids for answer in harness.ask(*requests, on_chunk=swap)] == plain
+        assert [place.data_ptr() for place in harness.engine._draft.storage.values()] == storage
+        versions = {int(v) for trace in harness.traces for v in trace.rounds.draft_version}
+        assert len(versions) > 1
+        assert harness.metric("slipstream_draft_version") == 4
+        assert harness.metric("slipstream_swaps_total", outcome="installed") == 3
+
+
+def test_a_seed_gives_the_same_text_again_and_another_seed_another(model_dir: Path) -> None:
+    with toy_engine(model_dir) as harness:
+        one, again, other = (
+            harness.ask(harness.request("hello", sampling=SAMPLED, seed=seed))[0].token_ids for seed in (1, 1, 2)
+        )
+    assert one == again
+    assert one != other
+
+
+def test_the_target_is_never_touched(model_dir: Path) -> None:
+    with toy_engine(model_dir) as harness:
+        weights = {name: tensor.clone() for name, tensor in harness.engine._target._model.state_dict().items()}
+        harness.drafts[2] = random_draft(model_dir, seed=2)
+        harness.ask(harness.request("hello"))
+        harness.engine.install_draft(2)
+        harness.ask(harness.request("hello"))
+        after = harness.engine._target._model.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())

@@ -1,0 +1,313 @@
+"""The recorder: never holds serving up, loses nothing it need not lose, and counts the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+
+from serving import recorder as recorder_module
+from serving.recorder import RecorderStats, TraceRecorder, memory_bytes
+from speculator.codec import decode_trace
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import StreamError
+from speculator.stream import TraceStream, connect
+from tests.traces import make_trace
+from tests.waiting import wait_until
+
+SIZE = memory_bytes(make_trace())
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_FIRST_RETRY_S", 0.005)
+    monkeypatch.setattr(recorder_module, "_LAST_RETRY_S", 0.02)
+
+
+class FakeStream:
+    """Blocks while `gate` is closed, fails while `broken`."""
+
+    def __init__(self) -> None:
+        self.max_bytes = 1 << 20
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = False
+        self.num_opened = 0
+        self.attempts = 0
+        self.trace_ids: list[str] = []
+
+    def open(self) -> FakeStream:
+        self.num_opened += 1
+        return self
+
+    def append(self, payload: bytes, *, trace_id: str) -> str:
+        self.attempts += 1
+        self.gate.wait()
+        if self.broken:
+            raise StreamError("Redis is away")
+        self.trace_ids.append(trace_id)
+        return "1-0"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeStream]:
+    stream = FakeStream()
+    yield stream
+    stream.gate.set()
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., TraceRecorder]]:
+    recorders: list[TraceRecorder] = []
+
+    def open_recorder(stream: FakeStream, *, max_buffer_bytes: int = 100 * SIZE) -> TraceRecorder:
+        recorders.append(TraceRecorder(stream.open, max_buffer_bytes=max_buffer_bytes))
+        return recorders[-1]
+
+    yield open_recorder
+    for recorder in recorders:
+        recorder.close(0)
+
+
+def balance(stats: RecorderStats) -> int:
+    return stats.captured - stats.appended - stats.dropped - stats.pending
+
+
+def submit(recorder: TraceRecorder, count: int) -> list[bool]:
+    return [recorder.submit(make_trace(trace_id=f"t{i}")) for i in range(count)]
+
+
+Open = Callable[..., TraceRecorder]
+
+
+def test_traces_are_appended_in_order(fake: FakeStream, opened: Open) -> None:
+    recorder = opened(fake)
+    assert all(submit(recorder, 5))
+    wait_until(lambda: recorder.stats().pending == 0)
+    assert fake.trace_ids == [f"t{i}" for i in range(5)]
+    stats = recorder.stats()
+    assert (stats.captured, stats.appended, stats.dropped, stats.tokens_appended) == (5, 5, 0, 5 * 12)
+    assert stats.bytes_appended > 0
+    assert fake.num_opened == 1
+
+
+def test_submit_does_not_wait_and_the_newest_are_dropped(fake: FakeStream, opened: Open) -> None:
+    fake.gate.clear()
+    recorder = opened(fake, max_buffer_bytes=3 * SIZE)
+    start = time.monotonic()
+    assert submit(recorder, 50) == [True] * 3 + [False] * 47
+    assert time.monotonic() - start < 2
+    stats = recorder.stats()
+    assert (stats.pending, stats.dropped_by_reason) == (3, {"buffer_full": 47})
+    assert balance(stats) == 0
+    fake.gate.set()
+    wait_until(lambda: recorder.stats().appended == 3)
+    assert fake.trace_ids == ["t0", "t1", "t2"]
+    assert submit(recorder, 1) == [True]
+
+
+def test_a_failing_stream_is_tried_again_with_a_new_connection(fake: FakeStream, opened: Open) -> None:
+    fake.broken = True
+    recorder = opened(fake)
+    submit(recorder, 2)
+    wait_until(lambda: fake.attempts >= 4)
+    assert recorder.stats().pending == 2
+    fake.broken = False
+    wait_until(lambda: recorder.stats().appended == 2)
+    assert fake.trace_ids == ["t0", "t1"]
+    assert fake.num_opened >= 4
+
+
+def test_pauses_grow_to_a_bound(fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    pause = TraceRecorder._pause
+
+    def record(self: TraceRecorder, pause_s: float) -> float:
+        pauses.append(pause_s)
+        return pause(self, pause_s)
+
+    monkeypatch.setattr(TraceRecorder, "_pause", record)
+    fake.broken = True
+    submit(opened(fake), 1)
+    wait_until(lambda: len(pauses) >= 4)
+    assert pauses[:4] == [0.005, 0.01, 0.02, 0.02]
+
+
+def test_what_cannot_be_recorded_is_dropped_with_the_reason(
+    fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = opened(fake)
+    bad = make_trace()
+    bad.aux_hidden[0] = torch.nan
+    recorder.submit(bad)
+    wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1})
+
+    assert not recorder.submit(make_trace(T=2000))
+    fake.max_bytes = 10
+    recorder.submit(make_trace())
+    wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2})
+    fake.max_bytes = 1 << 20
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder_module, "encode_trace", lambda *args, **kwargs: 1 / 0)
+        recorder.submit(make_trace())
+        wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2, "failed": 1})
+
+    submit(recorder, 1)
+    wait_until(lambda: recorder.stats().appended == 1)
+    assert balance(recorder.stats()) == 0
+
+
+def test_closing_flushes(fake: FakeStream, opened: Open) -> None:
+    fake.gate.clear()
+    recorder = opened(fake)
+    submit(recorder, 10)
+    threading.Timer(0.02, fake.gate.set).start()
+    recorder.close(20)
+    assert len(fake.trace_ids) == 10
+    assert submit(recorder, 1) == [False]
+    stats = recorder.stats()
+    assert (stats.appended, stats.pending, stats.dropped_by_reason) == (10, 0, {"closed": 1})
+
+
+def test_closing_while_the_stream_hangs_counts_what_is_left(fake: FakeStream, opened: Open) -> None:
+    fake.gate.clear()
+    recorder = opened(fake)
+    submit(recorder, 3)
+    wait_until(lambda: fake.attempts == 1)
+    recorder.close(0.01)
+    stats = recorder.stats()
+    assert (stats.appended, stats.pending, stats.dropped_by_reason) == (0, 0, {"closed": 3})
+    fake.gate.set()
+    recorder._thread.join(20)
+    assert not recorder._thread.is_alive()
+    # The one in flight arrived after all; it stays counted once.
+    assert recorder.stats() == stats
+
+
+def test_closing_wakes_a_pause_and_gives_up_in_time(
+    fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "_FIRST_RETRY_S", 3600.0)
+    fake.broken = True
+    recorder = opened(fake)
+    submit(recorder, 1)
+    wait_until(lambda: fake.attempts == 1)
+    recorder.close(0.05)
+    assert fake.attempts == 2
+    recorder._thread.join(20)
+    assert not recorder._thread.is_alive()
+    assert recorder.stats().dropped_by_reason == {"closed": 1}
+
+
+def test_many_threads_keep_the_balance(fake: FakeStream, opened: Open) -> None:
+    recorder = opened(fake, max_buffer_bytes=4 * SIZE)
+    threads = [threading.Thread(target=submit, args=(recorder, 50)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert balance(recorder.stats()) == 0
+    for thread in threads:
+        thread.join()
+    recorder.close(20)
+    stats = recorder.stats()
+    assert (stats.captured, stats.pending, balance(stats)) == (200, 0, 0)
+    assert stats.appended == len(fake.trace_ids)
+
+
+# -- a real Redis
+
+
+def open_real(url: str) -> TraceStream:
+    return TraceStream(connect(url), "m", max_bytes=1 << 20)
+
+
+def test_real_traces_reach_a_real_stream(redis_url: str, redis_client: redis.Redis) -> None:
+    streams: list[TraceStream] = []
+
+    def open_stream() -> TraceStream:
+        streams.append(TraceStream(redis_client, "m", max_bytes=1 << 20))
+        return streams[-1]
+
+    recorder = TraceRecorder(open_stream, max_buffer_bytes=1 << 20, features="bfloat16")
+    trace = make_trace(trace_id="real")
+    recorder.submit(trace)
+    recorder.close(20)
+    [entry] = TraceStream(redis_client, "m", max_bytes=1 << 20).read(10, 0)
+    assert entry.trace_id == "real"
+    assert torch.equal(decode_trace(entry.payload).aux_hidden, trace.aux_hidden)
+    assert recorder.stats().bytes_appended == len(entry.payload)
+
+
+class RealServer:
+    """A server that a test may pause, kill and restart, and a recorder whose connections are closed at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.server = EmbeddedRedis(directory)
+        self.clients: list[redis.Redis] = []
+
+    def open(self) -> TraceStream:
+        client = connect(self.server.url)
+        self.clients.append(client)
+        return TraceStream(client, "m", max_bytes=1 << 20)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.server.pid, number)
+
+    def restart(self) -> None:
+        self.server.stop()
+        self.server = EmbeddedRedis(self.directory)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealServer]:
+    monkeypatch.setattr("speculator.redis_client.SOCKET_TIMEOUT_S", 0.1)
+    server = RealServer(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["paused", "killed"])
+def test_a_redis_that_goes_away_and_comes_back_gets_every_trace(real: RealServer, kill: bool) -> None:
+    recorder = TraceRecorder(real.open, max_buffer_bytes=8 * SIZE)
+    submit(recorder, 3)
+    wait_until(lambda: recorder.stats().appended == 3)
+
+    real.signal(signal.SIGKILL if kill else signal.SIGSTOP)
+    accepted = [recorder.submit(make_trace(trace_id=f"later-{i}")) for i in range(12)]
+    assert accepted == [True] * 8 + [False] * 4
+    stats = recorder.stats()
+    assert (stats.pending, stats.dropped_by_reason, balance(stats)) == (8, {"buffer_full": 4}, 0)
+
+    if kill:
+        real.restart()
+    else:
+        real.signal(signal.SIGCONT)
+    wait_until(lambda: recorder.stats().appended == 11)
+    recorder.close(20)
+    trace_ids = [entry.trace_id for entry in real.open().read(100, 0)]
+    # At least once: an append whose answer was lost is repeated, and the trainer uses a trace id once.
+    assert list(dict.fromkeys(trace_ids)) == ["t0", "t1", "t2", *(f"later-{i}" for i in range(8))]
+
+
+def test_a_recorder_starts_without_redis(real: RealServer) -> None:
+    real.server.stop()
+    recorder = TraceRecorder(real.open, max_buffer_bytes=1 << 20)
+    assert submit(recorder, 2) == [True, True]
+    assert recorder.stats().pending == 2
+    real.restart()
+    recorder.close(20)
+    assert recorder.stats().appended == 2

@@ -1,0 +1,72 @@
+"""What an operator can fix ends in one line that names the fix, and exit code 2."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.slipstream.conftest import RunCli
+
+Refused = Callable[..., str]
+
+
+def test_unknown_model_directory(refused: Refused) -> None:
+    assert "--model" in refused("serve", "--model", "/nowhere/at/all")
+    assert "--model" in refused("demo", "--model", "/nowhere/at/all")
+
+
+def test_directory_without_a_model(refused: Refused, tmp_path: Path) -> None:
+    assert "config.json" in refused("serve", "--model", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert "--model" in refused("train", "--model", tmp_path)
+
+
+def test_busy_port(refused: Refused, toy_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused("serve", "--model", toy_model, "--port", port)
+        assert str(port) in line
+        assert "--port" in line
+        assert "--port" in refused("demo", "--model", toy_model, "--port", port)
+
+
+@pytest.mark.parametrize("command", ["serve", "train"])
+def test_no_redis(refused: Refused, toy_model: Path, tmp_path: Path, command: str) -> None:
+    port = ("--port", 0) if command == "serve" else ()
+    url = f"unix://{tmp_path}/redis.sock"
+    line = refused(command, "--model", toy_model, "--redis-url", url, "--store", tmp_path / "drafts", *port)
+    assert "redis" in line.lower()
+
+
+@pytest.mark.parametrize("command", ["serve", "train"])
+def test_unwritable_store(refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    port = ("--port", 0) if command == "serve" else ("--state", tmp_path / "state")
+    store = tmp_path / "file" / "drafts"
+    assert str(store) in refused(command, "--model", toy_model, "--redis-url", redis_url, "--store", store, *port)
+
+
+def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TRAINER_LEARNING_RATE", "-1")
+    assert "SLIPSTREAM_TRAINER_LEARNING_RATE" in refused("train", "--model", toy_model)
+    (tmp_path / "prompts.jsonl").write_text('{"domain": "a"}\n')
+    line = refused("demo", "--model", toy_model, "--prompts", tmp_path / "prompts.jsonl")
+    assert "line 1" in line
+    assert "does not exist" in refused("demo", "--model", toy_model, "--json", tmp_path / "no" / "out.json")
+
+
+def test_doctor_finds_nothing_wrong_here_and_says_what_is_wrong_elsewhere(
+    run_cli: RunCli, toy_model: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_cli("doctor", "--model", toy_model, "--port", port)
+    assert result.returncode == 2
+    failed = [line for line in result.stderr.splitlines() if line.startswith("fail")]
+    assert len(failed) == 1
+    assert "--port" in failed[0]
+    healthy = run_cli("doctor", "--model", toy_model, "--port", port, "--store", tmp_path / "drafts", "--json")
+    assert healthy.returncode == 0, healthy.stdout

@@ -1,0 +1,28 @@
+"""The real small model that installs from a package: converted once, and right about France."""
+
+from __future__ import annotations
+
+from benchmarks.engines import greedy, local_engine
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.topics import built_in_prompts, endless
+
+
+def test_the_bundled_model_answers_with_and_without_speculation() -> None:
+    model_dir = resolve_model(BUNDLED_MODEL)
+    assert resolve_model(BUNDLED_MODEL) == model_dir
+    for depth in (0, 3):
+        with local_engine(model_dir, depth=depth, num_threads=1) as engine:
+            prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+            answer = engine.tokenizer.decode(greedy(engine, [prompt], 8)[0])
+            assert answer.startswith("The capital of France is Paris.")
+
+
+def test_built_in_prompts_cover_several_domains_in_an_order_that_a_seed_fixes() -> None:
+    prompts = built_in_prompts()
+    assert len({prompt.domain for prompt in prompts}) >= 4
+    assert len({prompt.text for prompt in prompts}) == len(prompts) > 500
+    first, again, other = (endless(prompts, seed) for seed in (1, 1, 2))
+    drawn = [next(first) for _ in range(len(prompts) + 5)]
+    assert drawn == [next(again) for _ in drawn]
+    assert drawn != [next(other) for _ in drawn]
+    assert set(drawn[: len(prompts)]) == set(prompts)

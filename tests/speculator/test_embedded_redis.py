@@ -1,0 +1,84 @@
+"""The embedded server: starts, is ours alone, and keeps what it acknowledged."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from speculator import embedded_redis
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import ConfigError
+from speculator.stream import TraceStream, connect
+
+
+def test_kill_9_and_restart_keep_acknowledged_entries(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        with connect(server.url) as client:
+            stream = TraceStream(client, "m", max_bytes=1 << 20)
+            ids = [stream.append(b"%d" % i, trace_id=str(i)) for i in range(200)]
+            assert len(stream.read(50, 0)) == 50
+            stream.ack(ids[:20])
+        os.kill(server.pid, signal.SIGKILL)
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        stream = TraceStream(client, "m", max_bytes=1 << 20)
+        lag = stream.lag()
+        assert (lag.appended, lag.acked, lag.pending, lag.undelivered, lag.lost) == (200, 20, 30, 150, 0)
+        assert [entry.id for entry in stream.read(500, 0)] == ids[20:50]
+        assert [entry.id for entry in stream.read(500, 0)] == ids[50:]
+
+
+def test_settings_are_safe(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        wanted = {"port": "0", "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
+        assert {name: client.config_get(name)[name] for name in wanted} == wanted
+        assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_directory_belongs_to_one_server(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        with pytest.raises(ConfigError, match="stop it, or choose another directory"):
+            EmbeddedRedis(tmp_path)
+        assert int((tmp_path / "redis.pid").read_text()) == server.pid
+        with connect(server.url) as client:
+            assert client.ping()
+
+
+def test_stopping_is_idempotent_and_ends_the_process(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    server.stop()
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+def test_a_paused_server_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_redis, "_STOP_TIMEOUT_S", 0.1)
+    server = EmbeddedRedis(tmp_path)
+    os.kill(server.pid, signal.SIGSTOP)
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "appendonly.aof").write_bytes(b"*1\r\nnonsense\r\n" * 3)
+    with pytest.raises(ConfigError, match=r"redis\.log"):
+        EmbeddedRedis(tmp_path)
+
+
+def test_an_unusable_directory_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="choose another directory"):
+        EmbeddedRedis(tmp_path / "file" / "redis")
+    with pytest.raises(ConfigError, match="shorter"):
+        EmbeddedRedis(tmp_path / ("x" * 100))
+
+
+def test_without_a_binary_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_redis.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(embedded_redis.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="--redis-url"):
+        EmbeddedRedis(tmp_path)

@@ -1,0 +1,326 @@
+"""The draft store: versions are complete or absent, and nothing damaged or foreign is ever loaded."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from speculator import store as store_module
+from speculator.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
+from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
+from speculator.store import DraftStore, Manifest
+from tests.drafts import CONFIG, make_draft
+
+TARGET = "a" * 64
+SHAPES = expected_shapes(CONFIG)
+
+
+def state(seed: int = 0) -> dict[str, Tensor]:
+    return draft_state(make_draft(seed))
+
+
+def write(store: DraftStore, seed: int = 0, **changes: Any) -> Manifest:
+    values: dict[str, Any] = {"parent": None, "target_fingerprint": TARGET, "info": {}} | changes
+    return store.write(state(seed), draft_config_json(CONFIG), **values)
+
+
+def load(store: DraftStore, version: int = 1) -> dict[str, Tensor]:
+    return store.load(version, expected_fingerprint=TARGET, expected_d2t=state()["d2t"], expected_shapes=SHAPES)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DraftStore:
+    return DraftStore(tmp_path / "drafts")
+
+
+def test_an_empty_store_is_empty(store: DraftStore) -> None:
+    assert (store.versions(), store.latest(), store.last_good(), store.prune(1)) == ([], None, None, [])
+    assert not store.root.exists()
+    with pytest.raises(StoreError, match="version 7 is not in"):
+        store.manifest(7)
+    with pytest.raises(StoreError, match="version 7 is not in"):
+        store.load(7)
+    with pytest.raises(StoreError, match="version 7 is not in"):
+        store.set_last_good(7)
+
+
+def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
+    info = {"num_traces": 40, "trained_tokens": 9_000, "scores": {"accept_length": 1.7}}
+    first = write(store)
+    second = write(store, 1, parent=first.version, info=info)
+    assert (first.version, second.version, second.parent, second.info) == (1, 2, 1, info)
+    assert store.manifest(2) == second
+    assert (store.versions(), store.latest()) == ([1, 2], 2)
+    assert len(second.source) == 40 or second.source
+    loaded = load(store, 2)
+    assert loaded.keys() == state(1).keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in state(1).items())
+    assert config_from_json(store.config(2)) == CONFIG
+    assert sorted(path.name for path in (store.root / "versions").iterdir()) == ["000001", "000002"]
+    assert sorted(path.name for path in (store.root / "versions" / "000002").iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+
+def test_last_good_is_remembered(store: DraftStore) -> None:
+    write(store)
+    write(store)
+    store.set_last_good(1)
+    assert DraftStore(store.root).last_good() == 1
+    store.set_last_good(2)
+    assert store.last_good() == 2
+    (store.root / "last_good").write_text("two")
+    with pytest.raises(StoreError, match="damaged"):
+        store.last_good()
+
+
+def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
+    for _ in range(6):
+        write(store)
+    store.set_last_good(2)
+    assert store.prune(keep=2) == [1, 3, 4]
+    assert store.prune(keep=0) == [5]
+    assert store.versions() == [2, 6]
+    assert write(store).version == 7
+    load(store, 2)
+
+
+# -- damage
+
+
+def edit(store: DraftStore, name: str, change: Callable[[bytes], bytes]) -> None:
+    path = store.root / "versions" / "000001" / name
+    path.write_bytes(change(path.read_bytes()))
+
+
+def forge(store: DraftStore, weights: dict[str, Tensor]) -> None:
+    """Put other weights in place, with a manifest that vouches for them."""
+    edit(store, "model.safetensors", lambda _: safetensors.torch.save(weights))
+    digest = store_module._sha256(store.root / "versions" / "000001" / "model.safetensors")
+    edit(store, "manifest.json", lambda data: json.dumps(json.loads(data) | {"weights_sha256": digest}).encode())
+
+
+def flip_last_bit(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip_last_bit, lambda data: data[:-1], lambda data: data + b"\0", lambda data: b""],
+    ids=["bit flipped", "truncated", "longer", "empty"],
+)
+def test_damaged_weights_are_refused(store: DraftStore, damage: Callable[[bytes], bytes]) -> None:
+    write(store)
+    edit(store, "model.safetensors", damage)
+    with pytest.raises(DraftFileError, match=r"version 1.*truncated or altered"):
+        load(store)
+
+
+def replaced(**tensors: Tensor | None) -> dict[str, Tensor]:
+    merged = state() | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in merged.items() if tensor is not None}
+
+
+NORM = state()["norm.weight"]
+FORGED: dict[str, dict[str, Tensor]] = {
+    r"norm.weight is not finite": replaced(norm__weight=NORM / 0),
+    r"norm.weight has shape \(7,\)": replaced(norm__weight=NORM[1:].clone()),
+    r"norm.weight is torch.float32": replaced(norm__weight=NORM.float()),
+    r"norm.weight is torch.float16": replaced(norm__weight=NORM.half()),
+    r"d2t is torch.int32": replaced(d2t=state()["d2t"].int()),
+    r"t2d is torch.uint8": replaced(t2d=state()["t2d"].byte()),
+    r"extra tensors: spare": replaced(spare=NORM.clone()),
+    r"missing or extra tensors: norm.weight": replaced(norm__weight=None),
+    r"missing or extra tensors: d2t": replaced(d2t=None),
+    r"embed_tokens.weight would overwrite": replaced(embed_tokens__weight=torch.zeros(20, 8, dtype=torch.bfloat16)),
+    r"lm_head.weight has shape \(20, 8\)": replaced(lm_head__weight=torch.zeros(20, 8, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("reason", FORGED)
+def test_forged_weights_are_refused_with_the_reason(store: DraftStore, reason: str) -> None:
+    write(store)
+    forge(store, FORGED[reason])
+    with pytest.raises(DraftFileError, match=reason):
+        load(store)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in FORGED if "shape" not in reason and "extra" not in reason])
+def test_unusable_weights_are_not_written(store: DraftStore, reason: str) -> None:
+    with pytest.raises(DraftFileError, match=reason):
+        store.write(FORGED[reason], {}, parent=None, target_fingerprint=TARGET, info={})
+    assert store.versions() == []
+
+
+def test_weights_that_are_not_safetensors_are_refused(store: DraftStore) -> None:
+    write(store)
+    edit(store, "model.safetensors", lambda _: b"\x80\x04.")
+    digest = store_module._sha256(store.root / "versions" / "000001" / "model.safetensors")
+    edit(store, "manifest.json", lambda data: json.dumps(json.loads(data) | {"weights_sha256": digest}).encode())
+    with pytest.raises(DraftFileError, match="cannot be read"):
+        load(store)
+
+
+def test_another_target_or_vocabulary_is_refused(store: DraftStore) -> None:
+    write(store)
+    with pytest.raises(DraftMismatchError, match="trained for target aaaaaaaaaaaa, this one is bbbbbbbbbbbb"):
+        store.load(1, expected_fingerprint="b" * 64)
+    with pytest.raises(DraftMismatchError, match="d2t"):
+        store.load(1, expected_d2t=state()["d2t"] + 1)
+
+
+def test_an_altered_config_or_manifest_is_refused(store: DraftStore) -> None:
+    write(store)
+    edit(store, "config.json", lambda data: data.replace(b'"hidden_size": 8', b'"hidden_size": 9'))
+    with pytest.raises(DraftFileError, match="altered"):
+        store.config(1)
+    edit(store, "manifest.json", lambda data: data.replace(b'"version": 1', b'"version": 3'))
+    with pytest.raises(DraftFileError, match="belongs to version 3"):
+        store.manifest(1)
+    edit(store, "manifest.json", lambda data: data[:-5])
+    with pytest.raises(DraftFileError, match="manifest is damaged"):
+        load(store)
+
+
+def test_a_missing_file_is_a_store_error(store: DraftStore) -> None:
+    write(store)
+    (store.root / "versions" / "000001" / "model.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"model\.safetensors is missing"):
+        load(store)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_damage_to_any_file_is_refused(store: DraftStore, data: st.DataObject) -> None:
+    """The manifest alone vouches for itself: damage to what it merely tells is not found, what it guards is."""
+    if not store.versions():
+        write(store)
+    path = store.root / "versions" / "000001" / data.draw(st.sampled_from(["model.safetensors", "manifest.json"]))
+    original = path.read_bytes()
+    damaged = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(damaged)
+    try:
+        loaded = load(store)
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in state().items())
+    except DraftError:
+        pass
+    finally:
+        path.write_bytes(original)
+
+
+# -- writers
+
+
+DIE_WHILE_WRITING = """
+import os, signal, sys, torch
+from speculator import store
+store._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+weights = {"d2t": torch.zeros(1, dtype=torch.int64)}
+store.DraftStore(sys.argv[1]).write(weights, {}, parent=None, target_fingerprint="", info={})
+"""
+
+
+def test_a_writer_that_dies_leaves_no_version_and_its_leftovers_go(store: DraftStore) -> None:
+    died = subprocess.run([sys.executable, "-c", DIE_WHILE_WRITING, store.root], check=False)
+    assert died.returncode == -signal.SIGKILL
+    [leftover] = (store.root / "versions").iterdir()
+    assert store.versions() == []
+    assert write(store).version == 1
+    assert not leftover.exists()
+
+
+def test_concurrent_writers_get_different_numbers(store: DraftStore) -> None:
+    def write_some(seed: int) -> list[int]:
+        return [write(DraftStore(store.root), seed).version for _ in range(8)]
+
+    with ThreadPoolExecutor(3) as pool:
+        versions = [version for written in pool.map(write_some, range(3)) for version in written]
+    assert sorted(versions) == store.versions() == list(range(1, 25))
+    for version in versions:
+        load(store, version)
+    assert len(list((store.root / "versions").iterdir())) == 24
+
+
+def test_temporary_folders_of_the_living_stay(store: DraftStore) -> None:
+    write(store)
+    versions = store.root / "versions"
+    own = versions / f".tmp-{store_module.socket.gethostname()}-{os.getpid()}-0"
+    foreign, old = versions / ".tmp-other-host-1-0", versions / ".tmp-other-host-1-1"
+    for folder in (own, foreign, old):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    write(store)
+    assert own.exists()
+    assert foreign.exists()
+    assert not old.exists()
+    assert store.versions() == [1, 2]
+
+
+def test_a_number_that_another_writer_took_is_skipped(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store)
+    monkeypatch.setattr(DraftStore, "versions", lambda self: [])
+    assert write(store).version == 2
+    monkeypatch.undo()
+    assert store.manifest(2).version == 2
+
+
+def test_an_unwritable_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="check its permissions and free space"):
+        write(DraftStore(tmp_path / "file" / "drafts"))
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store)
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(store_module, "_write", full)
+        with pytest.raises(StoreError, match="No space left"):
+            write(store)
+        with pytest.raises(StoreError, match="No space left"):
+            store.set_last_good(1)
+    assert [path.name for path in (store.root / "versions").iterdir()] == ["000001"]
+    load(store)
+    assert store.last_good() is None
+
+
+def test_the_source_is_known_without_git(store: DraftStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    git = tmp_path / ".git"
+    (tmp_path / "speculator").mkdir()
+    monkeypatch.setattr(store_module, "__file__", str(tmp_path / "speculator" / "store.py"))
+    assert store_module._source()
+    (git / "refs").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/main\n")
+    (git / "refs" / "main").write_text("c0ffee\n")
+    assert write(store).source == "c0ffee"
+    (git / "HEAD").write_text("deadbeef\n")
+    assert write(store).source == "deadbeef"
+
+
+def test_a_manifest_is_readable_json(store: DraftStore) -> None:
+    manifest = write(store, info={"gate": "passed"})
+    values = json.loads((store.root / "versions" / "000001" / "manifest.json").read_text())
+    assert values == msgspec.to_builtins(manifest)

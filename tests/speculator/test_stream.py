@@ -1,0 +1,466 @@
+"""The trace stream on a real Redis: delivery, acknowledgement, the byte cap, and every loss counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from speculator import ledger, redis_client, stream
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import ConfigError, StreamError
+from speculator.stream import DraftPointer, StreamKeys, StreamLag, TraceStream, connect
+from tests.waiting import wait_until
+
+MODEL = "smollm2"
+CAP = 1 << 20
+KEYS = StreamKeys(model_key=MODEL)
+TRACES = KEYS.ledger.traces
+# Above the 4 KiB of a stream node, as real traces are, so that each entry can be trimmed alone.
+ENTRY = b"x" * 5000
+
+
+def open_stream(client: redis.Redis, *, consumer: str = "trainer-0", max_bytes: int = CAP) -> TraceStream:
+    return TraceStream(client, MODEL, max_bytes=max_bytes, consumer=consumer)
+
+
+def append(traces: TraceStream, count: int, payload: bytes = ENTRY) -> list[str]:
+    return [traces.append(payload, trace_id=f"t{i}") for i in range(count)]
+
+
+def ids_of(entries: list[stream.StreamEntry]) -> list[str]:
+    return [entry.id for entry in entries]
+
+
+def balance(lag: StreamLag) -> int:
+    return lag.appended - lag.acked - lag.pending - lag.undelivered - lag.lost
+
+
+def test_an_entry_arrives_as_it_was_appended(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    entry_id = traces.append(b"\x00payload", trace_id="abc")
+    [entry] = traces.read(10, 0)
+    assert (entry.id, entry.trace_id, entry.payload) == (entry_id, "abc", b"\x00payload")
+    assert abs(entry.created_ms - int(entry_id.split("-")[0])) < 10_000
+    assert traces.read(10, 0) == []
+
+
+def test_every_key_of_a_model_shares_one_slot(redis_client: redis.Redis) -> None:
+    traces, pointer = open_stream(redis_client), DraftPointer(redis_client, MODEL)
+    append(traces, 1)
+    traces.dead_letter(traces.read(1, 0)[0], "reason")
+    pointer.publish(3)
+    pointer.report_engine("engine-0", {"version": 3})
+    keys: Any = redis_client.keys()
+    assert len(keys) == 8
+    assert all(key.startswith(b"slipstream:{smollm2}:") for key in keys)
+
+
+def test_lag_follows_an_entry_through_its_life(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    append(traces, 3)
+    assert traces.lag() == StreamLag(
+        pending=0, undelivered=3, length=3, bytes=15_000, appended=3, acked=0, lost=0, dead_lettered=0
+    )
+    first, second = traces.read(2, 0)
+    assert (traces.lag().pending, traces.lag().undelivered) == (2, 1)
+    traces.ack([first.id])
+    traces.ack([first.id, "0-1"])
+    traces.ack([])
+    traces.dead_letter(second, "NaN features")
+    traces.dead_letter(second, "NaN features")
+    lag = traces.lag()
+    assert (lag.pending, lag.undelivered, lag.acked, lag.dead_lettered, lag.length) == (0, 1, 2, 2, 3)
+    assert balance(lag) == 0
+
+
+def test_a_restarted_consumer_first_gets_what_it_had_not_acked(redis_client: redis.Redis) -> None:
+    before = open_stream(redis_client)
+    ids = append(before, 7)
+    before.ack(ids_of(before.read(5, 0))[:1])
+    after = open_stream(redis_client)
+    assert ids_of(after.read(3, 0)) == ids[1:4]
+    assert ids_of(after.read(3, 0)) == ids[4:5]
+    assert ids_of(after.read(3, 0)) == ids[5:]
+    assert after.read(3, 0) == []
+
+
+def test_two_consumers_share_the_stream(redis_client: redis.Redis) -> None:
+    one, other = (open_stream(redis_client, consumer=name) for name in ("one", "other"))
+    ids = append(one, 6)
+    assert ids_of(one.read(2, 0)) + ids_of(other.read(2, 0)) + ids_of(one.read(9, 0)) == ids
+    assert other.read(9, 0) == []
+
+
+def test_reading_waits_for_new_entries(redis_url: str, redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    with connect(redis_url) as other:
+        timer = threading.Timer(0.05, open_stream(other).append, (b"late",), {"trace_id": "late"})
+        timer.start()
+        [entry] = traces.read(1, 60_000)
+        timer.join()
+    assert entry.payload == b"late"
+
+
+def test_a_long_wait_is_cut_before_the_socket_times_out(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 1000 * redis_client_timeout() > stream.MAX_BLOCK_MS
+    monkeypatch.setattr(stream, "MAX_BLOCK_MS", 10)
+    assert open_stream(redis_client).read(1, 3_600_000) == []
+
+
+def redis_client_timeout() -> float:
+    return redis_client.SOCKET_TIMEOUT_S
+
+
+def test_a_dead_consumers_entries_are_reclaimed(redis_client: redis.Redis) -> None:
+    dead, alive = (open_stream(redis_client, consumer=name) for name in ("dead", "alive"))
+    ids = append(dead, 5)
+    dead.read(5, 0)
+    assert alive.reclaim(3_600_000) == []
+    assert ids_of(alive.reclaim(0, count=2)) == ids[:2]
+    alive.ack(ids[:2])
+    assert ids_of(alive.reclaim(0)) == ids[2:]
+    alive.ack(ids[2:])
+    assert alive.reclaim(0) == []
+    assert (alive.lag().acked, alive.lag().pending) == (5, 0)
+
+
+def test_dead_letters_keep_payload_and_reason_and_are_capped(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_DEAD_LETTERS", 2)
+    traces = open_stream(redis_client)
+    ids = append(traces, 3)
+    for entry in traces.read(3, 0):
+        traces.dead_letter(entry, f"reason {entry.trace_id}")
+    letters: Any = redis_client.xrange(KEYS.dead_letters)
+    assert [fields for _, fields in letters] == [
+        {b"payload": ENTRY, b"trace_id": b"t1", b"entry_id": ids[1].encode(), b"reason": b"reason t1"},
+        {b"payload": ENTRY, b"trace_id": b"t2", b"entry_id": ids[2].encode(), b"reason": b"reason t2"},
+    ]
+    assert traces.read(3, 0) == []
+    assert (traces.lag().acked, traces.lag().dead_lettered) == (3, 3)
+
+
+def test_an_entry_of_somebody_else_is_still_an_entry(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    redis_client.xadd(TRACES, {"nonsense": "1"})
+    [entry] = traces.read(1, 0)
+    assert (entry.payload, entry.trace_id) == (b"", "")
+
+
+# -- the byte cap
+
+
+def test_the_cap_removes_acked_entries_first(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client, max_bytes=50_000)
+    append(traces, 10)
+    traces.ack(ids_of(traces.read(10, 0)))
+    kept = append(traces, 8)
+    lag = traces.lag()
+    assert (lag.lost, lag.bytes, lag.length, lag.undelivered) == (0, 50_000, 10, 8)
+    assert ids_of(traces.read(10, 0)) == kept
+
+
+def test_room_is_made_in_steps(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client, max_bytes=200_000)
+    append(traces, 40)
+    traces.ack(ids_of(traces.read(40, 0)))
+    append(traces, 1)
+    # One entry of room was needed; 5% of the cap, two more, came with it.
+    assert traces.lag().length == 38
+
+
+def test_beyond_the_cap_unacked_entries_go_and_are_counted(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client, max_bytes=50_000)
+    append(traces, 4)
+    in_hand = traces.read(4, 0)
+    traces.ack([in_hand[3].id])
+    ids = append(traces, 13)
+    lag = traces.lag()
+    assert (lag.bytes, lag.length, lag.lost) == (50_000, 10, 3 + 3)
+    assert (lag.pending, lag.undelivered, lag.acked) == (0, 10, 1)
+    assert ids_of(traces.read(20, 0)) == ids[3:]
+    # What the trainer held was lost to the stream; acking it now changes nothing.
+    traces.ack(ids_of(in_hand))
+    assert traces.lag().acked == 1
+    assert balance(traces.lag()) == 0
+
+
+def test_small_entries_are_capped_too(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client, max_bytes=1000)
+    append(traces, 250, b"0123456789")
+    lag = traces.lag()
+    assert (lag.bytes, lag.length, lag.undelivered, lag.lost) == (1000, 100, 100, 150)
+
+
+def test_a_payload_above_the_cap_is_refused(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client, max_bytes=100)
+    with pytest.raises(StreamError, match="cap of 100"):
+        traces.append(b"x" * 101, trace_id="big")
+    traces.append(b"x" * 100, trace_id="fits")
+
+
+def test_a_lowered_cap_is_enforced_by_trim(redis_client: redis.Redis) -> None:
+    append(open_stream(redis_client), 20)
+    smaller = open_stream(redis_client, max_bytes=30_000)
+    smaller.trim()
+    assert (smaller.lag().length, smaller.lag().lost) == (6, 14)
+
+
+def test_racing_producers_keep_the_books_exact(redis_url: str, redis_client: redis.Redis) -> None:
+    def produce() -> None:
+        with connect(redis_url) as client:
+            append(open_stream(client, max_bytes=60_000), 60)
+
+    producers = [threading.Thread(target=produce) for _ in range(3)]
+    for producer in producers:
+        producer.start()
+    traces = open_stream(redis_client, max_bytes=60_000)
+    num_read = 0
+    while any(producer.is_alive() for producer in producers):
+        entries = traces.read(4, 1)
+        num_read += len(entries)
+        traces.ack(ids_of(entries)[:3])
+    for producer in producers:
+        producer.join()
+    lag = traces.lag()
+    assert (lag.appended, balance(lag)) == (180, 0)
+    assert lag.acked + lag.lost + lag.pending + lag.undelivered == 180
+    assert lag.bytes == 5000 * lag.length
+    traces.trim()
+    while traces.read(50, 0):
+        pass
+    # What is left has really been there to read, and only what was counted as lost has not.
+    lag = traces.lag()
+    assert lag.undelivered == 0
+    assert lag.pending == redis_client.xpending(TRACES, "trainer")["pending"]
+    assert num_read >= lag.acked
+
+
+# -- trimming by others
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_trimming_past_pending_and_undelivered_is_counted(redis_client: redis.Redis, restart: bool) -> None:
+    traces = open_stream(redis_client)
+    ids = append(traces, 10)
+    traces.ack(ids_of(traces.read(5, 0))[:2])
+    redis_client.xtrim(TRACES, maxlen=3, approximate=False)
+    if restart:
+        traces = open_stream(redis_client)
+        assert ids_of(traces.read(10, 0)) == ids[7:]
+        assert ids_of(traces.reclaim(0)) == ids[7:]
+    lag = traces.lag()
+    assert (lag.lost, lag.acked, lag.length, lag.bytes) == (3 + 2, 2, 3, 15_000)
+    assert lag.pending + lag.undelivered == 3
+    assert balance(lag) == 0
+
+
+def test_a_stream_that_was_emptied_is_counted(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    append(traces, 5)
+    traces.read(2, 0)
+    redis_client.xtrim(TRACES, maxlen=0, approximate=False)
+    lag = traces.lag()
+    assert (lag.lost, lag.pending, lag.undelivered, lag.bytes) == (5, 0, 0, 0)
+    [new] = append(traces, 1)
+    assert ids_of(traces.read(5, 0)) == [new]
+
+
+def test_reclaiming_what_was_trimmed_counts_it(redis_client: redis.Redis) -> None:
+    dead, alive = (open_stream(redis_client, consumer=name) for name in ("dead", "alive"))
+    ids = append(dead, 4)
+    dead.read(4, 0)
+    redis_client.xtrim(TRACES, maxlen=1, approximate=False)
+    assert ids_of(alive.reclaim(0)) == ids[3:]
+    assert alive.lag().lost == 3
+
+
+def test_what_redis_7_drops_while_reclaiming_is_counted(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = open_stream(redis_client)
+    ids = append(traces, 3)
+    traces.read(3, 0)
+    redis_client.xdel(TRACES, ids[1])
+    claim = redis_client.xautoclaim
+
+    def claim_as_redis_7(*args: Any, **kwargs: Any) -> Any:
+        cursor, entries, *deleted = claim(*args, **kwargs)
+        if not deleted:
+            redis_client.xack(TRACES, "trainer", ids[1])
+            deleted = [[ids[1].encode()]]
+        return [cursor, [entry for entry in entries if entry[1]], *deleted]
+
+    monkeypatch.setattr(redis_client, "xautoclaim", claim_as_redis_7)
+    assert ids_of(traces.reclaim(0)) == [ids[0], ids[2]]
+    lag = traces.lag()
+    assert (lag.lost, lag.pending) == (1, 2)
+
+
+def test_pending_entries_that_somebody_deleted_are_counted(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    ids = append(traces, 4)
+    traces.read(3, 0)
+    redis_client.xdel(TRACES, ids[1])
+    restarted = open_stream(redis_client)
+    assert ids_of(restarted.read(9, 0)) == [ids[0], ids[2]]
+    assert redis_client.xpending(TRACES, "trainer")["pending"] == 2
+    assert restarted.lag().lost == 1
+
+
+def test_an_emptied_server_starts_over(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    append(traces, 3)
+    traces.read(1, 0)
+    redis_client.flushall()
+    assert traces.read(1, 0) == []
+    redis_client.flushall()
+    [new] = append(traces, 1)
+    assert ids_of(traces.read(5, 0)) == [new]
+    redis_client.flushall()
+    assert balance(traces.lag()) == traces.lag().appended == 0
+    redis_client.flushall()
+    assert traces.recent(100) == traces.reclaim(0) == []
+
+
+# -- rebuilding a replay
+
+
+def test_recent_returns_the_newest_acked_entries_oldest_first(redis_client: redis.Redis) -> None:
+    traces = open_stream(redis_client)
+    ids = append(traces, 30)
+    assert traces.recent(CAP) == []
+    traces.read(25, 0)
+    traces.ack([*ids[:10], *ids[12:24]])
+    assert ids_of(traces.recent(CAP)) == [*ids[:10], *ids[12:24]]
+    assert ids_of(traces.recent(3 * len(ENTRY) + 1)) == ids[21:24]
+    assert traces.recent(len(ENTRY) - 1) == []
+
+
+# -- failures
+
+
+def test_an_unreachable_server_is_a_stream_error_that_names_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(StreamError, match="start it, or set SLIPSTREAM_REDIS_URL"):
+        connect(f"unix://{tmp_path}/none.sock")
+    with pytest.raises(StreamError) as caught:
+        connect("redis://user:hunter2@127.0.0.1:1/0")
+    assert "127.0.0.1:1" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "localhost", "http://x", "redis://:hunter2/@host:port"])
+def test_a_malformed_url_is_a_setting_to_fix(url: str) -> None:
+    with pytest.raises(ConfigError, match="SLIPSTREAM_REDIS_URL") as caught:
+        connect(url)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path) as server:
+        yield server
+
+
+def test_a_password_is_asked_for(own_server: EmbeddedRedis) -> None:
+    with connect(own_server.url) as client:
+        client.config_set("requirepass", "hunter2")
+    with pytest.raises(StreamError, match="set the user and password"):
+        connect(own_server.url)
+
+
+def test_out_of_memory_is_explained_and_appending_recovers(own_server: EmbeddedRedis) -> None:
+    with connect(own_server.url) as client:
+        traces = open_stream(client)
+        append(traces, 1)
+        client.config_set("maxmemory", "1")
+        with pytest.raises(StreamError, match="raise its maxmemory"):
+            append(traces, 1)
+        client.config_set("maxmemory", "0")
+        append(traces, 1)
+        assert traces.lag().appended == 2
+
+
+def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server: EmbeddedRedis) -> None:
+    with connect(own_server.url) as client:
+        traces, pointer = open_stream(client), DraftPointer(client, MODEL)
+        append(traces, 1)
+        [entry] = traces.read(1, 0)
+        os.kill(own_server.pid, signal.SIGKILL)
+        for call in (
+            lambda: append(traces, 1),
+            lambda: traces.read(1, 0),
+            lambda: traces.reclaim(0),
+            lambda: traces.ack([entry.id]),
+            lambda: traces.dead_letter(entry, "reason"),
+            traces.trim,
+            traces.lag,
+            lambda: traces.recent(100),
+            lambda: pointer.publish(1),
+            pointer.desired,
+            lambda: pointer.report_engine("engine-0", {"version": 1}),
+            pointer.engines,
+        ):
+            with pytest.raises(StreamError, match="cannot be reached"):
+                call()
+
+
+def test_after_a_failed_read_pending_entries_come_again(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = open_stream(redis_client)
+    ids = append(traces, 2)
+    assert ids_of(traces.read(1, 0)) == ids[:1]
+    with monkeypatch.context() as patch:
+        patch.setattr(redis_client, "xreadgroup", _raise_connection_error)
+        with pytest.raises(StreamError):
+            traces.read(1, 0)
+    assert ids_of(traces.read(1, 0)) == ids[:1]
+    assert ids_of(traces.read(1, 0)) == ids[1:]
+
+
+def _raise_connection_error(*args: object, **kwargs: object) -> None:
+    raise redis.ConnectionError("the answer was lost")
+
+
+# -- the draft pointer
+
+
+def test_the_pointer_names_the_version_last_published(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    assert pointer.desired() is None
+    pointer.publish(7)
+    pointer.publish(6)
+    assert DraftPointer(redis_client, MODEL).desired() == 6
+    assert DraftPointer(redis_client, "other").desired() is None
+
+
+def test_engine_reports_expire(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    pointer.report_engine("engine-0", {"version": 3, "state": "swapping", "accept_length": 1.5})
+    pointer.report_engine("engine-0", {"version": 4})
+    monkeypatch.setattr(stream, "ENGINE_TTL_S", 0.02)
+    pointer.report_engine("engine-1", {"version": 2})
+    wait_until(lambda: pointer.engines() == {"engine-0": {"version": "4"}})
+    wait_until(lambda: _expires(redis_client) < _now(redis_client))
+    pointer.report_engine("engine-2", {"version": 1})
+    assert b"engine-1" not in redis_client.zrange(KEYS.engines, 0, -1)
+
+
+def _expires(client: redis.Redis) -> float:
+    score = client.zscore(KEYS.engines, "engine-1")
+    return float(score or 0)
+
+
+def _now(client: redis.Redis) -> float:
+    return float(client.time()[0]) * 1000 + client.time()[1] / 1000

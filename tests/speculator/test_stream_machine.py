@@ -1,0 +1,119 @@
+"""Whatever producers, consumers and operators do to the stream, in any order, its books agree with the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from speculator.stream import StreamEntry, StreamKeys, TraceStream
+
+CAP = 40_000
+TRACES = StreamKeys(model_key="machine").ledger.traces
+CONSUMERS = st.sampled_from(["one", "two"])
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """The model knows each entry's size, whether it was ever delivered, and what was acked while pending."""
+
+    client: redis.Redis
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.client.flushall()
+        self.sizes: dict[str, int] = {}
+        self.delivered: dict[str, StreamEntry] = {}
+        self.acked: set[str] = set()
+        self.num_dead = 0
+        self.streams = {name: self.open(name) for name in ("one", "two")}
+
+    def open(self, consumer: str) -> TraceStream:
+        return TraceStream(self.client, "machine", max_bytes=CAP, consumer=consumer)
+
+    def alive(self) -> list[str]:
+        rows: Any = self.client.xrange(TRACES)
+        return [entry_id.decode() for entry_id, _ in rows]
+
+    def still_pending(self, ids: list[str]) -> list[str]:
+        rows: Any = self.client.xpending_range(TRACES, "trainer", "-", "+", 10_000)
+        pending = {row["message_id"].decode() for row in rows}
+        return [entry_id for entry_id in ids if entry_id in pending]
+
+    @rule(size=st.sampled_from([10, 900, 5000, 9000]), count=st.integers(1, 6), consumer=CONSUMERS)
+    def append(self, size: int, count: int, consumer: str) -> None:
+        for _ in range(count):
+            entry_id = self.streams[consumer].append(bytes(size), trace_id=str(len(self.sizes)))
+            self.sizes[entry_id] = size
+        assert sum(self.sizes[entry_id] for entry_id in self.alive()) <= CAP
+
+    @rule(count=st.integers(1, 5), consumer=CONSUMERS)
+    def read(self, count: int, consumer: str) -> None:
+        self._deliver(self.streams[consumer].read(count, 0))
+
+    @rule(count=st.integers(1, 5), consumer=CONSUMERS)
+    def reclaim(self, count: int, consumer: str) -> None:
+        self._deliver(self.streams[consumer].reclaim(0, count))
+
+    def _deliver(self, entries: list[StreamEntry]) -> None:
+        for entry in entries:
+            assert len(entry.payload) == self.sizes[entry.id]
+            assert entry.id not in self.acked
+            self.delivered[entry.id] = entry
+
+    @rule(consumer=CONSUMERS)
+    def restart(self, consumer: str) -> None:
+        self.streams[consumer] = self.open(consumer)
+
+    @rule(data=st.data(), consumer=CONSUMERS)
+    def ack(self, data: st.DataObject, consumer: str) -> None:
+        if self.delivered:
+            ids = data.draw(st.lists(st.sampled_from(sorted(self.delivered)), unique=True, max_size=6))
+            self.acked |= set(self.still_pending(ids))
+            self.streams[consumer].ack(ids)
+
+    @rule(data=st.data())
+    def dead_letter(self, data: st.DataObject) -> None:
+        if self.delivered:
+            entry_id = data.draw(st.sampled_from(sorted(self.delivered)))
+            self.acked |= set(self.still_pending([entry_id]))
+            self.streams["one"].dead_letter(self.delivered[entry_id], "reason")
+            self.num_dead += 1
+
+    @rule(count=st.integers(1, 4))
+    def operator_trims(self, count: int) -> None:
+        length: Any = self.client.xlen(TRACES)
+        self.client.xtrim(TRACES, maxlen=max(length - count, 0), approximate=False)
+
+    @rule(consumer=CONSUMERS)
+    def look(self, consumer: str) -> None:
+        """Not after every step: what is settled late must be counted as well."""
+        lag, alive = self.streams[consumer].lag(), self.alive()
+        unacked = [entry_id for entry_id in alive if entry_id not in self.acked]
+        # The server's pending list knows entries whose delivery the model has not seen, and no others.
+        assert lag.pending == len(self.still_pending(unacked))
+        assert lag.undelivered == len(unacked) - lag.pending
+        assert lag.acked == len(self.acked)
+        assert lag.appended == len(self.sizes)
+        assert lag.lost == lag.appended - lag.acked - lag.pending - lag.undelivered
+        assert lag.length == len(alive)
+        assert lag.bytes == sum(self.sizes[entry_id] for entry_id in alive)
+        assert lag.dead_lettered == self.num_dead
+        recent = [entry.id for entry in self.streams[consumer].recent(CAP)]
+        assert recent == [entry_id for entry_id in alive if entry_id in self.acked]
+
+    def teardown(self) -> None:
+        self.look("one")
+
+
+@pytest.mark.timeout(120)
+def test_the_books_agree_with_the_server(redis_client: redis.Redis) -> None:
+    class Machine(StreamMachine):
+        client = redis_client
+
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+    )

@@ -1,0 +1,75 @@
+"""A toy target that tests make in milliseconds: eight random layers over a vocabulary of characters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from speculator.model import DraftConfig, Eagle3Draft
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .,?0123456789:"
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "\n"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *ALPHABET])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32) -> Path:
+    """Write a complete Hugging Face model directory; returns it."""
+    torch.manual_seed(seed)
+    tokenizer = toy_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def random_draft(model_dir: Path, *, seed: int, draft_vocab_size: int = 24, scale: float = 1.0) -> Eagle3Draft:
+    """A draft with random weights for the toy target in `model_dir`; every seed has the same draft vocabulary."""
+    from speculator.checkpoint import read_target_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    config = DraftConfig.for_target(
+        json.loads((model_dir / "config.json").read_text()), draft_vocab_size=draft_vocab_size
+    )
+    embed = read_target_tensor(model_dir, "model.embed_tokens.weight")
+    vocab = torch.Generator().manual_seed(0)
+    kept = torch.randperm(config.vocab_size, generator=vocab)[: config.draft_vocab_size].sort().values
+    draft = Eagle3Draft(config, embed, kept - torch.arange(config.draft_vocab_size))
+    for parameter in draft.parameters():
+        parameter.data.normal_(0, scale, generator=generator)
+    return draft

@@ -1,0 +1,65 @@
+"""Traces of a real, if tiny, target: what an engine would have recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from speculator.checkpoint import target_fingerprint
+from speculator.model import aux_layer_ids
+from speculator.sampling import SamplingParams
+from speculator.trace import Trace, TraceHeader, VerifyRounds
+
+PROMPT_TOKENS, ANSWER_TOKENS, TOP_K = 6, 40, 16
+
+
+def answer_traces(model_dir: Path, *, num_traces: int, seed: int = 0) -> list[Trace]:
+    """Greedy answers to random prompts; the last token of each is left out, as nothing has read it."""
+    model = LlamaForCausalLM.from_pretrained(model_dir).eval()
+    fingerprint = target_fingerprint(model_dir)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(6, model.config.vocab_size, (num_traces, PROMPT_TOKENS), generator=generator)
+    token_ids = prompts
+    with torch.no_grad():
+        for _ in range(ANSWER_TOKENS):
+            token_ids = torch.cat([token_ids, model(token_ids).logits[:, -1:].argmax(-1)], 1)
+        output = model(token_ids, output_hidden_states=True)
+    aux = torch.cat([output.hidden_states[layer] for layer in aux_layer_ids(8)], -1).bfloat16()
+    top = output.logits.log_softmax(-1).topk(TOP_K, -1)
+    ids, logprobs = top.indices.int().numpy(), top.values.half().numpy()
+    ids[:, : PROMPT_TOKENS - 1], logprobs[:, : PROMPT_TOKENS - 1] = -1, -np.inf
+    return [
+        Trace(
+            header=TraceHeader(
+                trace_id=f"trace-{index}",
+                request_id=f"request-{index}",
+                engine_id="engine-0",
+                target_fingerprint=fingerprint,
+                num_prompt_tokens=PROMPT_TOKENS,
+                first_position=0,
+                created_ms=1_700_000_000_000,
+                sampling=SamplingParams(temperature=0.0),
+            ),
+            token_ids=token_ids[index].numpy().astype(np.int32),
+            aux_hidden=aux[index].clone(),
+            target_topk_ids=ids[index],
+            target_topk_logprobs=logprobs[index],
+            constrained=np.zeros(token_ids.shape[1], np.bool_),
+            rounds=no_rounds(),
+        )
+        for index in range(num_traces)
+    ]
+
+
+def no_rounds() -> VerifyRounds:
+    return VerifyRounds(
+        position=np.zeros(0, np.int32),
+        draft_tokens=np.zeros((0, 1), np.int32),
+        draft_logprobs=np.zeros((0, 1), np.float16),
+        draft_parents=np.zeros((0, 1), np.int8),
+        num_accepted=np.zeros(0, np.int8),
+        draft_version=np.zeros(0, np.int32),
+    )

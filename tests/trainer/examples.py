@@ -1,0 +1,47 @@
+"""Shortcuts from traces to batches and trainer settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from speculator.loss import Acceptance, count_rounds, draft_ids_by_target_id
+from speculator.model import Eagle3Draft
+from speculator.trace import Trace
+from trainer.batch import Batch, Example, cut, make_example, pack
+from trainer.config import TrainerConfig
+from trainer.unroll import accepted_lengths
+
+
+def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    return make_example(trace, draft_ids_V, feature_width=draft.fc.in_features)
+
+
+def batch_of(traces: Sequence[Trace], draft: Eagle3Draft) -> Batch:
+    windows = [cut(example_of(trace, draft), max_bases=512, rng=random.Random(0)) for trace in traces]
+    return pack(windows, max_context=512)
+
+
+def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Acceptance:
+    total = Acceptance()
+    for trace in traces:
+        total += count_rounds(*accepted_lengths(draft, batch_of([trace], draft), depth=depth), depth)
+    return total
+
+
+def config_for(model_dir: Path, folder: Path, **changes: Any) -> TrainerConfig:
+    values: dict[str, Any] = {
+        "model_dir": model_dir,
+        "redis_url": "redis://unused",
+        "model_key": "toy",
+        "store_dir": folder / "store",
+        "state_dir": folder / "state",
+        "draft_vocab_size": 40,
+        "batch_tokens": 64,
+        "learning_rate": 3e-3,
+        "nice": 0,
+    }
+    return TrainerConfig(**values | changes)

@@ -1,0 +1,209 @@
+"""From stream entries to examples, with a real Redis: once each, and acked only after a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import redis
+import torch
+from prometheus_client import CollectorRegistry
+
+from speculator.codec import encode_trace
+from speculator.fresh import fresh_draft
+from speculator.loss import draft_ids_by_target_id
+from speculator.stream import StreamKeys, StreamLag, TraceStream
+from speculator.trace import Trace, TraceHeader
+from trainer.batch import make_example
+from trainer.metrics import TrainerMetrics
+from trainer.source import TraceSource
+
+
+class Desk:
+    """A producer, a consumer, and the consumer's counters."""
+
+    def __init__(self, client: redis.Redis, model_dir: Path, fingerprint: str) -> None:
+        self._client, self._fingerprint = client, fingerprint
+        draft = fresh_draft(model_dir, draft_vocab_size=40, seed=0)
+        self._make_example = functools.partial(
+            make_example,
+            draft_ids_V=draft_ids_by_target_id(draft.d2t, draft.config.vocab_size),
+            feature_width=draft.fc.in_features,
+        )
+        self.registry = CollectorRegistry()
+        self.metrics = TrainerMetrics(self.registry)
+        self.stream = self._new_stream()
+
+    def _new_stream(self) -> TraceStream:
+        return TraceStream(self._client, "toy", max_bytes=10**8)
+
+    def source(self, used_trace_ids: list[str] | None = None) -> TraceSource:
+        """As after a start of the trainer."""
+        return TraceSource(
+            self._new_stream(),
+            self._make_example,
+            target_fingerprint=self._fingerprint,
+            used_trace_ids=used_trace_ids or [],
+            metrics=self.metrics,
+        )
+
+    def send(self, trace: Trace) -> str:
+        return self.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+    def lag(self) -> StreamLag:
+        return self.stream.lag()
+
+    def dead_letters(self) -> list[str]:
+        entries = self._client.xrange(StreamKeys(model_key="toy").dead_letters)
+        return [fields[b"reason"].decode() for _, fields in entries]
+
+
+@pytest.fixture
+def desk(redis_client: redis.Redis, model_dir: Path, traces: list[Trace]) -> Desk:
+    return Desk(redis_client, model_dir, traces[0].header.target_fingerprint)
+
+
+def test_an_entry_is_acked_when_it_was_used_and_saved(desk: Desk, traces: list[Trace]) -> None:
+    source = desk.source()
+    for trace in traces[:3]:
+        desk.send(trace)
+    first, second, third = source.read(10, 0)
+    source.mark_used([first, third])
+    assert desk.lag().acked == 0
+    assert source.used_trace_ids == ["trace-0", "trace-2"]
+    source.ack_used()
+    assert (desk.lag().acked, desk.lag().pending) == (2, 1)
+    source.mark_used([second])
+    source.ack_used()
+    assert (desk.lag().acked, desk.lag().pending) == (3, 0)
+
+
+def test_what_was_not_saved_comes_again_after_a_restart(desk: Desk, traces: list[Trace]) -> None:
+    for trace in traces[:2]:
+        desk.send(trace)
+    before = desk.source()
+    used, _ = before.read(10, 0)
+    before.mark_used([used])
+    saved = before.used_trace_ids  # the checkpoint is written, and then the process dies before the ack
+
+    after = desk.source(saved)
+    assert [example.trace_id for example in after.read(10, 0)] == ["trace-1"]
+    after.ack_used()
+    assert (desk.lag().acked, desk.lag().pending) == (1, 1)
+
+
+def test_a_trace_that_was_sent_twice_is_learnt_from_once(desk: Desk, traces: list[Trace]) -> None:
+    source = desk.source()
+    for _ in range(2):
+        desk.send(traces[0])
+    examples = source.read(10, 0)
+    assert len(examples) == 1
+    source.mark_used(examples)
+    desk.send(traces[0])
+    assert source.read(10, 0) == []
+    source.ack_used()
+    assert (desk.lag().acked, desk.lag().pending) == (3, 0)
+    assert desk.registry.get_sample_value("slipstream_trainer_traces_total", {"outcome": "duplicate"}) == 2
+
+
+def test_unusable_entries_are_set_aside_with_the_reason_and_the_rest_goes_on(desk: Desk, traces: list[Trace]) -> None:
+    good = traces[0]
+    desk.stream.append(b"\x00garbage", trace_id="garbage")
+    desk.stream.append(encode_trace(good)[:-10], trace_id="truncated")
+    desk.send(dataclasses.replace(good, header=_header(good, trace_id="other", target_fingerprint="0" * 64)))
+    desk.send(dataclasses.replace(good, header=_header(good, trace_id="prompt"), constrained=good.constrained | True))
+    narrow = dataclasses.replace(good, header=_header(good, trace_id="narrow"), aux_hidden=good.aux_hidden[:, :48])
+    desk.send(narrow)
+    high = np.where(good.token_ids == good.token_ids[-1], 10**6, good.token_ids).astype(np.int32)
+    desk.send(dataclasses.replace(good, header=_header(good, trace_id="high"), token_ids=high))
+    desk.send(good)
+    assert [example.trace_id for example in desk.source().read(10, 0)] == ["trace-0"]
+    reasons = desk.dead_letters()
+    for reason, expected in zip(
+        reasons, ["not a trace", "not a trace", "of target", "no position", "wide", "vocabulary"], strict=True
+    ):
+        assert expected in reason
+    assert (desk.lag().dead_lettered, desk.lag().pending) == (6, 1)
+
+
+def test_a_nan_in_the_features_is_set_aside(desk: Desk, traces: list[Trace]) -> None:
+    payload = bytearray(encode_trace(traces[0], features="bfloat16"))
+    features = traces[0].aux_hidden.view(-1)[:8].view(dtype=torch.uint8).numpy().tobytes()
+    at = bytes(payload).index(features)
+    payload[at : at + 2] = b"\xff\x7f"
+    desk.stream.append(bytes(payload), trace_id="trace-0")
+    assert desk.source().read(10, 0) == []
+    assert "not finite" in desk.dead_letters()[0]
+
+
+def test_history_is_what_was_acked(desk: Desk, traces: list[Trace]) -> None:
+    source = desk.source()
+    for trace in traces[:4]:
+        desk.send(trace)
+    desk.stream.append(b"garbage", trace_id="garbage")
+    examples = source.read(10, 0)
+    source.mark_used(examples[:3])
+    source.ack_used()
+    assert [example.trace_id for example in desk.source().history(10**8)] == ["trace-0", "trace-1", "trace-2"]
+    assert desk.source().history(0) == []
+
+
+def test_redis_being_away_is_counted_and_survived(
+    desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = desk.source()
+    desk.send(traces[0])
+    examples = source.read(10, 0)
+    source.mark_used(examples)
+    monkeypatch.setattr("trainer.source.RETRY_S", 0.0)
+    with monkeypatch.context() as away:
+        away.setattr(redis.Redis, "execute_command", _refuse)
+        away.setattr(redis.client.Pipeline, "execute", _refuse)
+        assert source.read(10, 0) == []
+        source.ack_used()
+        assert source.history(10**8) == []
+    for operation in ("read", "ack", "recent"):
+        labels = {"operation": operation}
+        assert desk.registry.get_sample_value("slipstream_trainer_stream_errors_total", labels) == 1
+    assert source.read(10, 0) == [], "the entry in hand is delivered again, and is not taken twice"
+    source.ack_used()
+    assert (desk.lag().acked, desk.lag().pending) == (1, 0)
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise redis.exceptions.ConnectionError("away")
+
+
+def test_a_read_pauses_while_redis_is_away(desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = desk.source()
+    with monkeypatch.context() as away:
+        away.setattr(redis.Redis, "execute_command", _refuse)
+        assert source.read(10, 0) == []
+    desk.send(traces[0])
+    start_s = time.monotonic()
+    assert source.read(10, 50) == [], "not asked again so soon"
+    assert 0.04 < time.monotonic() - start_s < 1.0
+
+
+def test_a_dead_letter_waits_for_redis_and_holds_nothing_up(
+    desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.source.RETRY_S", 0.0)
+    source = desk.source()
+    desk.stream.append(b"garbage", trace_id="garbage")
+    desk.send(traces[0])
+    with monkeypatch.context() as away:
+        away.setattr(redis.client.Pipeline, "execute", _refuse)
+        assert len(source.read(10, 0)) == 1
+    assert desk.dead_letters() == []
+    assert source.read(10, 0) == []
+    assert len(desk.dead_letters()) == 1
+
+
+def _header(trace: Trace, **changes: object) -> TraceHeader:
+    return msgspec.structs.replace(trace.header, **changes)

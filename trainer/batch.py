@@ -1,0 +1,188 @@
+"""From traces to one training batch: what is learnt of a trace, and how a few spans are packed side by side.
+
+Spans differ in length, and padding would cost a third of the work; so a batch is one row of tokens without padding, and
+an attention mask keeps the spans apart. Only base positions (see speculator/loss.py) become queries. Positions before
+the first base, most of the prompt, give keys and values and nothing else.
+
+Shape letters: T tokens of the span, R rows from the first base to the span's end, N base positions of the batch,
+C context positions of the batch, M = C + N keys, K kept target tokens, w = 3d feature width, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculator.errors import TraceError
+from speculator.loss import Labels, make_labels
+from speculator.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One trace, ready to learn from. Row r belongs to span index `first_base` + r, and there are R = T − first_base.
+
+    `token_ids` [T] int64, `aux` [T, w] bfloat16, `labels` of R rows, `draft_ids` [R] int64: the draft id of the row's
+    own token, −1 outside the draft vocabulary.
+    """
+
+    trace_id: str
+    first_position: int
+    first_base: int
+    token_ids: Tensor
+    aux: Tensor
+    labels: Labels
+    draft_ids: Tensor
+
+    @property
+    def num_bases(self) -> int:
+        # The last two rows start no chain: the token that they would predict lies outside the span.
+        return len(self.draft_ids) - 2
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.token_ids, self.aux, self.draft_ids, *vars(self.labels).values())
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int) -> Example:
+    """Raises TraceError for a trace that this draft cannot learn from: other shapes, unknown tokens, or no label."""
+    token_ids_T = torch.from_numpy(trace.token_ids).long()
+    ids_TK = torch.from_numpy(trace.target_topk_ids)
+    if trace.aux_hidden.shape[1] != feature_width:
+        raise TraceError(f"features are {trace.aux_hidden.shape[1]} wide, the draft reads {feature_width}")
+    if max(int(token_ids_T.max()), int(ids_TK.max())) >= len(draft_ids_V):
+        raise TraceError(f"a token id is outside the target's vocabulary of {len(draft_ids_V)}")
+    # Base n learns from row n + 1: the first base stands before the first row that has a distribution.
+    has_row_T = ids_TK[:, 0] >= 0
+    first_base = max(int(has_row_T.int().argmax()) - 1, 0)
+    labels = make_labels(
+        ids_TK[first_base:],
+        torch.from_numpy(trace.target_topk_logprobs)[first_base:],
+        torch.from_numpy(trace.constrained)[first_base:],
+        trace.header.sampling,
+        draft_ids_V,
+    )
+    # Base n learns from row n + 1, and its token n + 2 must lie in the span.
+    if not bool(labels.labelled[1:-1].any()):
+        raise TraceError("no position has both a target distribution and a following token")
+    if not bool(torch.isfinite(labels.probs).all()):
+        raise TraceError("a target distribution has no probability at all")
+    return Example(
+        trace_id=trace.header.trace_id,
+        first_position=trace.header.first_position,
+        first_base=first_base,
+        token_ids=token_ids_T,
+        aux=trace.aux_hidden,
+        labels=labels,
+        draft_ids=draft_ids_V[token_ids_T[first_base:]],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """`num_bases` consecutive bases of an example from its base `start` on."""
+
+    example: Example
+    start: int
+    num_bases: int
+
+
+def cut(example: Example, *, max_bases: int, rng: random.Random) -> Window:
+    """The whole example, or a random window where it is longer than `max_bases`: attention grows with the square."""
+    num_bases = min(example.num_bases, max_bases)
+    return Window(example=example, start=rng.randint(0, example.num_bases - num_bases), num_bases=num_bases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The C positions that only serve as keys: `next_tokens` [C] (the token after each, as the draft reads it),
+    `aux` [C, w], absolute `positions` [C].
+    """
+
+    next_tokens: Tensor
+    aux: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A few spans in one row.
+
+    Bases: features `aux` [N, w], absolute `positions` [N], the row `rows` [N] of each and the last row of its span
+    `last_rows` [N]; `mask` [N, M] bool says which keys (context, then bases) a base sees. Rows: `token_ids` [R],
+    `draft_ids` [R], `labels` of R rows; those of a span are consecutive.
+
+    In step k the chain of base n reads token row `rows[n]` + 1 + k, learns from the same row's label, and predicts the
+    token of the row after it, as long as that is at most `last_rows[n]`.
+    """
+
+    context: Context
+    aux: Tensor
+    positions: Tensor
+    rows: Tensor
+    last_rows: Tensor
+    mask: Tensor
+    token_ids: Tensor
+    draft_ids: Tensor
+    labels: Labels
+
+
+def pack(windows: Sequence[Window], *, max_context: int) -> Batch:
+    """Pack windows, each with up to `max_context` positions before its first base as context."""
+    pieces = []
+    num_rows = 0
+    for span, window in enumerate(windows):
+        pieces.append(_span_tensors(window, span=span, first_row=num_rows, max_context=max_context))
+        num_rows += len(pieces[-1]["token_ids"])
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([piece[name] for piece in pieces])
+
+    context = Context(
+        next_tokens=joined("context_next_tokens"), aux=joined("context_aux"), positions=joined("context_positions")
+    )
+    positions_N, spans_N = joined("positions"), joined("spans")
+    same_span_NM = spans_N[:, None] == torch.cat([joined("context_spans"), spans_N])
+    causal_NM = torch.cat([context.positions, positions_N]) <= positions_N[:, None]
+    return Batch(
+        context=context,
+        aux=joined("aux"),
+        positions=positions_N,
+        rows=joined("rows"),
+        last_rows=joined("last_rows"),
+        mask=same_span_NM & causal_NM,
+        token_ids=joined("token_ids"),
+        draft_ids=joined("draft_ids"),
+        labels=Labels(
+            draft_ids=joined("label_draft_ids"), probs=joined("label_probs"), labelled=joined("label_labelled")
+        ),
+    )
+
+
+def _span_tensors(window: Window, *, span: int, first_row: int, max_context: int) -> dict[str, Tensor]:
+    example, start, num_bases = window.example, window.start, window.num_bases
+    first = example.first_base + start
+    context, bases = slice(max(first - max_context, 0), first), slice(first, first + num_bases)
+    positions_T = torch.arange(len(example.token_ids)) + example.first_position
+    num_rows = len(example.token_ids) - first
+    return {
+        "context_next_tokens": example.token_ids[context.start + 1 : first + 1],
+        "context_aux": example.aux[context],
+        "context_positions": positions_T[context],
+        "context_spans": torch.full((first - context.start,), span),
+        "aux": example.aux[bases],
+        "positions": positions_T[bases],
+        "spans": torch.full((num_bases,), span),
+        "rows": first_row + torch.arange(num_bases),
+        "last_rows": torch.full((num_bases,), first_row + num_rows - 1),
+        "token_ids": example.token_ids[first:],
+        "draft_ids": example.draft_ids[start:],
+        "label_draft_ids": example.labels.draft_ids[start:],
+        "label_probs": example.labels.probs[start:],
+        "label_labelled": example.labels.labelled[start:],
+    }

@@ -1,0 +1,67 @@
+"""The trainer's own checkpoint: one safetensors file, replaced atomically; never pickle.
+
+Tensors are the learner's state and `d2t`; the counters and the used trace ids travel as JSON in the file's metadata, so
+that weights and accounts can never be of two different moments.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from speculator.errors import StoreError
+
+_FILE = "trainer.safetensors"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer knows besides tensors, at the moment of the checkpoint."""
+
+    target_fingerprint: str
+    learnt_tokens: int
+    """Completion tokens in all steps, repetitions included."""
+    new_tokens: int
+    """Completion tokens of all traces, each once."""
+    num_traces: int
+    used_trace_ids: list[str]
+
+
+def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) -> None:
+    """Durable when it returns. Raises StoreError; then the previous checkpoint is untouched."""
+    temporary = folder / f"{_FILE}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(state, temporary, {"progress": msgspec.json.encode(progress).decode()})
+        _sync(temporary)
+        temporary.rename(folder / _FILE)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            f"cannot write the trainer's checkpoint into {folder}: free some space there ({error})"
+        ) from error
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
+    """The last checkpoint, or None where there is none. Raises StoreError for a damaged one."""
+    path = folder / _FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            progress = msgspec.json.decode((file.metadata() or {}).get("progress", ""), type=Progress)
+            return {name: file.get_tensor(name) for name in file.keys()}, progress  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path} is damaged: remove it to go on from the newest published draft ({error})") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

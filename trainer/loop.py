@@ -1,0 +1,34 @@
+"""The training loop, one screen: read → train → checkpoint → ack → publish."""
+
+from __future__ import annotations
+
+import threading
+
+from trainer.service import Trainer
+
+IDLE_BLOCK_MS = 1000
+
+
+def train_until(stop: threading.Event, trainer: Trainer) -> None:
+    """Learn until `stop` is set, then put everything in order.
+
+    Waits for: new traces, and only when there is nothing left to learn from the old ones (`Trainer.has_work`): then it
+    sleeps in Redis, up to IDLE_BLOCK_MS at a time.
+    Unblocked by: the next trace, or `stop`.
+    When behind: it reads no more than `Replay.room` traces, so the backlog stays in Redis under the stream's byte cap,
+    which drops and counts the oldest; batches are then made of new traces only.
+    When Redis is away: reads come back empty, learning goes on from the replay, acks and the pointer wait.
+    Shutdown: stop reading → finish the step → checkpoint → ack → close.
+    """
+    while not stop.is_set():
+        trainer.read(block_ms=0 if trainer.has_work else IDLE_BLOCK_MS)
+        if trainer.has_work:
+            trainer.step()
+        if trainer.checkpoint_due:
+            trainer.checkpoint()
+            trainer.ack()
+        if trainer.publish_due:
+            trainer.publish()
+    trainer.checkpoint()
+    trainer.ack()
+    trainer.close()

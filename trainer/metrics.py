@@ -1,0 +1,95 @@
+"""Every collector of the trainer: names live here and nowhere else."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from speculator.stream import StreamLag
+from trainer.step import StepReport
+
+_AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
+_STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
+
+
+class TrainerMetrics:
+    """Labels are bounded: outcomes and operations are fixed words."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.traces = Counter(
+            "slipstream_trainer_traces", "Traces by outcome: admitted, duplicate, dead_lettered", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.new_tokens = Counter(
+            "slipstream_trainer_new_tokens", "Completion tokens that arrived to learn from", registry=registry
+        )
+        self.trace_age = Histogram(
+            "slipstream_trainer_trace_age_seconds", "From a trace's birth to its arrival here",
+            registry=registry, buckets=_AGE_BUCKETS_S,
+        )  # fmt: skip
+        self.stream_errors = Counter(
+            "slipstream_trainer_stream_errors", "Redis calls that failed", ["operation"], registry=registry
+        )
+        self.steps = Counter(
+            "slipstream_trainer_steps", "Optimiser steps; skipped = not finite, or no label", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.step_seconds = Histogram(
+            "slipstream_trainer_step_seconds", "Time of one step", registry=registry, buckets=_STEP_BUCKETS_S
+        )
+        self.learnt_tokens = Counter(
+            "slipstream_trainer_learnt_tokens",
+            "Completion tokens in all steps, repetitions included",
+            registry=registry,
+        )
+        self.loss = Gauge("slipstream_trainer_loss_nats", "Loss of the last step", registry=registry)
+        self.accept_length = Gauge(
+            "slipstream_trainer_accept_length",
+            "Committed tokens a verification on the last step's traces, most of which were learnt from before",
+            registry=registry,
+        )
+        self.replay_bytes = Gauge("slipstream_trainer_replay_bytes", "Memory of the replay", registry=registry)
+        self.replay_traces = Gauge("slipstream_trainer_replay_traces", "Traces in the replay", registry=registry)
+        self.waiting_traces = Gauge(
+            "slipstream_trainer_waiting_traces", "Traces that were read and not yet learnt from", registry=registry
+        )
+        self.stream_lag = Gauge(
+            "slipstream_trainer_stream_entries", "Stream entries by state", ["state"], registry=registry
+        )
+        self.checkpoint_seconds = Gauge(
+            "slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint", registry=registry
+        )
+        self.published_version = Gauge(
+            "slipstream_trainer_published_version", "Draft version last published", registry=registry
+        )
+        self.publish_errors = Counter(
+            "slipstream_trainer_publish_errors", "Versions that could not be published", registry=registry
+        )
+
+    def serve(self, port: int) -> None:
+        """Expose the registry on the loopback interface, from a daemon thread."""
+        start_http_server(port, "127.0.0.1", self._registry)
+
+    def observe_arrival(self, num_tokens: int, created_ms: int) -> None:
+        self.traces.labels("admitted").inc()
+        self.new_tokens.inc(num_tokens)
+        self.trace_age.observe(max(time.time() - created_ms / 1000, 0.0))
+
+    def observe_step(self, report: StepReport, seconds: float, num_tokens: int) -> None:
+        self.steps.labels("applied" if report.applied else "skipped").inc()
+        self.step_seconds.observe(seconds)
+        if report.applied:
+            self.learnt_tokens.inc(num_tokens)
+            self.loss.set(report.loss)
+            self.accept_length.set(report.accept_length)
+
+    def observe_replay(self, num_bytes: int, num_traces: int, num_waiting: int) -> None:
+        self.replay_bytes.set(num_bytes)
+        self.replay_traces.set(num_traces)
+        self.waiting_traces.set(num_waiting)
+
+    def observe_lag(self, lag: StreamLag) -> None:
+        for state in ("pending", "undelivered", "acked", "lost", "dead_lettered"):
+            self.stream_lag.labels(state).set(getattr(lag, state))

@@ -1,0 +1,38 @@
+"""The trainer process: from its settings to a clean exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from trainer.config import TrainerConfig
+from trainer.loop import train_until
+from trainer.service import Trainer
+
+# Every batch has other shapes, and oneDNN keeps compiled kernels for the last 1,024 of them: more than a gigabyte that
+# is hardly used again. Read when the first matrix is multiplied, so it is in time here.
+_KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+
+
+def run_trainer(config: TrainerConfig) -> None:
+    """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
+
+    The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
+    takes more from the engine beside it than training does.
+    Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError when it cannot start, and
+    StoreError when it cannot save its checkpoint.
+    """
+    os.environ.setdefault(*_KERNEL_CACHE)
+    os.nice(config.nice)
+    torch.set_num_threads(config.num_threads)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    trainer = Trainer(config, CollectorRegistry())
+    if config.metrics_port is not None:
+        trainer.metrics.serve(config.metrics_port)
+    train_until(stop, trainer)

@@ -1,0 +1,139 @@
+"""The draft's chains over a batch, step by step: training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
+
+A chain goes on only while its proposals are the tokens that were committed. That is what happens in service: the target
+emits a fixed next token, and the first proposal that differs ends the round. So a deeper step is trained on exactly the
+chains that reach it, and costs only their share of the work; a new draft, whose chains all end at once, spends
+everything on the first step.
+
+Shape letters: N base positions, S chains still alive, M keys, R rows, H query heads, G key heads, h head size, d hidden
+size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speculator.model import Eagle3Draft
+from trainer.batch import Batch, Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposals:
+    """What the S chains alive propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows;
+    `logits` [S, D]; `hits` [S] bool, the likeliest proposal is the committed token.
+    """
+
+    step: int
+    chains: Tensor
+    label_rows: Tensor
+    logits: Tensor
+    hits: Tensor
+
+
+def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int) -> Iterator[Proposals]:
+    """Yield one `Proposals` a step, until `num_steps` or until no chain is alive.
+
+    Vocabulary-sized work is done only for chains whose label exists; a chain without a label ends there.
+    """
+    attention = _ChainAttention(_context_keys(draft, batch.context), batch.mask)
+    feature_Sd = _fuse(draft, batch.aux)
+    chains_S = torch.arange(len(batch.rows))
+    for step in range(num_steps):
+        input_rows_S = batch.rows[chains_S] + 1 + step
+        feature_1Sd = draft(
+            batch.token_ids[input_rows_S][None],
+            feature_Sd[None],
+            (batch.positions[chains_S] + step)[None],
+            attention,
+        )
+        predicted_rows_S = input_rows_S + 1
+        alive_S = (predicted_rows_S <= batch.last_rows[chains_S]) & batch.labels.labelled[input_rows_S]
+        chains_S, feature_Sd = _keep(alive_S, attention, chains_S, feature_1Sd[0])
+        if not len(chains_S):
+            return
+        logits_SD = draft.logits(feature_Sd)
+        hits_S = logits_SD.detach().argmax(-1) == batch.draft_ids[predicted_rows_S[alive_S]]
+        yield Proposals(step=step, chains=chains_S, label_rows=input_rows_S[alive_S], logits=logits_SD, hits=hits_S)
+        chains_S, feature_Sd = _keep(hits_S, attention, chains_S, feature_Sd)
+        if not len(chains_S):
+            return
+
+
+def accepted_lengths(draft: Eagle3Draft, batch: Batch, *, depth: int) -> tuple[Tensor, Tensor]:
+    """([N] accepted proposals of the greedy chain from every base, [N] bool the base has a label)."""
+    accepted_N = torch.zeros(len(batch.rows), dtype=torch.int64)
+    labelled_N = torch.zeros(len(batch.rows), dtype=torch.bool)
+    with torch.no_grad():
+        for proposals in unroll(draft, batch, num_steps=depth):
+            accepted_N[proposals.chains[proposals.hits]] += 1
+            if proposals.step == 0:
+                labelled_N[proposals.chains] = True
+    return accepted_N, labelled_N
+
+
+def _keep(keep_S: Tensor, attention: _ChainAttention, chains_S: Tensor, feature_Sd: Tensor) -> tuple[Tensor, Tensor]:
+    if bool(keep_S.all()):
+        return chains_S, feature_Sd
+    kept = keep_S.nonzero()[:, 0]
+    attention.keep(kept)
+    return chains_S[kept], feature_Sd[kept]
+
+
+def _fuse(draft: Eagle3Draft, aux: Tensor) -> Tensor:
+    # Back from autocast's bfloat16: the stream that the layer adds to keeps full precision, and so do its norms.
+    return draft.fuse(aux).to(draft.fc.weight.dtype)
+
+
+def _context_keys(draft: Eagle3Draft, context: Context) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, G, C, h] of positions that ask nothing: no query, no MLP, no logits."""
+    layer, attention = draft.midlayer, draft.midlayer.self_attn
+    feature_1Cd = _fuse(draft, context.aux)[None]
+    embed_1Cd = F.embedding(context.next_tokens, draft.embed)[None].to(feature_1Cd.dtype)
+    x_1Cw = torch.cat([layer.input_layernorm(embed_1Cd), layer.hidden_norm(feature_1Cd)], -1)
+
+    def heads(y: Tensor) -> Tensor:
+        return y.view(1, len(context.positions), draft.config.num_key_value_heads, attention.head_dim).transpose(1, 2)
+
+    key = draft.rotary(heads(attention.k_proj(x_1Cw)), context.positions[None])
+    return key, heads(attention.v_proj(x_1Cw))
+
+
+class _ChainAttention:
+    """Attention of the chains. Step 0 sees the context and the bases through the mask; a deeper step sees the same
+    keys as its base did, and besides them only its own chain's keys.
+    """
+
+    def __init__(self, context: tuple[Tensor, Tensor], mask_NM: Tensor) -> None:
+        self._context = context
+        self._mask_SM = mask_NM
+        self._shared: tuple[Tensor, Tensor] | None = None
+        self._chain: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, chains: Tensor) -> None:
+        """Go on with these of the current chains."""
+        self._mask_SM = self._mask_SM[chains]
+        self._chain = [(key[:, :, chains], value[:, :, chains]) for key, value in self._chain]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._shared is None:
+            self._shared = (torch.cat([self._context[0], key], 2), torch.cat([self._context[1], value], 2))
+        else:
+            self._chain.append((key, value))
+        keys_GMh, values_GMh = self._shared[0][0], self._shared[1][0]
+        num_groups, M, head_dim = keys_GMh.shape
+        num_chains = query.shape[2]
+        # Heads that share a key stand together: [G, H/G, S, h].
+        query_GqSh = query[0].reshape(num_groups, -1, num_chains, head_dim) * head_dim**-0.5
+        scores = (query_GqSh.flatten(1, 2) @ keys_GMh.transpose(1, 2)).view(num_groups, -1, num_chains, M)
+        scores = scores.float().masked_fill(~self._mask_SM, float("-inf"))
+        own = [(query_GqSh * key[0][:, None]).sum(-1, keepdim=True).float() for key, _ in self._chain]
+        weights = torch.cat([scores, *own], -1).softmax(-1).to(values_GMh.dtype)
+        out = (weights[..., :M].flatten(1, 2) @ values_GMh).view_as(query_GqSh)
+        for index, (_, value) in enumerate(self._chain):
+            out = out + weights[..., M + index, None] * value[0][:, None]
+        return out.flatten(0, 1)[None]
