@@ -117,6 +117,10 @@ def serve(
     context_length: Context = 2048,
     context_window: Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")] = 512,
     draft_vocab_size: DraftVocab = 8192,
+    vocab_from: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
+    ] = None,
     dtype: Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one less than the cores.")] = None,
@@ -128,6 +132,7 @@ def serve(
     from serving.gateway.config import load_settings
     from serving.local.config import LocalEngineConfig
     from slipstream.serve import ServeOptions, run_server
+    from slipstream.topics import read_prompts
 
     model_dir = resolve_model(model)
     config = LocalEngineConfig(
@@ -152,6 +157,7 @@ def serve(
             port=port,
             stream_max_bytes=stream_max_bytes,
             draft_vocab_size=draft_vocab_size,
+            vocab_texts=tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else (),
             seed=seed,
         ),
         load_settings(),

@@ -48,6 +48,7 @@ class ServeOptions:
     port: int
     stream_max_bytes: int
     draft_vocab_size: int
+    vocab_texts: tuple[str, ...]
     seed: int
 
 
@@ -89,7 +90,12 @@ def _build_engine(
     """The engine with the version that the pointer names, else the last good one, else the newest."""
     config, store = options.engine, DraftStore(options.store)
     newest = ensure_lineage(
-        store, config.model_dir, fingerprint, draft_vocab_size=options.draft_vocab_size, seed=options.seed
+        store,
+        config.model_dir,
+        fingerprint,
+        draft_vocab_size=options.draft_vocab_size,
+        seed=options.seed,
+        texts=options.vocab_texts,
     )
     version = pointer.desired() or store.last_good() or newest
     torch.set_num_threads(config.num_threads)

@@ -69,16 +69,18 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}): check --prompts") from error
+        raise ConfigError(f"cannot read {path} ({error.strerror}): give a file of JSON lines") from error
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             prompts.append(Prompt(str(row["domain"]), str(row["prompt"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f'{path} line {number} is not {{"domain", "prompt"}}: check --prompts') from error
+            raise ConfigError(
+                f'{path} line {number} lacks "domain" or "prompt": give one JSON object a line'
+            ) from error
     if not prompts:
-        raise ConfigError(f"{path} holds no prompt: check --prompts")
+        raise ConfigError(f"{path} holds no prompt: give one JSON object a line")
     return prompts
 
 

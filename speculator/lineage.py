@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -22,15 +23,18 @@ def ensure_lineage(
     *,
     draft_vocab_size: int = DEFAULT_DRAFT_VOCAB_SIZE,
     seed: int = 0,
+    texts: Iterable[str] = (),
 ) -> int:
     """The newest version in the store; writes a fresh draft as the first one where there is none.
+
+    `texts` like those to be served choose the fresh draft's vocabulary.
 
     Raises StoreError when the store cannot be read or written, and what `fresh_draft` raises.
     """
     latest = store.latest()
     if latest is not None:
         return latest
-    draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed)
+    draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     manifest = store.write(
         draft_state(draft),
         draft_config_json(draft.config),

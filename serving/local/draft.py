@@ -125,13 +125,14 @@ class ServingDraft:
         self, feature_Bd: Tensor, positions: Sequence[int], sources: Sequence[DraftSource]
     ) -> tuple[Tensor, Tensor]:
         logits_BD = self.model.logits(feature_Bd)
-        logits_BD = logits_BD if logits_BD.dtype == torch.float64 else logits_BD.float()
+        wide = torch.float64 if logits_BD.dtype == torch.float64 else torch.float32
         if all(source.sampling.temperature == 0 for source in sources):
-            chosen_B = logits_BD.argmax(-1)
-        else:
-            chosen_B = torch.stack([self._draw_one(*row) for row in zip(logits_BD, positions, sources, strict=True)])
+            best = logits_BD.log_softmax(-1, dtype=wide).max(-1)
+            return self._target_ids[best.indices], best.values.float()
+        rows = zip(logits_BD.to(wide), positions, sources, strict=True)
+        chosen_B = torch.stack([self._draw_one(*row) for row in rows])
         temperature_B1 = torch.tensor([[source.sampling.temperature or 1.0] for source in sources])
-        logprob_BD = (logits_BD / temperature_B1.to(logits_BD)).log_softmax(-1)
+        logprob_BD = (logits_BD / temperature_B1.to(logits_BD)).log_softmax(-1, dtype=wide)
         return self._target_ids[chosen_B], logprob_BD.gather(-1, chosen_B[:, None])[:, 0].float()
 
     def _draw_one(self, logits_D: Tensor, position: int, source: DraftSource) -> Tensor:

@@ -61,10 +61,13 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_mod
     with EmbeddedRedis(tmp_path / "redis") as redis:
         common = ("--model", toy_model, "--redis-url", redis.url, "--store", tmp_path / "drafts")
         train = ("train", *common, "--state", tmp_path / "state")
+        (tmp_path / "texts.jsonl").write_text('{"domain": "toy", "prompt": "question 0123456789"}\n')
         serve = ("serve", *common, "--port", 0, "--capture", "--draft-vocab-size", 24, "--control-share", 0.2)
+        serve = (*serve, "--vocab-from", tmp_path / "texts.jsonl")
         serve_log, train_log = tmp_path / "serve.log", tmp_path / "train.log"
         with _process(serve_log, *serve) as server:
-            url = wait_until(lambda: _url(serve_log), timeout_s=90)
+            wait_until(lambda: _url(serve_log), timeout_s=90)
+            url = _url(serve_log) or ""
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
             def ask(number: int) -> str:
