@@ -70,10 +70,17 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             )
             recorder = TraceRecorder(lambda: stream, max_buffer_bytes=_RECORDER_BUFFER_BYTES)
             opened.callback(_close_recorder, recorder)
-        engine = _build_engine(options, fingerprint, pointer, registry, recorder)
+        store = DraftStore(options.store)
+        engine = _build_engine(options, store, fingerprint, pointer, registry, recorder)
         engine.start()
         opened.callback(engine.stop)
-        follower = DraftFollower(engine, pointer, engine_id=config.engine_id)
+        follower = DraftFollower(
+            engine,
+            pointer,
+            engine_id=config.engine_id,
+            # What was verified and came into service is what the next start falls back to without a pointer.
+            on_swap=lambda report: store.set_last_good(report.version),
+        )
         follower.start()
         opened.callback(follower.stop)
         server = GatewayServer(create_app(engine, settings=settings, registry=registry), listener)
@@ -82,13 +89,14 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
 
 def _build_engine(
     options: ServeOptions,
+    store: DraftStore,
     fingerprint: str,
     pointer: DraftPointer,
     registry: CollectorRegistry,
     recorder: TraceRecorder | None,
 ) -> LocalEngine:
     """The engine with the version that the pointer names, else the last good one, else the newest."""
-    config, store = options.engine, DraftStore(options.store)
+    config = options.engine
     newest = ensure_lineage(
         store,
         config.model_dir,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from speculator.model import DraftConfig, Eagle3Draft
 
@@ -34,11 +34,11 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32) -> Path:
+def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32, family: str = "llama") -> Path:
     """Write a complete Hugging Face model directory; returns it."""
     torch.manual_seed(seed)
     tokenizer = toy_tokenizer()
-    config = LlamaConfig(
+    config = CONFIG_MAPPING[family](
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -53,7 +53,7 @@ def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32) -> 
         pad_token_id=2,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

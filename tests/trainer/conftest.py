@@ -1,4 +1,4 @@
-"""A toy target for the whole session, and one thread: the machine is shared."""
+"""A toy target for the whole session, and one thread."""
 
 from __future__ import annotations
 

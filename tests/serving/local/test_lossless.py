@@ -46,7 +46,9 @@ def plain(model_dir: Path, sampling: SamplingParams) -> list[list[int]]:
     return _texts(model_dir, sampling, depth=0)
 
 
-def test_greedy_text_is_the_models_own(model_dir: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_text_is_the_models_own(tmp_path: Path, family: str) -> None:
+    model_dir = make_toy_model(tmp_path, family=family)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     with toy_engine(model_dir, depth=3) as harness:
         for prompt in PROMPTS:
