@@ -30,7 +30,7 @@ class LocalEngineConfig:
     max_depth: int = 5
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
-    prefill_chunk: int = 64
+    prefill_chunk: int = 32
     """Prompt tokens read between two decode rounds: bounds the gap that a new request puts into running streams."""
     capture: bool = True
     capture_topk: int = 64
