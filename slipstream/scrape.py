@@ -45,7 +45,7 @@ class Window:
 
     @property
     def accept_length(self) -> float | None:
-        """Committed tokens per verified chain, bonus included; rounds at depth 0 verify nothing and do not count."""
+        """Tokens per verification of a drafting round, bonus included; control rounds do not count."""
         chains = self.delta("slipstream_verifications_total")
         return self.delta("slipstream_verified_tokens_total") / chains if chains else None
 
