@@ -1,7 +1,8 @@
-# Every target sets up what it needs, once: `.venv` holds the locked environment of everything but SGLang.
+# Every target sets up what it needs, once: `.venv` holds the locked environment of everything but SGLang, which has
+# `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check format lock clean
+.PHONY: help demo test test-sglang lint check format lock clean
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -16,13 +17,16 @@ demo: .venv/.installed ## watch a real model get faster while it serves; ARGS="-
 test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m pytest $(ARGS)
 
+test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+
 lint: .venv/.installed ## formatting, rules, types, import contracts
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-cache
 
-check: lint test ## what CI runs
+check: lint test ## what CI runs before the tests on SGLang
 
 format: .venv/.installed ## rewrite the code in the project's format
 	$(PYTHON) -m ruff format .
@@ -31,17 +35,25 @@ format: .venv/.installed ## rewrite the code in the project's format
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
 
-clean: ## remove the environment
-	rm -rf .venv .tools
+clean: ## remove the environments
+	rm -rf .venv .venv-sglang .tools
 
 # uv where it is missing: into a directory of its own, which also works where the system's pip is externally managed.
 .tools/bin/uv:
 	@python3 -m pip --version >/dev/null 2>&1 || { echo "python3 has no pip: install python3-pip, or uv itself" >&2; exit 2; }
 	python3 -m pip install --quiet --disable-pip-version-check --target .tools uv
 
+define install
+@[ -x $(@D)/bin/python ] || $(UV) venv --quiet --python '>=3.11' $(@D)
+$(UV) pip sync --quiet --python $(@D)/bin/python --require-hashes $<
+$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation --editable .
+@touch $@
+endef
+
 .venv/.installed: requirements-dev.lock pyproject.toml | $(UV)
-	@[ -x $(PYTHON) ] || $(UV) venv --quiet --python '>=3.11' .venv
-	$(UV) pip sync --quiet --python $(PYTHON) --require-hashes requirements-dev.lock
-	$(UV) pip install --quiet --python $(PYTHON) --no-deps --no-build-isolation --editable .
-	@touch $@
+	$(install)
+
+.venv-sglang/.installed: requirements-sglang.lock pyproject.toml | $(UV)
+	$(install)

@@ -1,7 +1,7 @@
 """The engine protocol: what the gateway and the hot swap ask of whatever generates.
 
-The local engine, the SGLang client and the test double implement it. Everything here is plain data, so the gateway
-can use it without torch.
+The local engine and the test double implement all of it; the SGLang client is a `DraftHost`, since SGLang speaks the
+OpenAI protocol itself. Everything here is plain data, so the gateway can use it without torch.
 """
 
 from __future__ import annotations
@@ -97,23 +97,14 @@ class Tokenizer(Protocol):
         """
 
 
-class Engine(Protocol):
-    """Generates text and takes new draft weights between two steps."""
+class DraftHost(Protocol):
+    """Runs a draft that can be exchanged while it serves, whoever turns its tokens into answers."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
     def draft_version(self) -> int: ...
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Stream one answer; closing the iterator early aborts the request and frees what it held.
-
-        Raises RequestError, EngineBusyError or EngineDeadError, also before the first chunk.
-        """
 
     def install_draft(self, version: int) -> SwapReport:
         """Load, verify and swap in a stored draft version; blocks the calling thread, never the decode loop.
@@ -125,3 +116,16 @@ class Engine(Protocol):
         """Draft at most `depth` proposals a round from the next round on; 0 turns drafting off."""
 
     def health(self) -> EngineHealth: ...
+
+
+class Engine(DraftHost, Protocol):
+    """Generates from token ids: the gateway validates, tokenises and formats for it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Stream one answer; closing the iterator early aborts the request and frees what it held.
+
+        Raises RequestError, EngineBusyError or EngineDeadError, also before the first chunk.
+        """

@@ -7,12 +7,11 @@ bytes, the thread tries again with growing pauses, and the newest traces are dro
 from __future__ import annotations
 
 import collections
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
-
-import structlog
 
 from speculator.codec import Features, encode_trace
 from speculator.errors import StreamError, TraceError
@@ -21,7 +20,7 @@ from speculator.trace import Trace
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
 
-log = structlog.get_logger()
+log = logging.getLogger(__name__)
 
 
 class AppendStream(Protocol):
@@ -53,13 +52,19 @@ class TraceRecorder:
     """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
 
     The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis.
+    `on_append` is told, there, how many bytes each trace took.
     """
 
     def __init__(
-        self, stream_factory: Callable[[], AppendStream], *, max_buffer_bytes: int, features: Features = "float8"
+        self,
+        stream_factory: Callable[[], AppendStream],
+        *,
+        max_buffer_bytes: int,
+        features: Features = "float8",
+        on_append: Callable[[int], None] | None = None,
     ) -> None:
         self._stream_factory = stream_factory
-        self._max_buffer_bytes = max_buffer_bytes
+        self._max_buffer_bytes, self._on_append = max_buffer_bytes, on_append
         self._features = features
         self._stream: AppendStream | None = None
         # Guarded by the condition: everything below.
@@ -120,10 +125,10 @@ class TraceRecorder:
             try:
                 self._record(trace)
             except TraceError as error:
-                log.warning("a trace does not encode", trace_id=trace.header.trace_id, error=str(error))
+                log.warning("trace %s does not encode: %s", trace.header.trace_id, error)
                 self._drop(trace, "invalid")
             except Exception as error:
-                log.error("a trace could not be recorded", trace_id=trace.header.trace_id, error=repr(error))
+                log.error("trace %s could not be recorded: %r", trace.header.trace_id, error)
                 self._drop(trace, "failed")
 
     def _next(self) -> Trace | None:
@@ -140,7 +145,7 @@ class TraceRecorder:
                 self._append(trace, payload)
                 return
             except StreamError as error:
-                log.warning("cannot record traces for now", error=str(error), retry_s=pause_s)
+                log.warning("cannot record traces for now: %s (next attempt in %.1f s)", error, pause_s)
                 self._stream = None
             pause_s = self._pause(pause_s)
 
@@ -156,6 +161,8 @@ class TraceRecorder:
                 self._appended += 1
                 self._bytes_appended += len(payload)
                 self._tokens_appended += trace.num_tokens
+        if self._on_append is not None:
+            self._on_append(len(payload))
 
     def _pause(self, pause_s: float) -> float:
         """Wait before the next attempt and return the pause after that; closing makes the next attempt immediate."""

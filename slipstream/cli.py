@@ -20,6 +20,8 @@ from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.errors import ConfigError, DraftError, SlipstreamError, StoreError, StreamError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+draft_app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
+app.add_typer(draft_app, name="draft")
 console = Console(stderr=True)
 
 Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
@@ -32,6 +34,10 @@ Store = Annotated[
 Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
 DraftVocab = Annotated[int, typer.Option(min=2, help="Tokens that a fresh draft can propose.")]
 Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals a round; 0 decodes plainly.")]
+VocabFrom = Annotated[
+    Path | None,
+    typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
+]
 Context = Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")]
 
 
@@ -102,7 +108,15 @@ def demo(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Model,
+    sglang_arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- SGLANG_ARGUMENTS", help="Passed to SGLang as they are.")
+    ] = None,
+    engine: Annotated[
+        Literal["local", "sglang"],
+        typer.Option(help="What generates: the engine in here, or an SGLang started beside."),
+    ] = "local",
     name: Annotated[str | None, typer.Option(help="Name that clients use; default: the directory's.")] = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
@@ -113,33 +127,82 @@ def serve(
     control_share: Annotated[
         float, typer.Option(min=0, max=0.5, help="Share of rounds at depth 0 that gives the measured baseline.")
     ] = 0.02,
-    slots: Annotated[int, typer.Option(min=1, max=256, help="Requests that decode together.")] = 8,
-    context_length: Context = 2048,
     context_window: Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")] = 512,
     draft_vocab_size: DraftVocab = 8192,
-    vocab_from: Annotated[
-        Path | None,
-        typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
-    ] = None,
-    dtype: Dtype = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one less than the cores.")] = None,
+    vocab_from: VocabFrom = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "float64"],
+        typer.Option(help="Number type of the target; float16 is SGLang's alone, float64 the local engine's."),
+    ] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cpu, with SGLang cuda.")] = None,
     stream_max_bytes: Annotated[int, typer.Option(min=1, help="Byte cap of the stream.")] = DEFAULT_STREAM_MAX_BYTES,
     seed: Annotated[int, typer.Option(help="Seed of a fresh draft.")] = 0,
+    slots: Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests that decode together.")] = 8,
+    context_length: Annotated[
+        int, typer.Option(min=16, help="Local engine: prompt and completion tokens together.")
+    ] = 2048,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
+    ] = None,
+    sglang_python: Annotated[
+        Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
+    ] = None,
+    capture_bytes_per_s: Annotated[
+        int, typer.Option(min=0, help="SGLang: budget of recorded traces; 0 sets no limit.")
+    ] = 0,
+    start_timeout_s: Annotated[float, typer.Option(min=1, help="SGLang: how long it may take to load.")] = 1200,
 ) -> None:
     """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
     _log_to_stderr()
     from serving.gateway.config import load_settings
-    from serving.local.config import LocalEngineConfig
-    from slipstream.serve import ServeOptions, run_server
     from slipstream.topics import read_prompts
 
+    _refuse_options_of_another_engine(context, engine)
     model_dir = resolve_model(model)
+    texts = tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
+    if engine == "sglang":
+        from slipstream.serve_sglang import SglangServeOptions, run_sglang_server
+
+        if dtype == "float64":
+            raise ConfigError("--dtype float64 is for --engine local: SGLang has no such kernels")
+        if depth == 0:
+            raise ConfigError("--depth 0 would load no draft: pass 1 or more, SGLang drafts less where it does not pay")
+        run_sglang_server(
+            SglangServeOptions(
+                python=sglang_python,
+                model_dir=model_dir,
+                model_name=name or model_dir.name,
+                dtype=dtype,
+                device=device or "cuda",
+                depth=depth,
+                capture=capture,
+                control_share=control_share,
+                context_window=context_window,
+                capture_bytes_per_s=capture_bytes_per_s,
+                store=store,
+                redis_url=redis_url,
+                host=host,
+                port=port,
+                stream_max_bytes=stream_max_bytes,
+                draft_vocab_size=draft_vocab_size,
+                vocab_texts=texts,
+                seed=seed,
+                start_timeout_s=start_timeout_s,
+                extra=tuple(sglang_arguments or ()),
+            ),
+            load_settings(),
+        )
+        return
+    from serving.local.config import LocalEngineConfig
+    from slipstream.serve import ServeOptions, run_server
+
+    if dtype == "float16":
+        raise ConfigError("--dtype float16 is for --engine sglang: the local engine computes in bfloat16 or wider")
     config = LocalEngineConfig(
         model_dir=model_dir,
         model_name=name or model_dir.name,
         dtype=dtype,
-        device=device,
+        device=device or "cpu",
         num_slots=slots,
         context_length=context_length,
         context_window=context_window,
@@ -157,11 +220,31 @@ def serve(
             port=port,
             stream_max_bytes=stream_max_bytes,
             draft_vocab_size=draft_vocab_size,
-            vocab_texts=tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else (),
+            vocab_texts=texts,
             seed=seed,
         ),
         load_settings(),
     )
+
+
+_OPTIONS_OF_ONE_ENGINE = {
+    "local": ("slots", "context_length", "threads"),
+    "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
+}
+_INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}
+"""SGLang's own flags for the same."""
+
+
+def _refuse_options_of_another_engine(context: typer.Context, engine: str) -> None:
+    """An option without effect would be taken for one that had it. Raises ConfigError."""
+    for owner, names in _OPTIONS_OF_ONE_ENGINE.items():
+        for name in names:
+            source = context.get_parameter_source(name)
+            if owner != engine and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
+                instead = f": pass {_INSTEAD[name]} after --" if name in _INSTEAD else ": leave it out"
+                raise ConfigError(f"--{name.replace('_', '-')} is for --engine {owner}{instead}")
+    if engine == "local" and (unknown := context.params["sglang_arguments"]):
+        raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
 
 
 @app.command()
@@ -194,6 +277,32 @@ def train(
             seed=seed,
         )
     )
+
+
+@draft_app.command("init")
+def draft_init(
+    model: Model,
+    out: Annotated[Path | None, typer.Option(help="Write a Hugging Face folder, as SGLang loads it, here.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
+    vocab_from: VocabFrom = None,
+    draft_vocab_size: DraftVocab = 8192,
+    seed: Annotated[int, typer.Option(help="Seed of the random layer.")] = 0,
+) -> None:
+    """Write a fresh draft for a target. It has learnt nothing yet; serve it and train."""
+    _log_to_stderr()
+    from slipstream.draft import init_checkpoint, init_lineage
+    from slipstream.topics import read_prompts
+
+    if (out is None) == (store is None):
+        raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")
+    model_dir = resolve_model(model)
+    texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
+    if out is not None:
+        written = init_checkpoint(model_dir, out, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+    else:
+        assert store is not None, "checked above"
+        written = init_lineage(model_dir, store, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+    typer.echo(written)
 
 
 @app.command()
@@ -232,14 +341,23 @@ def _log_to_stderr() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     renderer: Any = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    shared: list[Any] = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *shared,
             structlog.processors.format_exc_info,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    # What also runs inside SGLang logs with the standard library alone; here it looks like the rest.
+    handler = logging.StreamHandler(sys.stderr)
+    remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[remove_meta, renderer])
+    )
+    own = logging.getLogger("serving")
+    own.handlers, own.propagate = [handler], False
+    own.setLevel(logging.INFO)

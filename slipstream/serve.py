@@ -7,7 +7,6 @@ Stop:  gateway drains → follower → engine → recorder flushes → Redis con
 from __future__ import annotations
 
 import asyncio
-import signal
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
 from serving.hotswap import DraftFollower
 from serving.local.config import LocalEngineConfig
@@ -84,7 +84,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         follower.start()
         opened.callback(follower.stop)
         server = GatewayServer(create_app(engine, settings=settings, registry=registry), listener)
-        asyncio.run(_serve_until_signal(server, model=config.model_name, version=engine.draft_version))
+        asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
 
 
 def _build_engine(
@@ -139,17 +139,3 @@ def _build_engine(
 def _close_recorder(recorder: TraceRecorder) -> None:
     recorder.close(timeout_s=10)
     log.info("recorder closed", **asdict(recorder.stats()))
-
-
-async def _serve_until_signal(server: GatewayServer, *, model: str, version: int) -> None:
-    await server.start()
-    log.info("serving", url=server.url, model=model, draft_version=version)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    stopped, ended = asyncio.create_task(stopping.wait()), asyncio.create_task(server.wait())
-    await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
-    log.info("stopping")
-    await server.stop()
-    stopped.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,12 @@ def target_fingerprint(model_dir: Path) -> str:
         except OSError as error:
             raise ConfigError(f"cannot read the target's weights: {error}") from error
     return digest.hexdigest()
+
+
+def model_key(model_dir: Path, target_fingerprint: str) -> str:
+    """The name of a target in Redis keys: readable, and different for different weights."""
+    name = re.sub(r"[^a-z0-9]+", "-", model_dir.name.lower()).strip("-")
+    return f"{name}-{target_fingerprint[:12]}"
 
 
 def read_target_tensor(model_dir: Path, name: str) -> Tensor:

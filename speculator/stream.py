@@ -58,6 +58,9 @@ class StreamKeys:
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")
 
+    def depth(self, engine_id: str) -> str:
+        return self._key(f"depth:{engine_id}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEntry:
@@ -219,7 +222,7 @@ class TraceStream:
 
 
 class DraftPointer:
-    """Which draft version the engines should run, and what each engine says about itself."""
+    """Which draft version the engines should run and how deep they may draft, and what each says about itself."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -257,6 +260,17 @@ class DraftPointer:
             for engine_id, report in reports.items()
             if report
         }
+
+    @redis_errors
+    def set_depth(self, engine_id: str, depth: int) -> None:
+        """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
+        self._redis.set(self._keys.depth(engine_id), depth)
+
+    @redis_errors
+    def depth_limit(self, engine_id: str) -> int | None:
+        """The depth last asked of an engine; None where none was."""
+        value = self._redis.get(self._keys.depth(engine_id))
+        return None if value is None else int(value)
 
 
 def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:

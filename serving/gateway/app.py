@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from serving.engine import Engine
+from serving.engine import DraftHost, Engine
 from serving.gateway.chat import chat_routes
 from serving.gateway.completions import completion_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
 from serving.gateway.metrics import GatewayMetrics
+from serving.gateway.passthrough import Passage, passthrough_routes
 from serving.gateway.status import status_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
+from serving.gateway.upstream import Upstream
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
@@ -29,11 +33,24 @@ def create_app(engine: Engine, *, settings: GatewaySettings, registry: Collector
     registry already serves a gateway.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
+    return _assemble([chat_routes(gateway), completion_routes(gateway)], engine, gateway.metrics, registry)
+
+
+def create_passthrough_app(
+    host: DraftHost, upstream: Upstream, *, settings: GatewaySettings, registry: CollectorRegistry = REGISTRY
+) -> FastAPI:
+    """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft."""
+    passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry))
+    return _assemble([passthrough_routes(passage)], host, passage.metrics, registry)
+
+
+def _assemble(
+    generating: Sequence[APIRouter], host: DraftHost, metrics: GatewayMetrics, registry: CollectorRegistry
+) -> FastAPI:
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.include_router(chat_routes(gateway))
-    app.include_router(completion_routes(gateway))
-    app.include_router(status_routes(gateway, registry))
+    for router in (*generating, status_routes(host, registry)):
+        app.include_router(router)
     app.add_exception_handler(HTTPException, _routing_error)
-    app.add_middleware(Telemetry, metrics=gateway.metrics)
+    app.add_middleware(Telemetry, metrics=metrics)
     return app

@@ -31,12 +31,17 @@ _MAX_PARAM_CHARS = 100
 
 async def read_body(request: Request, model: type[T], *, max_bytes: int) -> T:
     """The body as a `model`; raises ApiError (413, 415) or RequestError (400) naming the field at fault."""
+    return parse(model, await read_json(request, max_bytes=max_bytes))
+
+
+async def read_json(request: Request, *, max_bytes: int) -> bytes:
+    """The body as it came, which claims to be JSON; raises ApiError (413, 415)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Also what keeps a web page from posting to a loopback server without the browser asking it first.
         message = "The body must be JSON: send the header 'content-type: application/json'."
         raise ApiError(415, message, code="unsupported_media_type")
-    return parse(model, await _read_bounded(request, max_bytes))
+    return await _read_bounded(request, max_bytes)
 
 
 async def _read_bounded(request: Request, max_bytes: int) -> bytes:

@@ -10,7 +10,8 @@ from serving.engine import Chunk
 from serving.gateway.body import read_body
 from serving.gateway.context import Gateway
 from serving.gateway.encoding import encode
-from serving.gateway.generation import Sample, check_before_encoding, plan
+from serving.gateway.generation import Sample, plan
+from serving.gateway.limits import check_limits
 from serving.gateway.respond import respond
 from serving.gateway.schema import ChatBody, request_body
 from serving.gateway.telemetry import exchange_of
@@ -49,7 +50,7 @@ def chat_routes(gateway: Gateway) -> APIRouter:
     @router.post(ROUTE, openapi_extra=request_body(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes=gateway.settings.max_body_bytes)
-        check_before_encoding(gateway, body, num_prompts=1)
+        check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=body.num_samples)
         messages = [message.for_template() for message in body.messages]
         num_chars = sum(len(message.content) for message in body.messages)
         prompt = await encode(gateway.engine.tokenizer.encode_chat, messages, num_chars=num_chars)

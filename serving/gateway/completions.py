@@ -11,7 +11,8 @@ from serving.engine import Chunk, Tokenizer
 from serving.gateway.body import read_body
 from serving.gateway.context import Gateway
 from serving.gateway.encoding import encode
-from serving.gateway.generation import Sample, check_before_encoding, plan
+from serving.gateway.generation import Sample, plan
+from serving.gateway.limits import check_limits
 from serving.gateway.respond import respond
 from serving.gateway.schema import CompletionBody, Prompt, request_body
 from serving.gateway.telemetry import exchange_of
@@ -51,7 +52,8 @@ def completion_routes(gateway: Gateway) -> APIRouter:
     @router.post(ROUTE, openapi_extra=request_body(CompletionBody))
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes=gateway.settings.max_body_bytes)
-        check_before_encoding(gateway, body, num_prompts=len(body.prompt))
+        num_samples = len(body.prompt) * body.num_samples
+        check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=num_samples)
         prompts = [await _token_ids(gateway.engine.tokenizer, prompt) for prompt in body.prompt]
         generation = plan(
             gateway,

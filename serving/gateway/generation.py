@@ -13,10 +13,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
 
-from serving.engine import CapturePolicy, Chunk, EngineInfo, FinishReason, GenerateRequest
+from serving.engine import Chunk, EngineInfo, FinishReason, GenerateRequest
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
-from serving.gateway.errors import ApiError
 from serving.gateway.schema import INT64_MAX, GenerationBody
 from serving.gateway.telemetry import Exchange
 from speculator.errors import EngineError, RequestError
@@ -115,18 +114,6 @@ class Generation:
         }
 
 
-def check_before_encoding(gateway: Gateway, body: GenerationBody, *, num_prompts: int) -> None:
-    """Raises what can be told before the work of tokenising: an unknown model, too many samples."""
-    served = gateway.engine.info.model
-    if body.model != served:
-        message = f"This server does not serve the model {body.model[:100]!r}: ask for {served!r}."
-        raise ApiError(404, message, code="model_not_found", param="model")
-    num_samples, limit = num_prompts * body.num_samples, gateway.settings.max_samples
-    if num_samples > limit:
-        message = f"{num_samples} samples asked of one request (prompts times 'n'), at most {limit}: split the request."
-        raise RequestError(message, param="n")
-
-
 def plan(
     gateway: Gateway,
     exchange: Exchange,
@@ -147,9 +134,7 @@ def plan(
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
     )
-    policy = CapturePolicy(
-        capture=body.slipstream.capture, group_id=body.slipstream.group_id, domain=body.slipstream.domain
-    )
+    policy = body.slipstream.policy()
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         room = _completion_tokens(len(prompt), max_tokens, gateway.engine.info, gateway.settings, prompt_param)

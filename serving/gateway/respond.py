@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serving.engine import Chunk
 from serving.gateway.answer import Answer, Dialect
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.generation import Generation
 from serving.gateway.schema import GenerationBody
-from serving.gateway.sse import EventStream
+from serving.gateway.sse import DONE, Emit, EventStream, event
 from serving.gateway.telemetry import exchange_of
 
 
@@ -18,6 +22,21 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
     """Run the generation and return its response; for a stream, return the response that will run it."""
     answer = Answer(generation, dialect, exchange_of(request), body.model, body.include_usage)
     if body.stream:
-        return EventStream(answer)
+        return _streamed(answer)
     await until_disconnect(request.receive, generation.run())
     return Response(msgspec.json.encode(answer.whole()), media_type="application/json")
+
+
+def _streamed(answer: Answer) -> EventStream:
+    async def produce(emit: Emit) -> bytes:
+        async def on_chunk(index: int, chunk: Chunk) -> None:
+            await emit(_block(answer.events(index, chunk)))
+
+        await answer.generation.run(on_chunk)
+        return _block(answer.closing_events()) + DONE
+
+    return EventStream(answer.exchange, produce)
+
+
+def _block(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(event(data) for data in events)

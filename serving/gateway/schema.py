@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from serving.engine import CapturePolicy
+
 MAX_STOP = 4
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -56,7 +58,7 @@ UNSUPPORTED_IN_MESSAGE: Neutral = {
 }
 
 
-def _invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
+def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
     """A validation error located `within` the value being validated."""
     # The message goes in as a value, so that braces in a client's field name stay braces.
     return PydanticCustomError(kind, "{message}", {"message": message, "within": within})
@@ -65,11 +67,11 @@ def _invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError
 def _refuse_extras(extras: dict[str, Any] | None, unsupported: Neutral) -> None:
     for name, value in (extras or {}).items():
         if name not in unsupported:
-            raise _invalid("unknown_parameter", "this server knows no such parameter; leave it out", name)
+            raise invalid("unknown_parameter", "this server knows no such parameter; leave it out", name)
         # `False == 0` in Python, and `logprobs: 0` is a request where `logprobs: false` is none.
         neutral = value is None or any(type(value) is type(each) and value == each for each in unsupported[name])
         if not neutral:
-            raise _invalid("unsupported_parameter", "this server cannot honour this parameter; leave it out", name)
+            raise invalid("unsupported_parameter", "this server cannot honour this parameter; leave it out", name)
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
@@ -77,11 +79,11 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     for index, string in enumerate(strings):
         where = (index,) if isinstance(value, list) else ()
         if not isinstance(string, str):
-            raise _invalid("stop_type", "must be a string or a list of strings", *where)
+            raise invalid("stop_type", "must be a string or a list of strings", *where)
         if not string:
-            raise _invalid("stop_empty", "a stop string must not be empty", *where)
+            raise invalid("stop_empty", "a stop string must not be empty", *where)
     if len(strings) > MAX_STOP:
-        raise _invalid("stop_count", f"at most {MAX_STOP} stop strings")
+        raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
     return tuple(strings)
 
 
@@ -90,19 +92,19 @@ def _content(value: object) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise _invalid("content_type", "must be a string or a non-empty list of text parts")
+        raise invalid("content_type", "must be a string or a non-empty list of text parts")
     return "".join(_part_text(part, index) for index, part in enumerate(value))
 
 
 def _part_text(part: object, index: int) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise _invalid("content_type", 'must be an object like {"type": "text", "text": "..."}', index)
+        raise invalid("content_type", 'must be an object like {"type": "text", "text": "..."}', index)
     if part["type"] != "text":
-        raise _invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
+        raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
-        raise _invalid("content_type", "must be a string", index, "text")
+        raise invalid("content_type", "must be a string", index, "text")
     if unknown := sorted(part.keys() - {"type", "text"}):
-        raise _invalid("unknown_parameter", "this server knows no such parameter; leave it out", index, unknown[0])
+        raise invalid("unknown_parameter", "this server knows no such parameter; leave it out", index, unknown[0])
     text: str = part["text"]
     return text
 
@@ -115,7 +117,7 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise _invalid("prompt_type", "must be a string, token ids, or a non-empty list of either")
+        raise invalid("prompt_type", "must be a string, token ids, or a non-empty list of either")
     if type(value[0]) is int:
         return (_token_ids(value),)
     return tuple(_prompt(each, index) for index, each in enumerate(value))
@@ -125,16 +127,16 @@ def _prompt(value: object, index: int) -> Prompt:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _invalid("prompt_type", "must be a string or a list of token ids", index)
+        raise invalid("prompt_type", "must be a string or a list of token ids", index)
     return _token_ids(value, index)
 
 
 def _token_ids(values: list[object], *within: int) -> tuple[int, ...]:
     for index, value in enumerate(values):
         if type(value) is not int:
-            raise _invalid("token_type", "must be a token id: a whole number", *within, index)
+            raise invalid("token_type", "must be a token id: a whole number", *within, index)
         if not 0 <= value <= INT32_MAX:
-            raise _invalid("token_range", f"must be between 0 and {INT32_MAX}", *within, index)
+            raise invalid("token_range", f"must be between 0 and {INT32_MAX}", *within, index)
     return tuple(values)  # type: ignore[arg-type]
 
 
@@ -166,28 +168,31 @@ Prompts = Annotated[
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Open(_Strict):
+class _Open(Strict):
     """Keeps fields that it does not declare, to tell an unsupported one from an unknown one."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     """OpenAI's random padding of events; accepted so that clients may turn it off, and it is never added."""
 
 
-class Capture(_Strict):
+class Capture(Strict):
     """The `slipstream` object: how this request may be used for training."""
 
     capture: bool = True
     group_id: str = Field(default="", max_length=256)
     domain: str = Field(default="", max_length=64)
+
+    def policy(self) -> CapturePolicy:
+        return CapturePolicy(capture=self.capture, group_id=self.group_id, domain=self.domain)
 
 
 class Message(_Open):
@@ -225,7 +230,7 @@ class GenerationBody(_Open):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _invalid("stream_options", "only allowed where 'stream' is true", "stream_options")
+            raise invalid("stream_options", "only allowed where 'stream' is true", "stream_options")
         return self
 
     @property
@@ -247,7 +252,7 @@ class ChatBody(GenerationBody):
         _refuse_extras(self.model_extra, UNSUPPORTED_IN_CHAT)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             message = "give either 'max_completion_tokens' or its old name 'max_tokens', not both"
-            raise _invalid("max_tokens", message, "max_tokens")
+            raise invalid("max_tokens", message, "max_tokens")
         return self
 
 
@@ -259,7 +264,7 @@ class CompletionBody(GenerationBody):
     def _check_completion(self) -> Self:
         _refuse_extras(self.model_extra, UNSUPPORTED_IN_COMPLETIONS)
         if self.best_of is not None and self.best_of != self.num_samples:
-            raise _invalid("unsupported_parameter", "only supported where it equals 'n'; leave it out", "best_of")
+            raise invalid("unsupported_parameter", "only supported where it equals 'n'; leave it out", "best_of")
         return self
 
 

@@ -1,6 +1,6 @@
-"""A generation as server-sent events.
+"""An answer as server-sent events.
 
-Nothing is sent before the engine's first chunk, so a failure up to there is an ordinary error response. A failure
+Nothing is sent before the engine's first event, so a failure up to there is an ordinary error response. A failure
 after it becomes a last event `{"error": ...}` without `[DONE]`: OpenAI's client raises for that, and for nothing else
 that a broken stream can look like.
 """
@@ -8,19 +8,22 @@ that a broken stream can look like.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.engine import Chunk
-from serving.gateway.answer import Answer
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.errors import unavailable
+from serving.gateway.telemetry import Exchange
 
 DONE = b"data: [DONE]\n\n"
+
+Emit = Callable[[bytes], Awaitable[None]]
+"""Sends whole events; waits for a slow client."""
+Produce = Callable[[Emit], Awaitable[bytes]]
+"""Emits a stream's events and returns its last ones; at least one event must be emitted."""
 
 
 def event(data: object) -> bytes:
@@ -29,15 +32,15 @@ def event(data: object) -> bytes:
 
 
 class EventStream(Response):
-    """Runs the answer's generation while it is being sent; stops it when the client leaves."""
+    """Sends what `produce` emits while it runs; stops it when the client leaves."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, exchange: Exchange, produce: Produce) -> None:
         # Proxies that buffer would turn the stream into one late block.
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
         )
         del self.headers["content-length"]
-        self._answer = answer
+        self._exchange, self._produce = exchange, produce
         self._started = False
         self._sending = asyncio.Lock()
 
@@ -51,21 +54,19 @@ class EventStream(Response):
             raise
 
     async def _run(self, send: Send) -> None:
-        async def on_chunk(index: int, chunk: Chunk) -> None:
-            await self._send(send, self._answer.events(index, chunk))
+        async def emit(block: bytes) -> None:
+            await self._send(send, block)
 
         try:
-            await self._answer.generation.run(on_chunk)
+            closing = await self._produce(emit)
         except Exception as failure:
             if not self._started:
                 raise
             await self._end_failed(send, failure)
             return
-        closing = b"".join(event(data) for data in self._answer.closing_events())
-        await self._end(send, closing + DONE)
+        await self._end(send, closing)
 
-    async def _send(self, send: Send, events: Iterable[dict[str, Any]]) -> None:
-        block = b"".join(event(data) for data in events)
+    async def _send(self, send: Send, block: bytes) -> None:
         if not block:
             return
         # Samples send concurrently, and the start must be through before anyone's first event.
@@ -79,4 +80,4 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": block, "more_body": False})
 
     async def _end_failed(self, send: Send, failure: Exception) -> None:
-        await self._end(send, event(self._answer.exchange.fail(failure).envelope()))
+        await self._end(send, event(self._exchange.fail(failure).envelope()))

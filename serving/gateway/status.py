@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from serving.gateway.context import Gateway
+from serving.engine import DraftHost
 from serving.gateway.errors import ApiError, unavailable
 
 
@@ -17,9 +17,8 @@ def _json(data: object) -> Response:
     return Response(msgspec.json.encode(data), media_type="application/json")
 
 
-def status_routes(gateway: Gateway, registry: CollectorRegistry) -> APIRouter:
+def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
     router = APIRouter()
-    engine = gateway.engine
     created_s = int(time.time())
 
     def described_model() -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_it_installs_what_is_desired_once() -> None:
     follower.follow()
     assert engine.asked == [4]
     assert [report.version for _, report in follower.log.installed] == [4]
-    assert pointer.status["version"] == "4"
+    assert pointer.status["version"] == 4
 
 
 def test_a_refused_version_is_not_tried_again_and_is_reported() -> None:
@@ -63,7 +63,7 @@ def test_a_refused_version_is_not_tried_again_and_is_reported() -> None:
     follower.follow()
     follower.follow()
     assert engine.asked == [2]
-    assert pointer.status == {"version": "1", "refused": "2"}
+    assert pointer.status == {"version": 1, "refused": "2"}
     pointer.version, engine.refusal = 3, None
     follower.follow()
     assert engine.draft_version == 3
@@ -74,6 +74,8 @@ def test_an_unreadable_store_is_tried_again() -> None:
     pointer.version, engine.refusal = 2, StoreError("disk away")
     with pytest.raises(StoreError):
         follower.follow()
+    assert pointer.status["version"] == 1, "it still says that it lives"
+    assert follower.log.num_failed == 1
     engine.refusal = None
     follower.follow()
     assert engine.draft_version == 2

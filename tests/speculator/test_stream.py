@@ -57,8 +57,9 @@ def test_every_key_of_a_model_shares_one_slot(redis_client: redis.Redis) -> None
     traces.dead_letter(traces.read(1, 0)[0], "reason")
     pointer.publish(3)
     pointer.report_engine("engine-0", {"version": 3})
+    pointer.set_depth("engine-0", 2)
     keys: Any = redis_client.keys()
-    assert len(keys) == 8
+    assert len(keys) == 9
     assert all(key.startswith(b"slipstream:{smollm2}:") for key in keys)
 
 
@@ -410,6 +411,8 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
             pointer.desired,
             lambda: pointer.report_engine("engine-0", {"version": 1}),
             pointer.engines,
+            lambda: pointer.set_depth("engine-0", 2),
+            lambda: pointer.depth_limit("engine-0"),
         ):
             with pytest.raises(StreamError, match="cannot be reached"):
                 call()
@@ -443,6 +446,16 @@ def test_the_pointer_names_the_version_last_published(redis_client: redis.Redis)
     pointer.publish(6)
     assert DraftPointer(redis_client, MODEL).desired() == 6
     assert DraftPointer(redis_client, "other").desired() is None
+
+
+def test_each_engine_has_its_own_depth(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    assert pointer.depth_limit("engine-0") is None
+    pointer.set_depth("engine-0", 3)
+    pointer.set_depth("engine-0", 0)
+    assert pointer.depth_limit("engine-0") == 0
+    assert pointer.depth_limit("engine-1") is None
+    assert DraftPointer(redis_client, "other").depth_limit("engine-0") is None
 
 
 def test_engine_reports_expire(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:

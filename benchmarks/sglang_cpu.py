@@ -1,0 +1,366 @@
+"""The loop through real SGLang on a machine without a GPU: what it costs on day 0, what it learns, what a swap does.
+
+.venv-sglang/bin/python -m benchmarks.sglang_cpu [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 15]
+
+Two servers stand side by side and are asked in turn, so that a slow minute of the machine meets both: one without
+speculation and without the plugin, one with the plugin, adaptive depth 0 … 3, capture, and a fresh random draft. Then
+a trainer learns beside the second one under live traffic, and a third server with the last version and a fixed depth
+of 3 answers prompts that nobody has learnt from. It shows the integration, not SGLang's speed: its CPU operators here
+are the project's own in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks.common import Spread, Target, finish, parser, pick_prompts
+from slipstream.models import resolve_model
+from slipstream.topics import Prompt
+from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.fresh import fresh_draft
+from speculator.lineage import ensure_lineage
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, connect
+from tests.sglang.server import SglangServer, speculative_flags
+
+CLIENTS = 4
+DEPTH = 3
+ENGINE_ID = "benchmark"
+SILENT = {"slipstream": {"capture": False}}
+
+
+@dataclass
+class Bench:
+    """What all phases share."""
+
+    work: Path
+    model_dir: Path
+    store: DraftStore
+    redis_url: str
+    key: str
+    prompts: list[Prompt]
+    tokenizer: Any
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        messages = [{"role": "user", "content": prompt.text}]
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))[-1024:]
+
+    def draft_dir(self, version: int) -> Path:
+        return self.store.root / "versions" / f"{version:06d}"
+
+    def pointer(self) -> DraftPointer:
+        return DraftPointer(connect(self.redis_url), self.key)
+
+    def report(self) -> dict[str, str]:
+        return self.pointer().engines().get(ENGINE_ID, {})
+
+    def plain_server(self) -> SglangServer:
+        return SglangServer(self.model_dir, log_path=self.work / "plain.log")
+
+    def live_server(self) -> SglangServer:
+        config = self.work / "adaptive.json"
+        config.write_text('{"1": {"candidate_steps": [0, 1, 2, 3]}}')
+        return SglangServer(
+            self.model_dir,
+            log_path=self.work / "live.log",
+            flags=[
+                *speculative_flags(self.draft_dir(1), num_steps=DEPTH),
+                *("--speculative-adaptive", "--speculative-adaptive-config", str(config)),
+            ],
+            env={
+                "SLIPSTREAM_ENABLED": "1",
+                "SLIPSTREAM_REDIS_URL": self.redis_url,
+                "SLIPSTREAM_STORE": str(self.store.root),
+                "SLIPSTREAM_ENGINE_ID": ENGINE_ID,
+                "SLIPSTREAM_CAPTURE": "1",
+            },
+        )
+
+    def fixed_server(self, version: int) -> SglangServer:
+        return SglangServer(
+            self.model_dir,
+            log_path=self.work / "fixed.log",
+            flags=speculative_flags(self.draft_dir(version), num_steps=DEPTH),
+        )
+
+
+def main() -> None:
+    options = parser("The loop through real SGLang on a CPU")
+    options.add_argument("--minutes", type=float, default=15, help="live learning, without --quick")
+    arguments = options.parse_args()
+    rows: list[tuple[str, object]] = []
+    targets: list[Target] = []
+    document: dict[str, Any] = {"clients": CLIENTS, "depth": DEPTH}
+    with (
+        _bench(arguments.model, arguments.prompts) as bench,
+        bench.live_server() as live,
+        bench.plain_server() as plain,
+    ):
+        _day_0(bench, plain, live, 3 if arguments.quick else 15, rows, targets, document)
+        if arguments.quick:
+            version = _another_random_version(bench)
+        else:
+            version = _learn(bench, live, arguments.minutes, document)
+        _swaps_under_load(bench, live, version, 20.0 if arguments.quick else 60.0, rows, targets, document)
+        if not arguments.quick:
+            with bench.fixed_server(version) as fixed:
+                _unseen(bench, plain, fixed, live, rows, targets, document)
+    finish(rows, targets, document, arguments.json)
+
+
+@contextlib.contextmanager
+def _bench(model: str, prompts: Path | None) -> Iterator[Bench]:
+    model_dir = resolve_model(model)
+    fingerprint = target_fingerprint(model_dir)
+    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "redis") as redis:
+        store = DraftStore(Path(folder) / "drafts")
+        chosen = pick_prompts(prompts, 2000)
+        ensure_lineage(store, model_dir, fingerprint, texts=[prompt.text for prompt in chosen[200:]])
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        key = model_key(model_dir, fingerprint)
+        yield Bench(Path(folder), model_dir, store, redis.url, key, chosen, tokenizer)
+
+
+def _day_0(
+    bench: Bench,
+    plain: SglangServer,
+    live: SglangServer,
+    repeats: int,
+    rows: list[tuple[str, object]],
+    targets: list[Target],
+    document: dict[str, Any],
+) -> None:
+    """Token/s of the same requests without speculation, with a random draft and capture, and with capture off."""
+    kinds: dict[str, tuple[SglangServer, dict[str, Any]]] = {
+        "plain": (plain, {}),
+        "captured": (live, {}),
+        "silent": (live, {"custom_params": SILENT}),
+    }
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for repeat in range(repeats + 1):
+        batch = [bench.ids(prompt) for prompt in bench.prompts[repeat * CLIENTS : (repeat + 1) * CLIENTS]]
+        for server in (plain, live):  # or the first to be asked would read the prompts and the others not
+            _tokens_per_s(server, batch, {"custom_params": SILENT}, max_new_tokens=1)
+        order = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
+        for kind in order:
+            server, params = kinds[kind]
+            rate = _tokens_per_s(server, batch, params)
+            if repeat:  # the first time warms up
+                rates[kind].append(rate)
+    day_0 = Spread.of([live / plain for live, plain in zip(rates["captured"], rates["plain"], strict=True)])
+    capture = Spread.of([on / off for on, off in zip(rates["captured"], rates["silent"], strict=True)])
+    for kind, values in rates.items():
+        rows.append((f"day 0, {kind}: token/s", Spread.of(values)))
+    rows += [("day 0 / no speculation", day_0), ("capture on / off", capture)]
+    targets += [Target("day_0_ratio", day_0.median, 0.97), Target("capture_ratio", capture.median, 0.98)]
+    document["day_0"] = {
+        "tokens_per_s": {kind: Spread.of(values).to_dict() for kind, values in rates.items()},
+        "day_0_ratio": day_0.to_dict(),
+        "capture_ratio": capture.to_dict(),
+        "report": bench.report(),
+    }
+
+
+def _tokens_per_s(
+    server: SglangServer, batch: Sequence[list[int]], params: dict[str, Any], max_new_tokens: int = 64
+) -> float:
+    values = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(len(batch)) as pool:
+        answers = list(pool.map(lambda ids: server.generate(ids, **values), batch))
+    return sum(len(answer["output_ids"]) for answer in answers) / (time.perf_counter() - started_s)
+
+
+def _another_random_version(bench: Bench) -> int:
+    draft = fresh_draft(bench.model_dir, seed=1)
+    fingerprint = bench.store.manifest(1).target_fingerprint
+    state = {**draft_state(draft), "d2t": bench.store.load(1)["d2t"], "t2d": bench.store.load(1)["t2d"]}
+    config = draft_config_json(draft.config)
+    return bench.store.write(state, config, parent=1, target_fingerprint=fingerprint, info={}).version
+
+
+def _learn(bench: Bench, live: SglangServer, minutes: float, document: dict[str, Any]) -> int:
+    """Live traffic with the trainer beside it; returns the last version that came into service."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "SLIPSTREAM_TRAINER_KEEP_VERSIONS": "1000",  # the first one comes back into service below
+    }
+    command = [sys.executable, "-m", "slipstream", "train", "--model", str(bench.model_dir)]
+    places = ["--redis-url", bench.redis_url, "--store", str(bench.store.root), "--state", str(bench.work / "state")]
+    log = (bench.work / "trainer.log").open("wb")
+    trainer = subprocess.Popen([*command, *places], env=environment, stdout=log, stderr=log)
+    prompts = itertools.cycle(bench.prompts[200:])
+    deadline_s = time.monotonic() + 60 * minutes
+    curve: list[dict[str, Any]] = []
+
+    def client(_: int) -> int:
+        tokens = 0
+        while time.monotonic() < deadline_s:
+            tokens += len(live.generate(bench.ids(next(prompts)), max_new_tokens=160)["output_ids"])
+        return tokens
+
+    try:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            clients = [pool.submit(client, number) for number in range(CLIENTS)]
+            while time.monotonic() < deadline_s:
+                time.sleep(min(30.0, max(deadline_s - time.monotonic(), 0.1)))
+                curve.append({"minute": round(minutes - (deadline_s - time.monotonic()) / 60, 2), **bench.report()})
+                print(curve[-1], flush=True)
+            tokens = sum(done.result() for done in clients)
+    finally:
+        trainer.terminate()
+        trainer.wait(60)
+        log.close()
+    version = int(bench.report()["version"])
+    document["learning"] = {"minutes": minutes, "completion_tokens": tokens, "version": version, "curve": curve}
+    return version
+
+
+def _swaps_under_load(
+    bench: Bench,
+    live: SglangServer,
+    version: int,
+    seconds: float,
+    rows: list[tuple[str, object]],
+    targets: list[Target],
+    document: dict[str, Any],
+) -> None:
+    """Gaps between the chunks of four endless streams, without and with swaps between version 1 and `version`."""
+    calm_ms, failed_calm = _gaps_ms(bench, live, seconds, swap=lambda: None)
+    versions = itertools.cycle((1, version))
+    pointer = bench.pointer()
+    before = int(bench.report()["swaps"])
+    swapping_ms, failed = _gaps_ms(bench, live, seconds, swap=lambda: pointer.publish(next(versions)))
+    report = bench.report()
+    swaps = int(report["swaps"]) - before
+    p99 = statistics.quantiles(calm_ms, n=100)[98]
+    rows += [
+        ("gap without swaps: p50, p99, max (ms)", f"{statistics.median(calm_ms):.0f}, {p99:.0f}, {max(calm_ms):.0f}"),
+        ("gap with swaps: p50, max (ms)", f"{statistics.median(swapping_ms):.0f}, {max(swapping_ms):.0f}"),
+        (
+            "swaps, failed requests, stall of the last (ms)",
+            f"{swaps}, {failed_calm + failed}, {report['last_stall_ms']}",
+        ),
+    ]
+    targets += [
+        Target("swap_gap_over_p99", max(swapping_ms) / p99, 2.0, at_least=False),
+        Target("failed_requests", failed_calm + failed, 0, at_least=False),
+        Target("swaps", swaps, 5 if seconds >= 60 else 2),
+        Target("target_unchanged", float(report["target_ok"]), 1),
+    ]
+    document["swaps"] = {
+        "seconds": seconds,
+        "num_swaps": swaps,
+        "failed_requests": failed_calm + failed,
+        "calm_ms": {"p50": statistics.median(calm_ms), "p99": p99, "max": max(calm_ms), "num_gaps": len(calm_ms)},
+        "swapping_ms": {"p50": statistics.median(swapping_ms), "max": max(swapping_ms), "num_gaps": len(swapping_ms)},
+        "last_stall_ms": float(report["last_stall_ms"]),
+        "swap_failures": int(report["swap_failures"]),
+    }
+
+
+def _gaps_ms(bench: Bench, live: SglangServer, seconds: float, *, swap: Any) -> tuple[list[float], int]:
+    prompts = itertools.cycle(bench.prompts[:200])
+    deadline_s = time.monotonic() + seconds
+
+    def client(_: int) -> tuple[list[float], int]:
+        gaps, failed = [], 0
+        while time.monotonic() < deadline_s:
+            last_s = None
+            try:
+                for _ in live.stream(bench.ids(next(prompts)), max_new_tokens=128, ignore_eos=True):
+                    now_s = time.perf_counter()
+                    if last_s is not None:
+                        gaps.append(1000 * (now_s - last_s))
+                    last_s = now_s
+            except Exception:
+                failed += 1
+        return gaps, failed
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(client, number) for number in range(CLIENTS)]
+        while time.monotonic() < deadline_s - seconds / 8:
+            time.sleep(seconds / 8)
+            swap()
+        results = [done.result() for done in clients]
+    return [gap for gaps, _ in results for gap in gaps], sum(failed for _, failed in results)
+
+
+def _unseen(
+    bench: Bench,
+    plain: SglangServer,
+    fixed: SglangServer,
+    live: SglangServer,
+    rows: list[tuple[str, object]],
+    targets: list[Target],
+    document: dict[str, Any],
+) -> None:
+    """SGLang's own accept length on prompts that nobody has learnt from, and token/s beside plain decoding."""
+    prompts = bench.prompts[100:148]
+    counted = []
+    rates: dict[str, list[float]] = {"plain": [], "fixed": [], "live": []}
+    same_text = 0
+    for start in range(0, len(prompts), CLIENTS):
+        batch = prompts[start : start + CLIENTS]
+        tokens: dict[str, list[list[int]]] = {}
+        for kind, server in (("plain", plain), ("fixed", fixed), ("live", live)):
+            started_s = time.perf_counter()
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                answers = list(pool.map(lambda p: server.generate(bench.ids(p), max_new_tokens=96), batch))  # noqa: B023
+            tokens[kind] = [answer["output_ids"] for answer in answers]
+            rates[kind].append(sum(map(len, tokens[kind])) / (time.perf_counter() - started_s))
+            if kind == "fixed":
+                counted += [(p.domain, answer["meta_info"]) for p, answer in zip(batch, answers, strict=True)]
+        same_text += sum(first == second for first, second in zip(tokens["plain"], tokens["fixed"], strict=True))
+    accept_length = _accept_length([info for _, info in counted])
+    by_domain = {}
+    for domain in sorted({domain for domain, _ in counted}):
+        infos = [info for other, info in counted if other == domain]
+        by_domain[domain] = _accept_length(infos)
+    speedup = {
+        kind: Spread.of([fast / slow for fast, slow in zip(rates[kind], rates["plain"], strict=True)])
+        for kind in ("fixed", "live")
+    }
+    rows += [
+        ("accept length on unseen prompts (SGLang's count)", f"{accept_length:.3f}"),
+        ("by domain", ", ".join(f"{domain} {length:.2f}" for domain, length in by_domain.items())),
+        ("fixed depth 3 / no speculation", speedup["fixed"]),
+        ("adaptive depth / no speculation", speedup["live"]),
+        ("same text as without speculation", f"{same_text} of {len(prompts)} (bfloat16)"),
+    ]
+    targets.append(Target("accept_length", accept_length, 1.6))
+    document["unseen"] = {
+        "accept_length": accept_length,
+        "accept_length_by_domain": by_domain,
+        "speedup": {kind: spread.to_dict() for kind, spread in speedup.items()},
+        "num_prompts": len(prompts),
+        "same_text": same_text,
+        "report": bench.report(),
+    }
+
+
+def _accept_length(counted: Sequence[dict[str, Any]]) -> float:
+    """Tokens a verification, the bonus included, from what SGLang counts for each request."""
+    accepted = sum(info["spec_num_correct_drafts"] for info in counted)
+    return 1 + accepted / sum(info["spec_verify_ct"] for info in counted)
+
+
+if __name__ == "__main__":
+    main()

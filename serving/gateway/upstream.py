@@ -1,0 +1,55 @@
+"""The server behind a gateway that passes answers through: one HTTP client for the app's lifetime.
+
+An answer is awaited for as long as it takes; only connecting and sending have a deadline. Leaving `answer` early
+closes the connection, which is how SGLang learns that nobody waits for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from serving.gateway.upstream_errors import refusal
+from speculator.errors import EngineBusyError, EngineDeadError
+
+_CONNECT_S = 5.0
+_SEND_S = 30.0
+_MAX_CONNECTIONS = 1000
+"""Requests under way at once; each holds two of the process's file descriptors, of which there are often 1,024."""
+
+
+class Upstream:
+    """SGLang's HTTP address."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
+            # A kept connection may be closed by the server just as a request goes out on it, and a generation is not
+            # sent twice. Connecting anew takes a tenth of a millisecond on the same machine.
+            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=0),
+            headers={"accept-encoding": "identity", "content-type": "application/json"},
+            trust_env=False,
+        )
+
+    @asynccontextmanager
+    async def answer(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+        """The open response of status 200 to a POST; its body has not been read.
+
+        Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
+        """
+        try:
+            async with self._client.stream("POST", path, content=body) as response:
+                if response.status_code != 200:
+                    content = await response.aread()
+                    raise refusal(response.status_code, content, retry_after=response.headers.get("retry-after"))
+                yield response
+        except httpx.PoolTimeout:
+            raise EngineBusyError(f"{_MAX_CONNECTIONS} requests are under way") from None
+        except httpx.TransportError as failure:
+            raise EngineDeadError(f"SGLang does not answer: {type(failure).__name__}") from failure
+
+    async def close(self) -> None:
+        await self._client.aclose()

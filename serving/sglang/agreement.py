@@ -1,0 +1,62 @@
+"""What the ranks of a tensor-parallel group must do in the same step, agreed over its CPU group every few steps.
+
+All ranks run the same steps in the same order, so a step number is a meeting point. A draft is exchanged in the first
+meeting at which every rank has staged the same version. Times differ between ranks, and depth follows from times: the
+ranks decide by those of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from speculator.depth import RoundCosts
+
+MEETING_STEPS = 32
+"""A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
+_LARGEST_CLASS = 10  # batches of up to 2^9 requests have times of their own
+
+
+class Agreement:
+    """One rank's side. Without a group, or alone in it, every step is a meeting and nobody else has to be asked."""
+
+    def __init__(self, group: dist.ProcessGroup | None, depths: Sequence[int]) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._depths = list(depths)
+
+    @property
+    def is_alone(self) -> bool:
+        return self._group is None
+
+    def is_meeting(self, step: int) -> bool:
+        return self._group is None or step % MEETING_STEPS == 0
+
+    def all_staged(self, version: int) -> bool:
+        """Whether every rank waits with this version; call at a meeting, on every rank. 0 means none."""
+        if self._group is None:
+            return version != 0
+        # The smallest and the largest in one reduction.
+        bounds = torch.tensor([version, -version], dtype=torch.int64)
+        dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self._group)
+        return bool(bounds[0] == -bounds[1]) and int(bounds[0]) != 0
+
+    def costs(self, measured: RoundCosts) -> RoundCosts:
+        """Rank 0's median times; call at a meeting, on every rank."""
+        table = torch.full((_LARGEST_CLASS, len(self._depths), 2), float("nan"), dtype=torch.float64)
+        for (batch, depth), times in measured.table().items():
+            row = batch.bit_length() - 1
+            if times and row < _LARGEST_CLASS and depth in self._depths:
+                seconds = measured.seconds(batch, depth)
+                table[row, self._depths.index(depth)] = torch.tensor([seconds, len(times)], dtype=torch.float64)
+        dist.broadcast(table, dist.get_global_rank(self._group, 0) if self._group else 0, group=self._group)
+        agreed = RoundCosts()
+        known = (~table[..., 0].isnan()).nonzero().tolist()
+        agreed.adopt(
+            {
+                (1 << row, self._depths[column]): [float(table[row, column, 0])] * int(table[row, column, 1])
+                for row, column in known
+            }
+        )
+        return agreed

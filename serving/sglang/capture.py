@@ -1,0 +1,422 @@
+"""Hop 3 inside SGLang: prefills and verifications of running requests become spans, and spans become traces.
+
+On the scheduler's thread: pick rows, reduce the logits to their top tokens, start copies to the host, queue. On a
+thread of its own, the assembler: wait for the copies, grow the spans, build the trace when the request ends, hand it
+to the recorder. A request's span hangs on SGLang's own request object, so whatever becomes of the request, nothing is
+left over.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.engine import CapturePolicy
+from serving.sglang.probe import DraftProbe
+from serving.sglang.settings import PluginSettings
+from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanRequest
+from serving.sglang.transfer import HostCopier, HostCopy
+from speculator.sampling import SamplingParams
+from speculator.trace import Trace
+
+log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_slipstream_ticket"
+_GREEDY_TOP_K = 1
+_BURST_S = 2.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What hangs on a running request. Without a span it is not captured."""
+
+    span: Span | None
+    dropped: str = ""
+    """Why its trace will not be made; set by either thread, read by the assembler."""
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    copy: HostCopy
+    rows: tuple[tuple[Ticket, int, int], ...]
+    """(ticket, first position, rows) in the order of the copied rows."""
+
+
+@dataclass(frozen=True)
+class _Verified:
+    copy: HostCopy
+    tickets: tuple[Ticket, ...]
+    draft_version: int
+    is_tree: bool
+
+
+@dataclass(frozen=True)
+class _End:
+    ticket: Ticket
+    tokens: list[int]
+
+
+class ByteBudget:
+    """A token bucket of encoded bytes: requests are admitted while it is not overdrawn."""
+
+    def __init__(self, bytes_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = bytes_per_s, clock
+        self._balance, self._at_s = bytes_per_s * _BURST_S, clock()
+
+    def admits(self) -> bool:
+        if self._rate == 0:
+            return True
+        now_s = self._clock()
+        self._balance = min(self._balance + (now_s - self._at_s) * self._rate, self._rate * _BURST_S)
+        self._at_s = now_s
+        return self._balance > 0
+
+    def spend(self, num_bytes: int) -> None:
+        self._balance -= num_bytes
+
+
+class Capture:
+    """Captures the requests of one scheduler. `on_trace` must not block."""
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        *,
+        engine_id: str,
+        target_fingerprint: str,
+        device: torch.device,
+        probe: DraftProbe,
+        budget: ByteBudget,
+        on_trace: Callable[[Trace], object],
+    ) -> None:
+        self._settings = settings
+        self._engine_id, self._fingerprint = engine_id, target_fingerprint
+        self._copier, self._probe, self._budget, self._on_trace = HostCopier(device), probe, budget, on_trace
+        self._queue: queue.SimpleQueue[_Prefill | _Verified | _End | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._held_bytes = 0  # queued copies and the rows of open spans
+        self.dropped: collections.Counter[str] = collections.Counter()
+        """Requests whose trace was not made, by reason; what was never to be captured is not among them."""
+        self._thread = threading.Thread(target=self._assemble, name="slipstream-assembler", daemon=True)
+        self._thread.start()
+
+    # -- on the scheduler's thread ----------------------------------------------------------------------------------
+
+    def after_prefill(self, batch: Any, hidden: Tensor, logits: Tensor) -> None:
+        """`hidden` [tokens, w] and the last position's `logits` [B, V] of a prefill that has just been launched."""
+        rows, features, last = [], [], []
+        offset = 0
+        for index, (request, start, length) in enumerate(
+            zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+        ):
+            ticket = self._ticket(request)
+            if ticket.span is not None and not ticket.dropped:
+                first = max(start, ticket.span.request.num_prompt_tokens - self._settings.context_window)
+                kept = max(start + length - first, 0)
+                if kept:
+                    rows.append((ticket, first, kept))
+                    features.append(hidden[offset + length - kept : offset + length])
+                    last.append(index)
+            offset += length
+        if rows:
+            tensors = {"features": torch.cat(features).to(torch.bfloat16), **self._reduced(logits[last])}
+            self._put(_Prefill(self._copier.start(tensors), tuple(rows)))
+
+    def before_verify(self, batch: Any) -> Mapping[str, Any]:
+        """What only the input of a verification tells; give it to `after_verify`."""
+        return {"input": batch.spec_info, "draft_token": batch.spec_info.draft_token, "seq_lens": batch.seq_lens}
+
+    def after_verify(self, batch: Any, before: Mapping[str, Any], result: Any, draft_version: int) -> None:
+        """A verification that has just been launched: N nodes a request, the last committed token first."""
+        chosen = [
+            (index, ticket)
+            for index, request in enumerate(batch.reqs)
+            if (ticket := getattr(request, _ATTRIBUTE, None)) is not None
+            and ticket.span is not None
+            and not ticket.dropped
+        ]
+        if not chosen:
+            return
+        verify, num_requests = before["input"], len(batch.reqs)
+        num_nodes = verify.draft_token_num
+        tensors = {
+            "seq_lens": before["seq_lens"],
+            "accept_index": result.accept_index,
+            "accept_lens": result.accept_lens,
+            "draft_token": before["draft_token"].view(num_requests, num_nodes),
+            "features": result.logits_output.hidden_states.view(num_requests, num_nodes, -1),
+            "logits": result.logits_output.next_token_logits.view(num_requests, num_nodes, -1),
+        }
+        if num_nodes > 1:
+            tensors["draft_logprobs"] = self._probe.logprobs(batch.req_pool_indices, num_nodes - 1)
+            tensors["next_token"], tensors["next_sibling"] = verify.retrieve_next_token, verify.retrieve_next_sibling
+        if len(chosen) < num_requests:
+            wanted = torch.tensor([index for index, _ in chosen], device=tensors["seq_lens"].device)
+            tensors = {name: tensor[wanted] for name, tensor in tensors.items()}
+            # Nodes are numbered over the whole batch.
+            tensors["first_node"] = wanted * num_nodes
+        else:
+            tensors["first_node"] = torch.arange(num_requests, device=tensors["seq_lens"].device) * num_nodes
+        tensors["features"] = tensors["features"].to(torch.bfloat16)
+        tensors |= self._reduced(tensors.pop("logits"))
+        tickets = tuple(ticket for _, ticket in chosen)
+        self._put(_Verified(self._copier.start(tensors), tickets, draft_version, is_tree=verify.topk > 1))
+
+    def on_release(self, request: Any) -> None:
+        """The request gives up its cache: it has ended, was aborted, or was retracted and will be prefilled again."""
+        ticket = request.__dict__.pop(_ATTRIBUTE, None)
+        if ticket is None or ticket.span is None:
+            return
+        finished = request.finished() and request.finished_reason.to_json().get("type") != "abort"
+        if not finished:
+            ticket.dropped = ticket.dropped or ("retracted" if not request.finished() else "aborted")
+        tokens = [*request.origin_input_ids, *request.output_ids_through_stop] if finished else []
+        self._queue.put(_End(ticket, tokens))
+
+    def _ticket(self, request: Any) -> Ticket:
+        ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
+        if ticket is None:
+            ticket = Ticket(self._open(request))
+            setattr(request, _ATTRIBUTE, ticket)
+        return ticket
+
+    def _open(self, request: Any) -> Span | None:
+        policy = policy_of(request.sampling_params.custom_params)
+        unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
+        if not policy.capture or unlike_target or request.input_embeds is not None:
+            return None
+        if not self._budget.admits():
+            self.dropped["budget"] += 1
+            return None
+        if self._held_bytes > self._settings.buffer_bytes:
+            self.dropped["buffer_full"] += 1
+            return None
+        return Span(
+            SpanRequest(
+                request_id=request.rid,
+                num_prompt_tokens=len(request.origin_input_ids),
+                sampling=sampling_of(request.sampling_params),
+                policy=policy,
+                constrained=is_constrained(request),
+            )
+        )
+
+    def _reduced(self, logits: Tensor) -> dict[str, Tensor]:
+        """What to copy of logits [..., V]: on a GPU their top tokens; on a CPU all, and the assembler reduces them."""
+        return top_tokens(logits, self._settings.capture_topk) if logits.is_cuda else {"logits": logits}
+
+    def _put(self, event: _Prefill | _Verified) -> None:
+        with self._lock:
+            self._held_bytes += event.copy.num_bytes
+        self._queue.put(event)
+
+    # -- on the assembler's thread ----------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Assemble what is queued and end."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _assemble(self) -> None:
+        """Waits for events; ends at None. A span that fails is dropped and counted; the thread goes on."""
+        while (event := self._queue.get()) is not None:
+            match event:
+                case _Prefill():
+                    self._grow(event.copy, self._prefill_rows(event))
+                case _Verified():
+                    self._grow(event.copy, self._verified_rows(event))
+                case _End():
+                    self._end(event)
+
+    def _grow(self, copy: HostCopy, additions: Sequence[tuple[Ticket, Callable[[Span], None]]]) -> None:
+        grown = 0
+        for ticket, add in additions:
+            if ticket.span is None or ticket.dropped:
+                continue
+            before = ticket.span.num_bytes
+            try:
+                add(ticket.span)
+            except Exception as error:
+                self._fail(ticket, error)
+            grown += ticket.span.num_bytes - before
+        with self._lock:
+            self._held_bytes += grown - copy.num_bytes
+            too_much = self._held_bytes > self._settings.buffer_bytes
+        if too_much:
+            # The newest pay: what runs now. New requests are not opened until there is room again.
+            for ticket, _ in additions:
+                ticket.dropped = ticket.dropped or "buffer_full"
+
+    def _prefill_rows(self, event: _Prefill) -> list[tuple[Ticket, Callable[[Span], None]]]:
+        host = self._host(event.copy)
+        ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
+        additions: list[tuple[Ticket, Callable[[Span], None]]] = []
+        offset = 0
+        for index, (ticket, start, length) in enumerate(event.rows):
+            rows = Rows(
+                start=start,
+                # A copy: a view would keep the whole batch's rows in memory as long as the slowest request.
+                features=host["features"][offset : offset + length].clone(),
+                topk_ids=ids[index : index + 1].copy(),
+                topk_logprobs=logprobs[index : index + 1].copy(),
+            )
+            additions.append((ticket, _adder(rows, None)))
+            offset += length
+        return additions
+
+    def _verified_rows(self, event: _Verified) -> list[tuple[Ticket, Callable[[Span], None]]]:
+        host = self._host(event.copy)
+        return [
+            (ticket, _adder(rows, round_))
+            for ticket, (rows, round_) in zip(event.tickets, _committed(host, event), strict=True)
+        ]
+
+    def _host(self, copy: HostCopy) -> dict[str, Tensor]:
+        host = copy.wait()
+        if "logits" in host:
+            host |= top_tokens(host.pop("logits"), self._settings.capture_topk)
+        return host
+
+    def _end(self, event: _End) -> None:
+        ticket, span = event.ticket, event.ticket.span
+        assert span is not None
+        ticket.span = None
+        with self._lock:
+            self._held_bytes -= span.num_bytes
+        if ticket.dropped:
+            self.dropped[ticket.dropped] += 1
+            return
+        try:
+            trace = span.trace(event.tokens, engine_id=self._engine_id, target_fingerprint=self._fingerprint)
+            if trace is None:
+                self.dropped["nothing_computed"] += 1
+            else:
+                self._on_trace(trace)
+        except Exception as error:
+            self._fail(ticket, error)
+            self.dropped[ticket.dropped] += 1
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        ticket.dropped = "inconsistent" if isinstance(error, InconsistentSpanError) else "failed"
+        log.error("a trace is dropped: %r", error)
+
+
+def _adder(rows: Rows, round_: Round | None) -> Callable[[Span], None]:
+    def add(span: Span) -> None:
+        if round_ is not None:
+            span.add_round(round_)
+        span.add_rows(rows)
+
+    return add
+
+
+def _committed(host: Mapping[str, Tensor], event: _Verified) -> Iterator[tuple[Rows, Round | None]]:
+    """The committed rows of each request of a verification, and what it says about the proposals."""
+    num_kept = host["topk_ids"].shape[-1]
+    ids_NK, logprobs_NK = in_order(host["topk_ids"].view(-1, num_kept), host["topk_logprobs"].view(-1, num_kept))
+    positions, counts = host["seq_lens"].tolist(), host["accept_lens"].tolist()
+    index_BA = host["accept_index"].numpy() - host["first_node"].numpy()[:, None]
+    tokens_BN = host["draft_token"].numpy().astype(np.int32)
+    num_nodes = tokens_BN.shape[1]
+    for row, (position, num_committed) in enumerate(zip(positions, counts, strict=True)):
+        nodes = index_BA[row, :num_committed]
+        rows = Rows(
+            start=position,
+            # SGLang has moved the accepted path's features to the front; its logits stay where the nodes are.
+            features=host["features"][row, :num_committed].clone(),
+            topk_ids=ids_NK[row * num_nodes + nodes],
+            topk_logprobs=logprobs_NK[row * num_nodes + nodes],
+        )
+        yield rows, _round(host, event, row, position, tokens_BN[row], nodes) if num_nodes > 1 else None
+
+
+def _round(
+    host: Mapping[str, Tensor], event: _Verified, row: int, position: int, tokens_N: np.ndarray, path: np.ndarray
+) -> Round:
+    parents = np.array(tree_parents(host["next_token"][row].tolist(), host["next_sibling"][row].tolist()), np.int8)
+    logprobs = host["draft_logprobs"][row].float().numpy()
+    if event.is_tree:
+        # Of the whole path so far: the node's own is what its parent's lacks.
+        logprobs = logprobs - np.where(parents >= 0, logprobs[parents], 0)
+    return Round(
+        position=position,
+        tokens=tokens_N[1:],
+        logprobs=np.minimum(logprobs, 0).astype(np.float16),
+        parents=parents,
+        path=tokens_N[path[1:]],
+        draft_version=event.draft_version,
+    )
+
+
+def top_tokens(logits: Tensor, count: int) -> dict[str, Tensor]:
+    """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
+    top = logits.log_softmax(-1, dtype=torch.float32).topk(min(count, logits.shape[-1]), -1)
+    return {"topk_ids": top.indices.int(), "topk_logprobs": top.values}
+
+
+def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [n, K] from the likeliest, as int32 and float16; of equal ones the lower id first, as argmax takes it."""
+    host_ids, host_logprobs = ids.numpy(), logprobs.numpy()
+    order = np.lexsort((host_ids, -host_logprobs), axis=-1)
+    # A rounding step above zero is no probability.
+    sorted_logprobs = np.minimum(np.take_along_axis(host_logprobs, order, -1), 0).astype(np.float16)
+    return np.take_along_axis(host_ids, order, -1), sorted_logprobs
+
+
+def tree_parents(next_token: Sequence[int], next_sibling: Sequence[int]) -> list[int]:
+    """The parent of each proposal, −1 for the root, from SGLang's first-child and next-sibling links over N nodes.
+
+    Proposal p is node p + 1. Example, a chain of three: next_token [1, 2, 3, −1] gives [−1, 0, 1].
+    """
+    parents = [-1] * len(next_token)
+    for node, child in enumerate(next_token):
+        while child != -1:
+            parents[child] = node
+            child = next_sibling[child]
+    return [parent - 1 for parent in parents[1:]]
+
+
+def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
+    """The capture policy that the gateway put into the request; a request without one is captured."""
+    values = (custom_params or {}).get("slipstream")
+    if not isinstance(values, Mapping):
+        return CapturePolicy()
+    return CapturePolicy(
+        capture=bool(values.get("capture", True)),
+        tenant=str(values.get("tenant", "default")),
+        group_id=str(values.get("group_id", "")),
+        domain=str(values.get("domain", "")),
+    )
+
+
+def sampling_of(params: Any) -> SamplingParams:
+    """SGLang writes greedy as top-k 1, and "every token" as −1 or a huge top-k."""
+    if params.top_k == _GREEDY_TOP_K:
+        return SamplingParams(temperature=0.0)
+    top_k = params.top_k if 0 < params.top_k < 1 << 20 else 0
+    return SamplingParams(temperature=float(params.temperature), top_p=float(params.top_p), top_k=top_k)
+
+
+def is_constrained(request: Any) -> bool:
+    """Whether something but temperature, top-k and top-p changes the distribution of this answer's tokens."""
+    params = request.sampling_params
+    return bool(
+        request.grammar is not None
+        or params.logit_bias
+        or params.min_new_tokens
+        or params.min_p
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or request.custom_logit_processor
+    )

@@ -1,0 +1,94 @@
+"""Starts that the plugin refuses, each with one line that says why and what to change."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from serving.sglang.settings import PREFIX, PluginSettings
+from speculator.checkpoint import config_from_json, target_fingerprint
+from speculator.errors import ConfigError, SlipstreamError
+from speculator.model import DraftConfig
+from speculator.store import DraftStore, Manifest
+
+EXIT_CODE = 2
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the process. SGLang swallows exceptions of plugins, and a server that runs unhooked would look healthy."""
+    print(f"slipstream: {' '.join(reason.split())}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(EXIT_CODE)
+
+
+def sglang_version() -> str:
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check_server(args: Any, settings: PluginSettings) -> None:
+    """What can be told from the server's arguments alone. Raises ConfigError or another SlipstreamError."""
+    if args.speculative_algorithm != "EAGLE3":
+        raise ConfigError(f"--speculative-algorithm is {args.speculative_algorithm}: Slipstream improves EAGLE3 drafts")
+    for name in ("single", "acc"):
+        threshold = getattr(args, f"speculative_accept_threshold_{name}")
+        if threshold != 1.0:
+            flag = f"--speculative-accept-threshold-{name}"
+            raise ConfigError(f"{flag} is {threshold}: below 1.0 the text changes, leave it at 1.0")
+    if args.pp_size != 1 or args.disaggregation_mode != "null" or args.enable_dp_attention:
+        raise ConfigError("pipeline parallelism, disaggregation and DP attention are not supported: turn them off")
+    if args.speculative_use_rejection_sampling:
+        raise ConfigError("--speculative-use-rejection-sampling samples the proposals: turn it off")
+    version_of(args, settings)
+
+
+def version_of(args: Any, settings: PluginSettings) -> Manifest:
+    """The stored version that the server's draft is; raises where it is none, or does not fit the target."""
+    folder = Path(args.speculative_draft_model_path).resolve()
+    store = DraftStore(settings.store)
+    versions = (settings.store / "versions").resolve()
+    if folder.parent != versions or not folder.name.isdigit():
+        raise ConfigError(
+            f"--speculative-draft-model-path is no version of the draft store {settings.store}: give it a folder of "
+            f"{versions}, or set {PREFIX}STORE; `slipstream draft init --store` writes a first version"
+        )
+    manifest = store.manifest(int(folder.name))
+    fingerprint = settings.target_fingerprint or target_fingerprint(Path(args.model_path))
+    if manifest.target_fingerprint != fingerprint:
+        raise ConfigError(
+            f"draft version {manifest.version} was made for target {manifest.target_fingerprint[:12]}, "
+            f"--model-path is {fingerprint[:12]}: give it a draft of this target"
+        )
+    _check_shapes(store.config(manifest.version), Path(args.model_path))
+    return manifest
+
+
+def _check_shapes(draft: dict[str, Any], model_dir: Path) -> None:
+    import json
+
+    ours = config_from_json(draft)
+    target = json.loads((model_dir / "config.json").read_bytes())
+    theirs = DraftConfig.for_target(target, draft_vocab_size=ours.draft_vocab_size)
+    for name in ("hidden_size", "vocab_size", "max_position_embeddings"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ConfigError(
+                f"the draft's {name} is {getattr(ours, name)}, the target's {getattr(theirs, name)}: "
+                "draft and target do not fit"
+            )
+
+
+def refusing(check: Any, *arguments: Any) -> Any:
+    """Run a check; what an operator can fix ends the process with one line."""
+    try:
+        return check(*arguments)
+    except (SlipstreamError, OSError) as error:
+        refuse(str(error))
+    except Exception as error:
+        # Something of SGLang that a hook relies on is not there, or not what it was.
+        traceback.print_exc()
+        refuse(f"cannot hook SGLang {sglang_version()} ({error!r}): install sglang==0.5.23")

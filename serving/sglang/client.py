@@ -1,0 +1,247 @@
+"""SGLang seen from the gateway: its health over HTTP, and its draft through what the plugin reports to Redis.
+
+A thread of its own looks at both about once a second, so that nobody who asks waits for either. When Redis is away the
+last report stands until it would have expired; when SGLang is slow to answer it counts as alive for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpx
+import structlog
+
+from serving.engine import EngineHealth, EngineInfo, SwapReport
+from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
+from speculator.stream import ENGINE_TTL_S
+
+log = structlog.get_logger(__name__)
+
+_ANSWER_LASTS_S = 15.0
+"""A long prompt being tokenised can keep SGLang's HTTP server from answering for some seconds."""
+_HTTP_TIMEOUT_S = 5.0
+_SWAP_POLL_S = 0.1
+
+
+class Pointer(Protocol):
+    """The part of `speculator.stream.DraftPointer` through which gateway and plugin talk."""
+
+    def publish(self, version: int) -> None: ...
+
+    def engines(self) -> dict[str, dict[str, str]]: ...
+
+    def set_depth(self, engine_id: str, depth: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What the plugin last said; None for what it did not say."""
+
+    version: int | None
+    refused: frozenset[int]
+    """Versions that can never be installed there."""
+    swaps: int | None
+    swap_failures: int | None
+    last_stall_ms: float | None
+    steps: int | None
+    depth: int | None
+    verifications: int | None
+    verified_tokens: int | None
+    """Over verifications: the acceptance length."""
+    captured: int | None
+    appended: int | None
+    pending: int | None
+    dropped_by_reason: Mapping[str, int]
+    trace_bytes: int | None
+    trace_tokens: int | None
+    speedup: float | None
+    baseline_ms_per_token: float | None
+    target_ok: bool | None
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, str]) -> EngineReport:
+        """Leave out what cannot be read: the plugin may be another version than this gateway."""
+
+        def whole(name: str) -> int | None:
+            text = fields.get(name, "")
+            return int(text) if text.isdigit() else None
+
+        def number(name: str) -> float | None:
+            try:
+                return float(fields[name])
+            except (KeyError, ValueError):
+                return None
+
+        reasons = (part.partition("=") for part in fields.get("dropped_by_reason", "").split(","))
+        return cls(
+            version=whole("version"),
+            refused=frozenset(int(part) for part in fields.get("refused", "").split(",") if part.isdigit()),
+            swaps=whole("swaps"),
+            swap_failures=whole("swap_failures"),
+            last_stall_ms=number("last_stall_ms"),
+            steps=whole("steps"),
+            depth=whole("depth"),
+            verifications=whole("verifications"),
+            verified_tokens=whole("verified_tokens"),
+            captured=whole("captured"),
+            appended=whole("appended"),
+            pending=whole("pending"),
+            dropped_by_reason={reason: int(count) for reason, _, count in reasons if count.isdigit()},
+            trace_bytes=whole("trace_bytes"),
+            trace_tokens=whole("trace_tokens"),
+            speedup=number("speedup"),
+            baseline_ms_per_token=number("baseline_ms_per_token"),
+            target_ok=None if "target_ok" not in fields else fields["target_ok"] == "1",
+        )
+
+
+class SglangClient:
+    """Implements serving.engine.DraftHost for an SGLang server whose scheduler runs the plugin."""
+
+    def __init__(
+        self,
+        url: str,
+        pointer: Pointer,
+        *,
+        engine_id: str,
+        max_depth: int,
+        draft_version: int,
+        is_process_alive: Callable[[], bool],
+        on_swap: Callable[[int], None] | None = None,
+        poll_s: float = 1.0,
+        swap_timeout_s: float = 60.0,
+    ) -> None:
+        """`draft_version` is the one that SGLang was started with; `on_swap` is told of each later one.
+
+        Raises EngineDeadError where nothing answers.
+        """
+        self._pointer, self._engine_id = pointer, engine_id
+        self._is_process_alive, self._on_swap = is_process_alive, on_swap
+        self._poll_s, self._swap_timeout_s = poll_s, swap_timeout_s
+        self._http = httpx.Client(base_url=url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
+        self._info = self._ask_info(max_depth)
+        self._draft_version = draft_version
+        self._answered_s = time.monotonic()
+        self._num_running = self._num_waiting = 0
+        self._report: EngineReport | None = None
+        self._reported_s = 0.0
+        self._redis_is_away = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sglang-client", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._http.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def draft_version(self) -> int:
+        """The version last reported; while there is no report, the one before that."""
+        return self._draft_version
+
+    @property
+    def report(self) -> EngineReport | None:
+        """None where the plugin has not reported lately: Redis is away, or it is."""
+        return self._report
+
+    def health(self) -> EngineHealth:
+        alive, detail = self._is_process_alive(), ""
+        if not alive:
+            detail = "SGLang has ended"
+        elif time.monotonic() - self._answered_s > _ANSWER_LASTS_S:
+            alive, detail = False, "SGLang does not answer"
+        return EngineHealth(
+            alive=alive, ready=alive, num_running=self._num_running, num_waiting=self._num_waiting, detail=detail
+        )
+
+    def set_depth(self, depth: int) -> None:
+        """As the protocol says. Raises RequestError for a depth that SGLang is not prepared for, StreamError."""
+        if not 0 <= depth <= self._info.max_depth:
+            raise RequestError(f"depth {depth} is not in 0…{self._info.max_depth}", param="depth")
+        self._pointer.set_depth(self._engine_id, depth)
+
+    def install_draft(self, version: int) -> SwapReport:
+        """Publish the version and wait until the plugin says what became of it.
+
+        Raises DraftError where it refuses the version, EngineError where it says nothing in time, StreamError.
+        """
+        previous = self._draft_version
+        self._pointer.publish(version)
+        deadline = time.monotonic() + self._swap_timeout_s
+        while time.monotonic() < deadline and not self._stop.wait(_SWAP_POLL_S):
+            report = self._read_report()
+            if report is not None and version in report.refused:
+                raise DraftError(f"SGLang refuses draft version {version}: its log says why")
+            if report is not None and report.version == version:
+                # The steps of the report, which is a little later than the swap.
+                return SwapReport(
+                    version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
+                )
+        raise EngineError(f"SGLang did not take draft version {version} within {self._swap_timeout_s:.0f} s")
+
+    def look(self) -> None:
+        """One look at SGLang and at its report."""
+        self._look_at_server()
+        try:
+            self._read_report()
+        except StreamError as error:
+            if not self._redis_is_away:
+                log.warning("engine report not read", reason=str(error))
+            self._redis_is_away = True
+            if time.monotonic() - self._reported_s > ENGINE_TTL_S:
+                self._report = None
+        else:
+            self._redis_is_away = False
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            self.look()
+
+    def _look_at_server(self) -> None:
+        try:
+            if self._http.get("/health").status_code != 200:
+                return
+            self._answered_s = time.monotonic()
+            loads = self._http.get("/v1/loads", params={"include": "core"}).json()["loads"]
+            self._num_running = sum(load["num_running_reqs"] for load in loads)
+            self._num_waiting = sum(load["num_waiting_reqs"] for load in loads)
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            # The age of the last answer says enough; an SGLang that does not count its load serves all the same.
+            return
+
+    def _read_report(self) -> EngineReport | None:
+        fields = self._pointer.engines().get(self._engine_id)
+        self._report = None if fields is None else EngineReport.parse(fields)
+        if self._report is not None:
+            self._reported_s = time.monotonic()
+            self._note_version(self._report.version)
+        return self._report
+
+    def _note_version(self, version: int | None) -> None:
+        if version is None or version == self._draft_version:
+            return
+        log.info("draft swapped", version=version, previous=self._draft_version)
+        self._draft_version = version
+        if self._on_swap is not None:
+            self._on_swap(version)
+
+    def _ask_info(self, max_depth: int) -> EngineInfo:
+        """SGLang lists the served model first, then its adapters."""
+        try:
+            model = self._http.get("/v1/models").raise_for_status().json()["data"][0]
+            return EngineInfo(model=model["id"], context_length=model["max_model_len"], max_depth=max_depth)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            self._http.close()
+            raise EngineDeadError(f"SGLang does not say what it serves: {type(error).__name__}") from error

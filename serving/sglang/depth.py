@@ -1,0 +1,140 @@
+"""Feeds SGLang's adaptive speculation: the depth of each decode step, and what the steps cost and earn.
+
+SGLang switches between prebuilt states, one for each candidate depth; depth 0 drafts nothing and keeps the draft's
+cache warm. Which one is next is decided here (`speculator.depth`). Without `--speculative-adaptive` the depth is fixed
+and only the measuring remains.
+
+A step's acceptance is known when its result is processed, its time when the device is through with it; with overlap
+scheduling both come after the next step was launched, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serving.sglang.clock import StepClock
+from serving.sglang.dormancy import Dormancy
+from serving.speedup import SpeedupMeter
+from speculator.depth import DepthPolicy, RoundCosts
+
+
+@dataclass(eq=False)
+class _Round:
+    batch: int
+    depth: int
+    is_control: bool
+    cold: tuple[bool, ...]
+    seconds: float | None = None
+    accepted: Sequence[int] | None = None
+
+
+class DepthControl:
+    """Used by the scheduler's thread. `policy` is None where SGLang's depth is fixed."""
+
+    def __init__(
+        self,
+        policy: DepthPolicy | None,
+        clock: StepClock,
+        meter: SpeedupMeter,
+        *,
+        dormancy: Dormancy,
+        measured: RoundCosts | None = None,
+    ) -> None:
+        """`measured` collects this rank's own times where the policy must decide by those of rank 0; with `dormancy`
+        a draft that does not pay is not kept up to date.
+        """
+        self._policy, self._clock, self._meter = policy, clock, meter
+        self.measured = measured or (policy.costs if policy is not None else RoundCosts())
+        self._dormancy = dormancy
+        self._is_control = False
+        self._rounds: deque[_Round] = deque()
+        self.limit: int | None = None
+        """Set by the operator; None leaves the choice to the policy."""
+        self.depth = 0
+        self.num_verifications = self.num_verified_tokens = 0
+        """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
+
+    def steps_for(self, batch: int) -> int:
+        """The depth of the next decode step."""
+        assert self._policy is not None
+        if self._dormancy.is_asleep:
+            self._dormancy.step(0)
+            return 0
+        choice = self._policy.choose(batch, self.limit)
+        self._is_control = choice.is_control
+        if not choice.is_control:
+            self._dormancy.step(self._policy.settled(batch))
+        return choice.depth
+
+    @property
+    def is_asleep(self) -> bool:
+        """The draft need not read what this step commits."""
+        return self._policy is not None and self._dormancy.is_asleep
+
+    def started(self) -> None:
+        """A step begins."""
+        self._clock.start()
+
+    def launched(self, requests: list[Any], depth: int) -> None:
+        """A decode step with `depth` proposals a request has been launched; prefills are not told."""
+        self.depth = depth
+        if self.is_asleep:
+            self._dormancy.mark(requests)
+        cold = tuple(self._dormancy.is_cold(request) for request in requests)
+        round_ = _Round(len(requests), depth, self._is_control, cold)
+        self._is_control = False
+        self._rounds.append(round_)
+        self._clock.stop(round_)
+        for time in self._clock.finished():
+            time.about.seconds = time.seconds
+            self.measured.add(time.about.batch, time.about.depth, time.seconds)
+        self._settle()
+
+    def verified(self, accepted: Sequence[int]) -> None:
+        """The result of the oldest launched step: accepted proposals of each request."""
+        round_ = next((round_ for round_ in self._rounds if round_.accepted is None), None)
+        if round_ is None:
+            return
+        round_.accepted = list(accepted)
+        if self._policy is not None:
+            warm = [count for count, cold in zip(round_.accepted, round_.cold, strict=True) if not cold]
+            self._policy.observe(round_.depth, warm)
+        if round_.depth > 0:
+            self.num_verifications += round_.batch
+            self.num_verified_tokens += round_.batch + sum(round_.accepted)
+        self._settle()
+
+    def renewed(self) -> None:
+        """Another draft version is in service."""
+        self._dormancy.wake()
+        if self._policy is not None:
+            self._policy.renew()
+
+    def adopt(self, costs: RoundCosts) -> None:
+        """Decide by these times from now on."""
+        if self._policy is not None:
+            self._policy.costs.adopt(costs.table())
+
+    def explanation(self) -> dict[str, str]:
+        """What the choice of the depth rests on; empty where it is fixed."""
+        return self._policy.explanation() if self._policy is not None else {}
+
+    def _settle(self) -> None:
+        while self._rounds:
+            done = self._rounds[0]
+            if done.seconds is None or done.accepted is None:
+                return
+            self._rounds.popleft()
+            committed = done.batch + sum(done.accepted)
+            self._meter.add(batch=done.batch, drafted=not done.is_control, seconds=done.seconds, committed=committed)
+
+
+class QuietSwitches(logging.Filter):
+    """SGLang logs every switch of the depth; control rounds would fill its log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Switch adaptive runtime state" not in record.getMessage()

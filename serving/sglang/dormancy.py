@@ -1,0 +1,47 @@
+"""When the draft is not even kept up to date: nothing is gained from it, and reading along costs a pass a step.
+
+At depth 0 SGLang's draft still reads every committed token, so that it could propose again at once. A draft that has
+learnt nothing, or that has not paid for a while, sleeps instead. What a request commits meanwhile the draft never
+reads, so requests that ran while it slept are cold: they may be drafted for, with little hope, and say nothing about
+how good the draft is. A new version wakes it, and so does time, to have a look at requests that are fresh.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SLEEP_AFTER_STEPS = 100
+"""Decode steps in a row in which the policy wanted depth 0."""
+_LOOK_EVERY_STEPS = 4000
+_COLD = "_slipstream_cold"
+
+
+class Dormancy:
+    """Counts decode steps; used by the scheduler's thread. Ranks that run in step sleep and wake together."""
+
+    def __init__(self, *, is_fresh: bool) -> None:
+        """`is_fresh` says that the draft has learnt nothing: it sleeps until there is another version."""
+        self._is_fresh = self.is_asleep = is_fresh
+        self._steps = 0
+
+    def step(self, wanted_depth: int) -> None:
+        """A decode step for which the policy wants this depth."""
+        self._steps = self._steps + 1 if self.is_asleep or wanted_depth == 0 else 0
+        if not self.is_asleep and self._steps >= _SLEEP_AFTER_STEPS:
+            self.is_asleep, self._steps = True, 0
+        elif self.is_asleep and not self._is_fresh and self._steps >= _LOOK_EVERY_STEPS:
+            self.wake()
+
+    def wake(self) -> None:
+        self._is_fresh = self.is_asleep = False
+        self._steps = 0
+
+    def mark(self, requests: list[Any]) -> None:
+        """Requests that decode now; while the draft sleeps they go cold."""
+        if self.is_asleep:
+            for request in requests:
+                setattr(request, _COLD, True)
+
+    @staticmethod
+    def is_cold(request: Any) -> bool:
+        return getattr(request, _COLD, False)

@@ -1,0 +1,254 @@
+"""Starts SGLang beside us with the plugin configured, waits until it serves, and ends it with everything it started.
+
+SGLang's processes share one process group of their own, so that Ctrl-C reaches us first. When we are killed, the
+kernel ends SGLang's main process and SGLang its workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import httpx
+
+from speculator.errors import ConfigError, EngineDeadError
+
+REFUSAL = "slipstream: "
+"""How the plugin's one line begins when it does not let SGLang start."""
+
+_RESERVED = (
+    *("--model-path", "--model", "--served-model-name", "--host", "--port", "--api-key"),
+    *("--speculative-draft-model-path", "--speculative-draft-model"),
+)
+"""Flags that the gateway and the plugin rely on."""
+
+# The only backends whose CPU kernels know a draft's tree; without AMX, SGLang replaces the plain choice by another.
+# Asleep when idle, it leaves the cores to a trainer beside it.
+_ON_CPU = (
+    *("--attention-backend", "torch_native", "--prefill-attention-backend", "intel_amx"),
+    *("--decode-attention-backend", "intel_amx", "--speculative-draft-attention-backend", "intel_amx"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--max-total-tokens", "20000"),
+)
+
+_POLL_S = 0.2
+_TAIL_LINES = 30
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions:
+    """One SGLang server, and what the plugin in it is told."""
+
+    python: Path
+    """Interpreter of the environment that has SGLang and Slipstream."""
+    model_dir: Path
+    model_name: str
+    draft_dir: Path
+    """The version in the store that is loaded first."""
+    depth: int
+    dtype: str
+    device: str
+    redis_url: str
+    store: Path
+    engine_id: str
+    model_key: str
+    target_fingerprint: str
+    capture: bool
+    control_share: float
+    context_window: int
+    capture_bytes_per_s: int
+    """0 sets no limit."""
+    stream_max_bytes: int
+    extra: tuple[str, ...] = ()
+    """Arguments of SGLang's own, passed last."""
+
+    def __post_init__(self) -> None:
+        for argument in self.extra:
+            if (flag := argument.partition("=")[0]) in _RESERVED:
+                raise ConfigError(f"{flag} is set by slipstream serve: leave it out after --")
+
+
+def command(options: SglangOptions, *, port: int, adaptive_config: Path) -> list[str]:
+    return [
+        *(str(options.python), "-m", "sglang.launch_server"),
+        *("--model-path", str(options.model_dir), "--served-model-name", options.model_name),
+        *("--host", "127.0.0.1", "--port", str(port), "--enable-metrics"),
+        *("--dtype", options.dtype, "--device", options.device),
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(options.draft_dir)),
+        *("--speculative-num-steps", str(options.depth), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(options.depth + 1)),
+        *("--speculative-adaptive", "--speculative-adaptive-config", str(adaptive_config)),
+        *(_ON_CPU if options.device == "cpu" else ()),
+        *options.extra,
+    ]
+
+
+def adaptive_config(depth: int) -> dict[str, dict[str, list[int]]]:
+    """Every depth is a candidate at every batch size; which one is taken is the plugin's choice."""
+    return {"1": {"candidate_steps": list(range(depth + 1))}}
+
+
+def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[str, str]:
+    ours = {
+        "SLIPSTREAM_ENABLED": "1",
+        "SLIPSTREAM_REDIS_URL": options.redis_url,
+        "SLIPSTREAM_STORE": str(options.store.absolute()),
+        "SLIPSTREAM_ENGINE_ID": options.engine_id,
+        "SLIPSTREAM_MODEL_KEY": options.model_key,
+        "SLIPSTREAM_TARGET_FINGERPRINT": options.target_fingerprint,
+        "SLIPSTREAM_CAPTURE": str(int(options.capture)),
+        "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
+        "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
+        "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
+        "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
+        # Asking for its health would otherwise make it generate a token each time.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
+    return {**inherited, **on_cpu, **ours}
+
+
+class SglangProcess:
+    """One SGLang server from its start to `stop`; everything it prints goes on to our standard error.
+
+    Start it from a thread that lives as long as it should: the kernel takes the end of that thread for ours.
+    """
+
+    def __init__(self, options: SglangOptions) -> None:
+        self._port = _free_port()
+        self._scratch = tempfile.TemporaryDirectory(prefix="slipstream-sglang-")
+        candidates = Path(self._scratch.name) / "adaptive.json"
+        candidates.write_text(json.dumps(adaptive_config(options.depth)))
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._refusal: str | None = None
+        try:
+            self._process = subprocess.Popen(
+                command(options, port=self._port, adaptive_config=candidates),
+                env=environment(options, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(_end_with, os.getpid()),
+            )
+        except OSError as error:
+            self._scratch.cleanup()
+            raise ConfigError(f"{options.python} cannot be run ({error.strerror}): check --sglang-python") from error
+        assert self._process.stdout is not None, "it is a pipe"
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), name="sglang-output")
+        self._reader.daemon = True
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._exit_status() is None
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Return once requests are served.
+
+        Raises ConfigError with the plugin's own line where it refused, or when the time is over, and EngineDeadError
+        with the last lines of output where SGLang ended for another reason.
+        """
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(base_url=self.url, timeout=5, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                self.check()
+                with suppress(httpx.TransportError):
+                    if client.get("/health").status_code == 200:
+                        return
+                time.sleep(_POLL_S)
+        raise ConfigError(
+            f"SGLang was not healthy after {timeout_s:.0f} s: see its output, or raise --start-timeout-s\n{self._end()}"
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError when the plugin has refused, EngineDeadError when SGLang has ended for another reason."""
+        status = self._exit_status()
+        if status is not None:
+            # What its last processes printed is still on the way.
+            self._reader.join(timeout=2)
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
+        if status is not None:
+            raise EngineDeadError(f"SGLang ended with code {status}; its last lines:\n{self._end()}")
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ask it to end, insist after `timeout_s`; its workers end with it."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            deadline = time.monotonic() + timeout_s
+            while self.is_alive and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            # The main process has not been waited for yet, so its number is still that of its group.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._reader.join(timeout=2)
+        self._scratch.cleanup()
+
+    def __enter__(self) -> SglangProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _exit_status(self) -> int | None:
+        """Exit code, or the number of the signal; None while it runs. Leaves the process for `stop` to wait for."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        return None if ended is None else ended.si_status
+
+    def _read(self, output: IO[bytes]) -> None:
+        """Never stops reading: a full pipe would hold SGLang up."""
+        with output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._tail.append(line)
+                if self._refusal is None and line.startswith(REFUSAL):
+                    self._refusal = line
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"{line}\n")
+                    sys.stderr.flush()
+
+    def _end(self) -> str:
+        return "\n".join(self._tail)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _end_with(parent_pid: int) -> None:
+    """Runs in the new process: when the parent's thread ends, SGLang is asked to."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        os._exit(1)

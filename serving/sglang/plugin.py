@@ -1,0 +1,121 @@
+"""The entry point of the group `sglang.srt.plugins`: SGLang calls `register` early in each of its processes.
+
+Without SLIPSTREAM_ENABLED=1 nothing happens. With it, either all hooks are in place or the server does not start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serving.sglang import hooks
+from serving.sglang.checks import check_server, refuse, refusing, sglang_version
+from serving.sglang.settings import PluginSettings, is_enabled
+
+_runtimes: dict[int, Any] = {}
+"""The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
+_registered = False
+
+
+def register() -> None:
+    """Hook this SGLang process; ends it, with one line, where that is not possible."""
+    global _registered
+    if not refusing(is_enabled):
+        return
+    if _registered:
+        refuse("the plugin is registered twice in one process: install slipstream-spec once")
+    _registered = True
+    settings = refusing(PluginSettings.load)
+    refusing(_hook, settings)
+
+
+def _hook(settings: PluginSettings) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks.check_targets(sglang_version())
+    hooks.check_not_hooked(HookRegistry)
+
+    def add(target: hooks.Target, hook: Any, kind: hooks.Kind) -> None:
+        hooks.register(HookRegistry, HookType, target, hook, kind)
+
+    add(hooks.CHECK_ARGS, lambda _, args: refusing(check_server, args, settings), "after")
+    add(hooks.ATTACH, lambda worker: _attach(worker, settings), "before")
+    add(hooks.STEP, _around_step, "around")
+    add(hooks.PREFILL, _around_prefill, "around")
+    add(hooks.VERIFY, _around_verify, "around")
+    add(hooks.VERIFIED, _around_verified, "around")
+    add(hooks.DRAFT, _around_draft, "around")
+    add(hooks.EXTEND_PREFILL, _after_extend_prefill, "after")
+    add(hooks.EXTEND_DECODE, _around_extend_decode, "around")
+    add(hooks.TREE, _after_tree, "after")
+    add(hooks.EXTEND_GRAPH, _after_extend_graph, "after")
+    add(hooks.RELEASE, _before_release, "before")
+    add(hooks.STEPS, _around_steps, "around")
+
+
+def _attach(worker: Any, settings: PluginSettings) -> None:
+    from serving.sglang.runtime import EngineRuntime
+
+    runtime = refusing(EngineRuntime, worker, settings)
+    _runtimes[id(worker)] = runtime
+    draft = worker.draft_worker
+    _runtimes[id(draft)] = runtime
+    runner, forward = draft.draft_runner, draft.draft_runner.forward
+
+    def forward_and_look(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        runtime.probe.saw_forward(output.logits_output)
+        return output
+
+    runner.forward = forward_and_look
+
+
+def _the_runtime() -> Any:
+    return next(iter(_runtimes.values()), None)
+
+
+def _around_step(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(worker)].step(lambda: run(worker, batch, *args, **kwargs), batch)
+
+
+def _around_prefill(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(worker)].prefill(lambda: run(worker, batch, *args, **kwargs), batch)
+
+
+def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(worker)].verify(lambda: run(worker, batch, *args, **kwargs), batch)
+
+
+def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **kwargs: Any) -> Any:
+    # SGLang's own policy is not asked: it would switch the depth behind ours.
+    _runtimes[id(worker)].depth.verified(accepted)
+
+
+def _around_draft(run: Any, draft: Any, forward_batch: Any) -> Any:
+    return _runtimes[id(draft)].probe.around_draft(lambda: run(draft, forward_batch))
+
+
+def _around_extend_decode(run: Any, draft: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(draft)].catch_up(lambda: run(draft, batch, result, *args, **kwargs), batch, result)
+
+
+def _after_extend_prefill(result: Any, draft: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    if not batch.forward_mode.is_idle():
+        _runtimes[id(draft)].probe.saw_extended(batch.req_pool_indices)
+
+
+def _after_extend_graph(result: Any, *args: Any, **kwargs: Any) -> None:
+    _the_runtime().probe.saw_forward(result)
+
+
+def _after_tree(result: Any, score_list: Any, *args: Any, **kwargs: Any) -> None:
+    _the_runtime().probe.saw_tree(score_list, result[1])
+
+
+def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.released(request)
+
+
+def _around_steps(run: Any, params: Any, batch_size: int) -> int:
+    depth: int = _the_runtime().depth.steps_for(batch_size)
+    return depth

@@ -1,0 +1,70 @@
+"""The draft pointer for a process that must start, and go on, without Redis."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from speculator.errors import ConfigError, StreamError
+from speculator.stream import DraftPointer, connect
+
+
+class LazyPointer:
+    """Connects when it is first asked; every method raises StreamError while Redis is away. Used by one thread."""
+
+    def __init__(self, redis_url: str, model_key: str) -> None:
+        self._redis_url, self._model_key = redis_url, model_key
+        self._pointer: DraftPointer | None = None
+
+    def desired(self) -> int | None:
+        return self._connected().desired()
+
+    def depth_limit(self, engine_id: str) -> int | None:
+        return self._connected().depth_limit(engine_id)
+
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        self._connected().report_engine(engine_id, status)
+
+    def refuse_second(self, engine_id: str) -> None:
+        """Raises ConfigError where another living server reports under this engine id; Redis may be away."""
+        try:
+            report = self._connected().engines().get(engine_id)
+        except StreamError:
+            return
+        if report is not None and _is_alive(report.get("process", "")):
+            raise ConfigError(
+                f"engine id {engine_id} is in use by {report['process']}: stop that server, or set SLIPSTREAM_ENGINE_ID"
+            )
+
+    def _connected(self) -> DraftPointer:
+        if self._pointer is None:
+            self._pointer = DraftPointer(connect(self._redis_url), self._model_key)
+        return self._pointer
+
+
+class SilentPointer:
+    """For the ranks that only follow: one report per engine is enough."""
+
+    def __init__(self, pointer: LazyPointer) -> None:
+        self._pointer = pointer
+
+    def desired(self) -> int | None:
+        return self._pointer.desired()
+
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        return
+
+
+def _is_alive(process: str) -> bool:
+    """Whether "host:pid" runs; a process of another host is taken at its word until its report expires."""
+    host, _, pid = process.rpartition(":")
+    if host != socket.gethostname() or not pid.isdigit() or int(pid) == os.getpid():
+        return bool(host) and host != socket.gethostname()
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,77 @@
+"""The draft's own log-probability of every proposal, read while SGLang drafts.
+
+SGLang keeps only the token that the draft likes best and throws the logits away, so this looks at them where they
+appear. Values land in buffers that live as long as the worker: the writes are recorded into CUDA graphs like any other
+kernel and are repeated at every replay. A value is read in the step that made it, on the same stream.
+
+A chain (topk 1) proposes the likeliest token: its log-probability is max z − log Σ exp z. The first proposal of a
+round comes out of the pass that brings the draft up to date at the end of the step before, so it is kept by request
+slot. A tree has cumulative scores; a node's own log-probability is its score minus its parent's, taken when the tree
+is read.
+
+Shape letters: B requests, P proposals a round, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DraftProbe:
+    """Hooks one worker's draft; `logprobs` belongs to the round that was drafted last."""
+
+    def __init__(self, *, num_slots: int, max_batch: int, max_proposals: int, topk: int, device: torch.device) -> None:
+        self._topk = topk
+        self._first = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self._later = torch.zeros(max_batch, max_proposals, dtype=torch.float32, device=device)
+        self._scores = torch.zeros(max_batch, max_proposals, dtype=torch.float32, device=device)
+        self._step = 0
+        self._is_drafting = False
+        self._extended: Any = None
+
+    def around_draft(self, draft: Callable[[], Any]) -> Any:
+        """Run the drafting of a round; `saw_forward` is called for each of its passes."""
+        self._is_drafting, self._step = True, 0
+        try:
+            return draft()
+        finally:
+            self._is_drafting = False
+
+    def saw_forward(self, output: Any) -> None:
+        """A pass of the draft: inside a round pass i gives proposal i + 1, outside it was the catch-up pass."""
+        if not self._is_drafting:
+            self._extended = output
+            return
+        self._step += 1
+        if self._topk == 1:
+            logits = output.next_token_logits
+            self._later[: len(logits), self._step].copy_(_best_logprob(logits))
+
+    def saw_extended(self, req_pool_indices: Tensor) -> None:
+        """The catch-up pass is over, and its logits are those that the next first proposal was chosen from."""
+        output, self._extended = self._extended, None
+        if output is not None and self._topk == 1 and len(output.next_token_logits) == len(req_pool_indices):
+            self._first[req_pool_indices.long()] = _best_logprob(output.next_token_logits)
+
+    def saw_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
+        """The tree of a round: cumulative probabilities of all candidates, and which became its nodes [B, P]."""
+        flat = torch.cat(scores, dim=1).flatten(1)
+        self._scores[: len(chosen), : chosen.shape[1]].copy_(flat.gather(1, chosen).clamp_min(1e-30).log())
+
+    def logprobs(self, req_pool_indices: Tensor, num_proposals: int) -> Tensor:
+        """[B, P] float32: log q of each proposal given its parent for a chain, of its whole path for a tree."""
+        num_requests = len(req_pool_indices)
+        if self._topk > 1:
+            return self._scores[:num_requests, :num_proposals]
+        logprobs = self._later[:num_requests, :num_proposals].clone()
+        logprobs[:, 0] = self._first[req_pool_indices.long()]
+        return logprobs
+
+
+def _best_logprob(logits: Tensor) -> Tensor:
+    logits = logits.float()
+    return logits.amax(-1) - logits.logsumexp(-1)

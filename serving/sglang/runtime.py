@@ -1,0 +1,269 @@
+"""Everything of Slipstream inside one SGLang scheduler process: built before SGLang captures its graphs, then called at
+each step, each verification and each end of a request.
+
+What may wait is elsewhere: the draft follower stages versions on its own thread, the assembler builds traces on its
+own, the recorder writes to Redis on its own. Here nothing blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from serving.hotswap import DraftFollower
+from serving.recorder import TraceRecorder
+from serving.sglang.agreement import Agreement
+from serving.sglang.capture import ByteBudget, Capture
+from serving.sglang.checks import version_of
+from serving.sglang.clock import StepClock
+from serving.sglang.depth import DepthControl, QuietSwitches
+from serving.sglang.dormancy import Dormancy
+from serving.sglang.pointer import LazyPointer, SilentPointer
+from serving.sglang.probe import DraftProbe
+from serving.sglang.settings import PluginSettings, default_engine_id
+from serving.sglang.swap import SglangDraft, TargetGuard
+from serving.speedup import SpeedupMeter
+from speculator.checkpoint import config_from_json, expected_shapes, model_key
+from speculator.codec import Features
+from speculator.depth import DepthPolicy, RoundCosts
+from speculator.errors import ConfigError
+from speculator.store import DraftStore
+from speculator.stream import TraceStream, connect
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class EngineRuntime:
+    """Belongs to one `EAGLEWorkerV2`. Raises ConfigError or another SlipstreamError when the draft does not fit."""
+
+    def __init__(self, worker: Any, settings: PluginSettings) -> None:
+        self._worker = worker
+        args = worker.server_args
+        runner, target = worker.draft_worker.draft_runner, worker.target_worker.model_runner
+        device = next(target.model.parameters()).device
+        group = _tensor_parallel_group()
+        self._is_writer = group.rank_in_group == 0
+        manifest = version_of(args, settings)
+        self._engine_id = engine_id = settings.engine_id or default_engine_id(args.port)
+        key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint)
+        store = DraftStore(settings.store)
+        config = config_from_json(store.config(manifest.version))
+
+        depths = self._depths()
+        self._agreement = Agreement(group.cpu_group, depths)
+        self.draft = SglangDraft(
+            runner.model,
+            manifest.version,
+            partial(
+                store.load,
+                expected_fingerprint=manifest.target_fingerprint,
+                expected_d2t=store.load(manifest.version)["d2t"],
+                expected_shapes=expected_shapes(config),
+            ),
+            alone=self._agreement.is_alone,
+        )
+        self._guard = TargetGuard(target.model)
+        self._is_target_unchanged = True
+        num_slots = worker.req_to_token_pool.req_to_token.shape[0]
+        self.probe = DraftProbe(
+            num_slots=num_slots,
+            # Graphs are captured for batches that are padded beyond the number of requests.
+            max_batch=2 * num_slots,
+            max_proposals=max(*depths, worker.speculative_num_draft_tokens - 1),
+            topk=args.speculative_eagle_topk or 1,
+            device=device,
+        )
+        self.meter = SpeedupMeter()
+        policy = None
+        if worker.adaptive_controller is not None:
+            policy = DepthPolicy(depths, control_share=settings.control_share)
+            logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
+        self.depth = DepthControl(
+            policy,
+            StepClock(device),
+            self.meter,
+            dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
+            measured=None if self._agreement.is_alone else RoundCosts(),
+        )
+        self._depth_version = manifest.version
+        self.steps = 0
+
+        self._pointer = LazyPointer(settings.redis_url, key)
+        self._recorder: TraceRecorder | None = None
+        self._capture: Capture | None = None
+        if self._is_writer:
+            self._pointer.refuse_second(engine_id)
+            if settings.capture:
+                self._start_capture(settings, engine_id, key, manifest.target_fingerprint, device)
+        self._follower = DraftFollower(
+            self.draft,
+            self._pointer if self._is_writer else SilentPointer(self._pointer),
+            engine_id=engine_id,
+            poll_s=settings.poll_s,
+            on_swap=lambda report: self._after_swap(),
+            status=self._status,
+        )
+        self._follower.start()
+        atexit.register(self.close)
+        log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, engine_id, key)
+
+    # -- called by the hooks, on the scheduler's thread -------------------------------------------------------------
+
+    def step(self, run: Callable[[], Any], batch: Any) -> Any:
+        """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
+        with self.draft.stepping:
+            return self._step(run, batch)
+
+    def _step(self, run: Callable[[], Any], batch: Any) -> Any:
+        self.steps += 1
+        if self._agreement.is_meeting(self.steps):
+            self._meet()
+        is_decode = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle())
+        if not is_decode:
+            return run()
+        self.depth.started()
+        result = run()
+        self.depth.launched(batch.reqs, self._worker.speculative_num_steps)
+        return result
+
+    def prefill(self, run: Callable[[], Any], batch: Any) -> Any:
+        result = run()
+        output = result.logits_output
+        if self._capture is not None and batch.reqs and output is not None and output.hidden_states is not None:
+            self._capture.after_prefill(batch, output.hidden_states, output.next_token_logits)
+        return result
+
+    def verify(self, run: Callable[[], Any], batch: Any) -> Any:
+        if self._capture is None or batch.forward_mode.is_idle():
+            return run()
+        before = self._capture.before_verify(batch)
+        result = run()
+        self._capture.after_verify(batch, before, result, self.draft.draft_version)
+        return result
+
+    def catch_up(self, run: Callable[[], Any], batch: Any, result: Any) -> Any:
+        """The draft reads what the step has committed, unless it sleeps."""
+        if self.depth.is_asleep and self._worker.speculative_num_steps == 0:
+            self._worker._stub_skipped_draft_extend(batch, result)
+            return None
+        caught_up = run()
+        if not batch.forward_mode.is_idle():
+            self.probe.saw_extended(batch.req_pool_indices)
+        return caught_up
+
+    def released(self, request: Any) -> None:
+        if self._capture is not None:
+            self._capture.on_release(request)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop following, assemble and write what is queued; the server is going down."""
+        self.draft.close()
+        self._follower.stop()
+        if self._capture is not None and self._recorder is not None:
+            self._capture.close(_CLOSE_TIMEOUT_S)
+            self._recorder.close(_CLOSE_TIMEOUT_S)
+
+    def _depths(self) -> list[int]:
+        controller = self._worker.adaptive_controller
+        depths = controller.candidate_steps if controller is not None else [self._worker.speculative_num_steps]
+        if controller is not None and 0 not in depths:
+            raise ConfigError("--speculative-adaptive-config has no candidate 0: add it, the baseline needs it")
+        return list(depths)
+
+    def _start_capture(
+        self, settings: PluginSettings, engine_id: str, key: str, fingerprint: str, device: torch.device
+    ) -> None:
+        def open_stream() -> TraceStream:
+            return TraceStream(connect(settings.redis_url), key, max_bytes=settings.stream_max_bytes)
+
+        # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        budget = ByteBudget(settings.capture_bytes_per_s)
+        recorder = TraceRecorder(
+            open_stream,
+            max_buffer_bytes=settings.buffer_bytes,
+            features=cast("Features", settings.capture_features),
+            on_append=budget.spend,
+        )
+        self._recorder = recorder
+        self._capture = Capture(
+            settings,
+            engine_id=engine_id,
+            target_fingerprint=fingerprint,
+            device=device,
+            probe=self.probe,
+            budget=budget,
+            on_trace=recorder.submit,
+        )
+
+    def _meet(self) -> None:
+        if not self._agreement.is_alone:
+            self.depth.adopt(self._agreement.costs(self.depth.measured))
+        if self._agreement.all_staged(self.draft.staged_version):
+            self.draft.at_boundary(self.steps)
+        if self.draft.draft_version != self._depth_version:
+            self._depth_version = self.draft.draft_version
+            self.depth.renewed()
+
+    # -- on the follower's thread -----------------------------------------------------------------------------------
+
+    def _after_swap(self) -> None:
+        if not self._guard.is_unchanged():
+            self._is_target_unchanged = False
+            log.critical("slipstream: the target's weights have changed; the text can no longer be trusted")
+
+    def _status(self) -> dict[str, str | int | float]:
+        self.depth.limit = self._pointer.depth_limit(self._engine_id)
+        swaps, speedup = self._follower.log, self.meter.measure()
+        status: dict[str, str | int | float] = {
+            "swaps": swaps.num_installed,
+            "swap_failures": swaps.num_failed,
+            "steps": self.steps,
+            "depth": self.depth.depth,
+            "asleep": int(self.depth.is_asleep),
+            "verifications": self.depth.num_verifications,
+            "verified_tokens": self.depth.num_verified_tokens,
+            "target_ok": int(self._is_target_unchanged),
+            "process": f"{socket.gethostname()}:{os.getpid()}",
+        }
+        status |= self.depth.explanation()
+        if swaps.installed:
+            status["last_stall_ms"] = round(swaps.installed[-1][1].stall_ms, 3)
+        if self.depth.num_verifications:
+            status["accept_length"] = round(self.depth.num_verified_tokens / self.depth.num_verifications, 4)
+        if speedup.ratio is not None and speedup.baseline_ms_per_token is not None:
+            status["speedup"] = round(speedup.ratio, 4)
+            status["baseline_ms_per_token"] = round(speedup.baseline_ms_per_token, 4)
+        if self._recorder is not None and self._capture is not None:
+            stats = self._recorder.stats()
+            dropped = {**stats.dropped_by_reason, **self._capture.dropped}
+            status |= {
+                "captured": stats.captured,
+                "appended": stats.appended,
+                "pending": stats.pending,
+                "dropped": stats.dropped + sum(self._capture.dropped.values()),
+                "dropped_by_reason": ",".join(f"{reason}={count}" for reason, count in sorted(dropped.items())),
+                "trace_bytes": stats.bytes_appended,
+                "trace_tokens": stats.tokens_appended,
+            }
+        return status
+
+
+def _tensor_parallel_group() -> Any:
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()

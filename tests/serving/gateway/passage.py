@@ -1,0 +1,69 @@
+"""A pass-through gateway in front of a stand-in for SGLang, each on a port, and a host that answers for the draft."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from serving.gateway.app import create_passthrough_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.server import GatewayServer, serve
+from serving.gateway.upstream import Upstream
+from tests.doubles import DoubleEngine
+from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
+
+T = TypeVar("T")
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+def host() -> DoubleEngine:
+    return DoubleEngine(model=MODEL, context_length=CONTEXT_LENGTH)
+
+
+@asynccontextmanager
+async def passing(
+    fake: FakeSglang,
+    *,
+    draft: DoubleEngine | None = None,
+    registry: CollectorRegistry | None = None,
+    url: str | None = None,
+    grace_s: int = 5,
+    **settings: int,
+) -> AsyncIterator[GatewayServer]:
+    """The gateway in front of `fake`, or of whatever is at `url`."""
+    async with serve(fake.app(), port=0, grace_s=0) as behind:
+        upstream = Upstream(url or behind.url)
+        app = create_passthrough_app(
+            draft or host(), upstream, settings=GatewaySettings(**settings), registry=registry or CollectorRegistry()
+        )
+        async with serve(app, port=0, grace_s=grace_s) as server:
+            yield server
+        await upstream.close()
+
+
+def talk(fake: FakeSglang, say: Callable[[httpx.AsyncClient], Awaitable[T]], **how: Any) -> T:
+    """Run `say` with a client of a gateway in front of `fake`."""
+
+    async def run() -> T:
+        async with passing(fake, **how) as server, httpx.AsyncClient(base_url=server.url) as client:
+            return await say(client)
+
+    return asyncio.run(run())
+
+
+def post(fake: FakeSglang, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:
+    return talk(fake, lambda client: client.post(path, json={"model": MODEL, **body}), **how)
+
+
+def chat(fake: FakeSglang, **body: Any) -> httpx.Response:
+    return post(fake, "/v1/chat/completions", {"messages": HELLO, **body})
+
+
+def complete(fake: FakeSglang, **body: Any) -> httpx.Response:
+    return post(fake, "/v1/completions", {"prompt": "hello", **body})

@@ -1,0 +1,61 @@
+"""Two ranks agree on a swap and on costs, over a real process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from serving.sglang.agreement import MEETING_STEPS, Agreement
+from speculator.depth import RoundCosts
+
+
+def measured(seconds: float, depth: int = 2) -> RoundCosts:
+    costs = RoundCosts()
+    for _ in range(4):
+        costs.add(4, depth, seconds)
+    return costs
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    agreement = Agreement(dist.group.WORLD, [0, 1, 2])
+    costs = agreement.costs(measured(0.1 if rank == 0 else 0.9))
+    outcome = {
+        "alone": agreement.is_alone,
+        "meetings": [step for step in range(1, 3 * MEETING_STEPS) if agreement.is_meeting(step)],
+        "nobody": agreement.all_staged(0),
+        "one": agreement.all_staged(7 if rank == 0 else 0),
+        "different": agreement.all_staged(7 + rank),
+        "both": agreement.all_staged(7),
+        "seconds": costs.seconds(4, 2),
+        "unknown": costs.seconds(4, 1),
+    }
+    torch.save(outcome, Path(folder) / f"rank{rank}")
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"rank{rank}", weights_only=True) == {
+            "alone": False,
+            "meetings": [MEETING_STEPS, 2 * MEETING_STEPS],
+            "nobody": False,
+            "one": False,
+            "different": False,
+            "both": True,
+            "seconds": 0.1,
+            "unknown": None,
+        }
+
+
+def test_alone_every_step_will_do() -> None:
+    agreement = Agreement(None, [0, 1])
+    assert agreement.is_alone
+    assert agreement.is_meeting(1)
+    assert agreement.all_staged(3)
+    assert not agreement.all_staged(0)

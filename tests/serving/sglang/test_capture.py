@@ -1,0 +1,343 @@
+"""Capture on the scheduler's side, with stand-ins for SGLang's objects: what is picked, dropped, and freed."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from serving.sglang.capture import (
+    ByteBudget,
+    Capture,
+    in_order,
+    policy_of,
+    sampling_of,
+    tree_parents,
+)
+from serving.sglang.probe import DraftProbe
+from serving.sglang.settings import PluginSettings
+from speculator.sampling import SamplingParams
+from speculator.trace import Trace, check_trace
+
+WIDTH, VOCAB, KEPT = 6, 32, 4
+
+
+class Finish:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def to_json(self) -> dict[str, str]:
+        return {"type": self._kind}
+
+
+class Request:
+    """The part of SGLang's `Req` that capture reads."""
+
+    def __init__(self, prompt: list[int], rid: str = "r", **changes: Any) -> None:
+        self.rid, self.origin_input_ids, self.output_ids = rid, prompt, list[int]()
+        self.finished_reason: Finish | None = None
+        self.lora_id = self.multimodal_inputs = self.input_embeds = self.grammar = self.custom_logit_processor = None
+        params = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 1,
+            "min_p": 0.0,
+            "min_new_tokens": 0,
+            "logit_bias": None,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "custom_params": None,
+        }
+        self.sampling_params = SimpleNamespace(**params | changes)
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        return self.output_ids
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+
+def make_capture(
+    traces: list[Trace], *, budget: ByteBudget | None = None, probe: DraftProbe | None = None, **settings: Any
+) -> Capture:
+    device = torch.device("cpu")
+    return Capture(
+        PluginSettings(capture=True, capture_topk=KEPT, **settings),
+        engine_id="e",
+        target_fingerprint="f" * 64,
+        device=device,
+        probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
+        budget=budget or ByteBudget(0),
+        on_trace=traces.append,
+    )
+
+
+def prefill(capture: Capture, requests: list[Request], starts: list[int] | None = None) -> None:
+    starts = starts or [0] * len(requests)
+    lengths = [len(request.origin_input_ids) - start for request, start in zip(requests, starts, strict=True)]
+    batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
+    capture.after_prefill(batch, torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB))
+
+
+def verify(
+    capture: Capture, requests: list[Request], positions: list[int], proposals: list[list[int]], accepted: list[int]
+) -> None:
+    """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
+    num_nodes = 1 + len(proposals[0])
+    nodes = torch.tensor([[0, *chain] for chain in proposals])
+    links = torch.tensor([[*range(1, num_nodes), -1]] * len(requests))
+    index = torch.full((len(requests), num_nodes), -1)
+    for row, count in enumerate(accepted):
+        index[row, : count + 1] = torch.arange(row * num_nodes, row * num_nodes + count + 1)
+    spec_info = SimpleNamespace(
+        draft_token=nodes.flatten(),
+        draft_token_num=num_nodes,
+        topk=1,
+        retrieve_next_token=links,
+        retrieve_next_sibling=torch.full_like(links, -1),
+    )
+    batch = SimpleNamespace(
+        reqs=requests,
+        spec_info=spec_info,
+        seq_lens=torch.tensor(positions),
+        req_pool_indices=torch.arange(len(requests)),
+    )
+    before = capture.before_verify(batch)
+    result = SimpleNamespace(
+        accept_index=index,
+        accept_lens=torch.tensor(accepted) + 1,
+        logits_output=SimpleNamespace(
+            hidden_states=torch.randn(len(requests) * num_nodes, WIDTH).bfloat16(),
+            next_token_logits=torch.randn(len(requests) * num_nodes, VOCAB),
+        ),
+    )
+    capture.after_verify(batch, before, result, 7)
+    for request, chain, count in zip(requests, proposals, accepted, strict=True):
+        request.output_ids += [*chain[:count], 30]
+
+
+def end(capture: Capture, request: Request, kind: str = "length") -> None:
+    request.finished_reason = Finish(kind)
+    capture.on_release(request)
+
+
+def settle(capture: Capture) -> None:
+    capture.close(5)
+
+
+def test_a_batch_of_two_becomes_two_traces() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    prefill(capture, [first, second])
+    first.output_ids, second.output_ids = [10], [11]
+    verify(capture, [first, second], [3, 2], [[21, 22], [23, 24]], [2, 0])
+    verify(capture, [second], [3], [[25, 26]], [1])
+    end(capture, first)
+    end(capture, second)
+    settle(capture)
+    assert [trace.header.request_id for trace in traces] == ["a", "b"]
+    for trace in traces:
+        check_trace(trace)
+    assert traces[0].token_ids.tolist() == [1, 2, 3, 10, 21, 22]
+    assert traces[1].token_ids.tolist() == [4, 5, 11, 30, 25]
+    assert traces[1].rounds.num_accepted.tolist() == [0, 1]
+    assert traces[0].rounds.draft_version.tolist() == [7]
+
+
+def test_retracted_requests_start_again() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [1])
+    capture.on_release(request)  # not finished: retracted
+    request.origin_input_ids, prompt = [1, 2, 3, 10, 21, 30], [1, 2, 3]
+    prefill(capture, [request])
+    request.origin_input_ids, request.output_ids = prompt, [10, 21, 30, 40]
+    verify(capture, [request], [6], [[41, 42]], [0])
+    end(capture, request)
+    settle(capture)
+    (trace,) = traces
+    assert trace.token_ids.tolist() == [1, 2, 3, 10, 21, 30, 40]
+    assert trace.rounds.position.tolist() == [6]
+    assert capture.dropped == {"retracted": 1}
+
+
+def test_a_step_after_the_end_is_ignored() -> None:
+    """Overlap scheduling launches one more verification before it learns that the request has ended."""
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [0])
+    end(capture, request)
+    verify(capture, [request], [4], [[23, 24]], [0])
+    settle(capture)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("unlike", [{"lora_id": "adapter"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.0]]}])
+def test_what_is_not_the_target_on_text_is_not_captured(unlike: dict[str, Any]) -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    vars(request).update(unlike)
+    prefill(capture, [request])
+    end(capture, request)
+    settle(capture)
+    assert traces == []
+
+
+def test_opted_out_requests_beside_captured_ones() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    silent = Request([1, 2], "silent", custom_params={"slipstream": {"capture": False}})
+    open_ = Request([3, 4], "open")
+    prefill(capture, [silent, open_])
+    silent.output_ids, open_.output_ids = [10], [11]
+    verify(capture, [silent, open_], [2, 2], [[21], [22]], [1, 1])
+    end(capture, silent)
+    end(capture, open_)
+    settle(capture)
+    (trace,) = traces
+    assert trace.token_ids.tolist() == [3, 4, 11, 22]
+    assert capture.dropped == {}
+
+
+def test_an_aborted_request_is_counted_and_freed() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    end(capture, request, "abort")
+    settle(capture)
+    assert (traces, capture.dropped) == ([], {"aborted": 1})
+
+
+def test_a_request_that_just_vanishes_frees_its_span() -> None:
+    capture = make_capture([])
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    ticket = weakref.ref(vars(request)["_slipstream_ticket"])
+    del request
+    settle(capture)
+    del capture
+    gc.collect()
+    assert ticket() is None
+
+
+def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces, buffer_bytes=400)
+    large = Request(list(range(1, 60)), "large")
+    prefill(capture, [large])
+    end(capture, large)
+    deadline = time.monotonic() + 5
+    while not capture.dropped and time.monotonic() < deadline:
+        time.sleep(0.01)
+    small = Request([1, 2], "small")
+    prefill(capture, [small])
+    end(capture, small)
+    settle(capture)
+    assert capture.dropped == {"buffer_full": 1}
+    assert [trace.header.request_id for trace in traces] == ["small"]
+
+
+def test_the_budget_admits_until_it_is_spent_and_again_later() -> None:
+    now = [0.0]
+    budget = ByteBudget(100, clock=lambda: now[0])
+    assert budget.admits()
+    budget.spend(500)
+    assert not budget.admits()
+    now[0] = 2.0
+    assert not budget.admits()
+    now[0] = 4.0
+    assert budget.admits()
+
+
+def test_no_budget_is_no_limit() -> None:
+    budget = ByteBudget(0)
+    budget.spend(10**12)
+    assert budget.admits()
+
+
+def test_tree_links_become_parents() -> None:
+    #        0
+    #      1   2
+    #     3 4   5
+    next_token = [1, 3, 5, -1, -1, -1]
+    next_sibling = [-1, 2, -1, 4, -1, -1]
+    assert tree_parents(next_token, next_sibling) == [-1, -1, 0, 0, 1]
+    assert tree_parents([1, 2, 3, -1], [-1] * 4) == [-1, 0, 1]
+
+
+def test_a_trees_logprobs_are_its_nodes_own() -> None:
+    traces: list[Trace] = []
+    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    capture = make_capture(traces, probe=probe)
+    request = Request([1, 2])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    # Candidates' cumulative probabilities: two at the first level, two below the first of them.
+    probe.saw_tree([torch.tensor([[[0.5, 0.25]]]), torch.tensor([[[0.4, 0.1]]])], torch.tensor([[0, 1, 2]]))
+    spec_info = SimpleNamespace(
+        draft_token=torch.tensor([10, 21, 22, 23]),
+        draft_token_num=4,
+        topk=2,
+        retrieve_next_token=torch.tensor([[1, 3, -1, -1]]),
+        retrieve_next_sibling=torch.tensor([[-1, 2, -1, -1]]),
+    )
+    batch = SimpleNamespace(
+        reqs=[request], spec_info=spec_info, seq_lens=torch.tensor([2]), req_pool_indices=torch.tensor([0])
+    )
+    features = torch.arange(4.0)[:, None].repeat(1, WIDTH).bfloat16()
+    logits = torch.zeros(4, VOCAB)
+    logits[2, 5] = 9.0
+    result = SimpleNamespace(
+        accept_index=torch.tensor([[0, 2, -1]]),
+        accept_lens=torch.tensor([2]),
+        logits_output=SimpleNamespace(hidden_states=features, next_token_logits=logits),
+    )
+    capture.after_verify(batch, capture.before_verify(batch), result, 1)
+    request.output_ids += [22, 30]
+    end(capture, request)
+    settle(capture)
+    (trace,) = traces
+    check_trace(trace)
+    assert trace.rounds.draft_parents.tolist() == [[-1, -1, 0]]
+    assert np.exp(trace.rounds.draft_logprobs[0].astype(np.float32)) == pytest.approx([0.5, 0.25, 0.8], rel=1e-3)
+    assert trace.rounds.num_accepted.tolist() == [1]
+    # Features were compacted by SGLang, logits were not: the second committed row is node 2.
+    assert trace.aux_hidden[2:, 0].tolist() == [0, 1]
+    assert trace.target_topk_ids[3, 0] == 5
+
+
+def test_equal_logits_are_in_the_order_of_argmax() -> None:
+    ids, logprobs = in_order(torch.tensor([[9, 3, 7]], dtype=torch.int32), torch.tensor([[-1.0, -1.0, -0.5]]))
+    assert ids.tolist() == [[7, 3, 9]]
+    assert logprobs.tolist() == [[-0.5, -1.0, -1.0]]
+
+
+def test_greedy_is_top_k_1() -> None:
+    params = Request([]).sampling_params
+    assert sampling_of(params) == SamplingParams(temperature=0.0)
+    params.top_k, params.temperature = 1 << 30, 0.5
+    assert sampling_of(params) == SamplingParams(temperature=0.5)
+
+
+def test_policies_of_requests() -> None:
+    assert policy_of(None).capture
+    assert not policy_of({"slipstream": {"capture": False}}).capture
+    assert policy_of({"slipstream": {"tenant": "t"}}).tenant == "t"
+    assert policy_of({"slipstream": "nonsense"}).tenant == "default"

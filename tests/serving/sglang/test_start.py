@@ -1,0 +1,185 @@
+"""Starts that the plugin refuses, and settings that it understands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+from serving.sglang import hooks
+from serving.sglang.checks import check_server
+from serving.sglang.pointer import LazyPointer
+from serving.sglang.settings import PluginSettings, is_enabled
+from speculator.checkpoint import target_fingerprint
+from speculator.errors import ConfigError, SlipstreamError, StreamError
+from speculator.lineage import ensure_lineage
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, connect
+from tests.toy import make_toy_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def store(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+    store = DraftStore(tmp_path_factory.mktemp("drafts"))
+    ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=24)
+    return store
+
+
+def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNamespace:
+    """The arguments of a server that the plugin accepts."""
+    values = {
+        "model_path": str(model_dir),
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(store.root / "versions" / "000001"),
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+        "speculative_use_rejection_sampling": False,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+        "enable_dp_attention": False,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
+    check_server(arguments(model_dir, store), PluginSettings(store=store.root))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"speculative_algorithm": None}, "Slipstream improves EAGLE3 drafts"),
+        ({"speculative_accept_threshold_single": 0.9}, "--speculative-accept-threshold-single is 0.9"),
+        ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc is 0.5"),
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"disaggregation_mode": "decode"}, "disaggregation"),
+        ({"speculative_use_rejection_sampling": True}, "rejection-sampling"),
+        ({"speculative_draft_model_path": "/somewhere/else"}, "no version of the draft store"),
+    ],
+)
+def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
+
+
+def test_a_draft_of_another_target(store: DraftStore, tmp_path: Path) -> None:
+    other = make_toy_model(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match="was made for target"):
+        check_server(arguments(other, store), PluginSettings(store=store.root))
+
+
+def test_a_draft_of_another_shape(model_dir: Path, store: DraftStore, tmp_path: Path) -> None:
+    """Told a fingerprint that is not its own, the target still has to fit."""
+    other = make_toy_model(tmp_path / "other", hidden_size=64)
+    settings = PluginSettings(store=store.root, target_fingerprint=target_fingerprint(model_dir))
+    with pytest.raises(ConfigError, match="hidden_size is 32, the target's 64"):
+        check_server(arguments(other, store), settings)
+
+
+def test_a_version_that_is_not_there(model_dir: Path, store: DraftStore) -> None:
+    folder = str(store.root / "versions" / "000099")
+    with pytest.raises(SlipstreamError):
+        check_server(arguments(model_dir, store, speculative_draft_model_path=folder), PluginSettings(store=store.root))
+
+
+def test_settings_come_from_the_environment() -> None:
+    settings = PluginSettings.load(
+        {"SLIPSTREAM_CAPTURE": "1", "SLIPSTREAM_STORE": "/drafts", "SLIPSTREAM_CAPTURE_BYTES_PER_S": "1000"}
+    )
+    assert (settings.capture, settings.store, settings.capture_bytes_per_s) == (True, Path("/drafts"), 1000)
+    assert not PluginSettings.load({}).capture
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CAPTURE", "maybe"),
+        ("CAPTURE_TOPK", "0"),
+        ("CAPTURE_TOPK", "many"),
+        ("CONTROL_SHARE", "0.9"),
+        ("POLL_S", "0"),
+        ("CAPTURE_FEATURES", "int4"),
+        ("CAPTURE_BYTES_PER_S", "-1"),
+    ],
+)
+def test_bad_settings_are_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"SLIPSTREAM_{name}"):
+        PluginSettings.load({f"SLIPSTREAM_{name}": value})
+
+
+def test_it_is_off_unless_it_is_turned_on() -> None:
+    assert not is_enabled({})
+    assert is_enabled({"SLIPSTREAM_ENABLED": "1"})
+    with pytest.raises(ConfigError, match="SLIPSTREAM_ENABLED"):
+        is_enabled({"SLIPSTREAM_ENABLED": "perhaps"})
+
+
+def _register(**environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from serving.sglang.plugin import register; register(); print('went on')"]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+
+
+def test_a_disabled_plugin_does_nothing() -> None:
+    done = _register(SLIPSTREAM_ENABLED="0")
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+
+
+def test_a_refusal_ends_the_process_with_one_line() -> None:
+    done = _register(SLIPSTREAM_ENABLED="1", SLIPSTREAM_CAPTURE="maybe")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "slipstream: SLIPSTREAM_CAPTURE must be 1 or 0, it is 'maybe'"
+
+
+def test_a_name_of_sglang_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "TARGETS", (hooks.Target("json.decoder.NoSuchDecoder.decode", ("self",)),))
+    with pytest.raises(ConfigError, match=r"SGLang 9.9 has no usable json.decoder.NoSuchDecoder"):
+        hooks.check_targets("9.9")
+
+
+def test_a_name_of_sglang_that_takes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "TARGETS", (hooks.Target("json.loads", ("text",)),))
+    with pytest.raises(ConfigError, match=r"json.loads takes s, expected text"):
+        hooks.check_targets("9.9")
+
+
+def test_another_plugin_on_the_same_names() -> None:
+    registry = SimpleNamespace(_hooks={hooks.VERIFY.path: [object()]})
+    with pytest.raises(ConfigError, match=r"another SGLang plugin hooks .*verify"):
+        hooks.check_not_hooked(registry)
+    hooks.check_not_hooked(SimpleNamespace(_hooks={}))
+
+
+def test_a_second_server_under_the_same_name(redis_url: str, redis_client: redis.Redis) -> None:
+    pointer = LazyPointer(redis_url, "m")
+    pointer.refuse_second("engine")
+    reports = DraftPointer(connect(redis_url), "m")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        reports.report_engine("engine", {"process": f"{socket.gethostname()}:{other.pid}"})
+        with pytest.raises(ConfigError, match=r"engine id engine is in use by .*SLIPSTREAM_ENGINE_ID"):
+            pointer.refuse_second("engine")
+        pointer.refuse_second("another")
+        other.communicate(b"\n", timeout=30)
+    pointer.refuse_second("engine")  # it has ended; its report has not yet expired
+    reports.report_engine("engine", {"process": "elsewhere:1"})
+    with pytest.raises(ConfigError, match="elsewhere"):
+        pointer.refuse_second("engine")
+
+
+def test_redis_may_be_away_at_the_start(tmp_path: Path) -> None:
+    pointer = LazyPointer(f"unix://{tmp_path}/nobody.sock", "m")
+    pointer.refuse_second("engine")
+    with pytest.raises(StreamError):
+        pointer.desired()

@@ -1,0 +1,264 @@
+"""SGLang seen from the gateway: its health, what the plugin reports, and what it is asked, on a real Redis."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry, generate_latest
+
+from serving.sglang import client as client_module
+from serving.sglang.client import EngineReport, SglangClient
+from serving.sglang.collector import SglangCollector
+from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
+from speculator.stream import DraftPointer
+from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, in_background
+from tests.waiting import wait_until
+
+ENGINE = "host-1"
+REPORT: dict[str, str | int | float] = {
+    "version": 7,
+    "refused": "5,6",
+    "swaps": 3,
+    "swap_failures": 1,
+    "last_stall_ms": 1.25,
+    "steps": 900,
+    "depth": 2,
+    "verifications": 100,
+    "verified_tokens": 170,
+    "captured": 9,
+    "appended": 7,
+    "pending": 1,
+    "dropped": 1,
+    "dropped_by_reason": "buffer_full=1,closed=0",
+    "trace_bytes": 1000,
+    "trace_tokens": 80,
+    "speedup": 1.31,
+    "baseline_ms_per_token": 12.5,
+    "target_ok": 1,
+}
+
+
+@dataclass
+class Scene:
+    fake: FakeSglang
+    pointer: DraftPointer
+    client: SglangClient
+    alive: list[bool]
+    swaps: list[int]
+
+
+@pytest.fixture
+def scene(redis_client: redis.Redis) -> Iterator[Scene]:
+    fake, alive, swaps = FakeSglang(), [True], list[int]()
+    url, stop = in_background(fake)
+    pointer = DraftPointer(redis_client, "target-abc")
+    client = SglangClient(
+        url,
+        pointer,
+        engine_id=ENGINE,
+        max_depth=3,
+        draft_version=4,
+        is_process_alive=lambda: alive[0],
+        on_swap=swaps.append,
+        poll_s=0.02,
+        swap_timeout_s=10,
+    )
+    yield Scene(fake, pointer, client, alive, swaps)
+    client.stop()
+    stop()
+
+
+def metrics_of(client: SglangClient) -> str:
+    registry = CollectorRegistry()
+    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    return generate_latest(registry).decode()
+
+
+def test_what_sglang_serves(scene: Scene) -> None:
+    info = scene.client.info
+    assert (info.model, info.context_length, info.max_depth) == (MODEL, CONTEXT_LENGTH, 3)
+
+
+def test_nothing_there(redis_client: redis.Redis) -> None:
+    with pytest.raises(EngineDeadError):
+        SglangClient(
+            "http://127.0.0.1:9",
+            DraftPointer(redis_client, "x"),
+            engine_id=ENGINE,
+            max_depth=3,
+            draft_version=1,
+            is_process_alive=lambda: True,
+        )
+
+
+# -- health --------------------------------------------------------------------------------------------------------
+
+
+def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene) -> None:
+    assert scene.client.health().alive
+    scene.fake.loads = {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]}
+    scene.client.look()
+    state = scene.client.health()
+    assert (state.alive, state.ready, state.num_running, state.num_waiting) == (True, True, 2, 1)
+    scene.alive[0] = False
+    state = scene.client.health()
+    assert (state.alive, state.detail) == (False, "SGLang has ended")
+
+
+def test_an_sglang_without_load_figures_is_healthy(scene: Scene) -> None:
+    scene.fake.loads = {"detail": "Not Found"}
+    scene.client.look()
+    assert scene.client.health().alive
+
+
+def test_health_lasts_over_a_pause_and_not_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.fake.status = 503
+    scene.client.look()
+    assert scene.client.health().alive
+    monkeypatch.setattr(client_module, "_ANSWER_LASTS_S", 0.0)
+    assert scene.client.health().detail == "SGLang does not answer"
+    monkeypatch.setattr(client_module, "_ANSWER_LASTS_S", 5.0)
+    scene.fake.status = 200
+    scene.client.look()
+    assert scene.client.health().alive
+
+
+def test_a_thread_looks_by_itself(scene: Scene) -> None:
+    scene.client.start()
+    scene.pointer.report_engine(ENGINE, REPORT)
+    wait_until(lambda: scene.client.draft_version == 7)
+    scene.client.stop()
+    assert scene.swaps == [7]
+
+
+# -- reports -------------------------------------------------------------------------------------------------------
+
+
+def test_no_report_yet(scene: Scene) -> None:
+    scene.client.look()
+    assert scene.client.report is None
+    assert scene.client.draft_version == 4
+    text = metrics_of(scene.client)
+    assert "slipstream_draft_version 4.0" in text
+    assert "slipstream_engine_report_fresh 0.0" in text
+    assert "slipstream_traces" not in text
+
+
+def test_a_report_becomes_metrics(scene: Scene) -> None:
+    scene.pointer.report_engine("another", {"version": 99})
+    scene.pointer.report_engine(ENGINE, REPORT)
+    scene.client.look()
+    text = metrics_of(scene.client)
+    for line in (
+        "slipstream_draft_version 7.0",
+        "slipstream_engine_report_fresh 1.0",
+        'slipstream_swaps_total{outcome="installed"} 3.0',
+        'slipstream_swaps_total{outcome="failed"} 1.0',
+        "slipstream_last_swap_stall_seconds 0.00125",
+        "slipstream_depth 2.0",
+        "slipstream_verifications_total 100.0",
+        "slipstream_verified_tokens_total 170.0",
+        "slipstream_traces_captured_total 9.0",
+        "slipstream_traces_appended_total 7.0",
+        'slipstream_traces_dropped_total{reason="buffer_full"} 1.0',
+        "slipstream_traces_pending 1.0",
+        "slipstream_trace_bytes_total 1000.0",
+        "slipstream_trace_tokens_total 80.0",
+        'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"} 1.31',
+        "slipstream_baseline_seconds_per_token 0.0125",
+        "slipstream_target_unchanged 1.0",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_a_report_of_another_version_of_the_plugin_is_read_as_far_as_it_goes(scene: Scene) -> None:
+    scene.pointer.report_engine(ENGINE, {"version": 8, "swaps": "many", "speedup": "nan?", "target_ok": 0, "new": "x"})
+    scene.client.look()
+    report = scene.client.report
+    assert report is not None
+    assert (report.version, report.swaps, report.speedup, report.target_ok) == (8, None, None, False)
+    text = metrics_of(scene.client)
+    assert "slipstream_target_unchanged 0.0" in text
+    assert "slipstream_depth 0" not in text
+    assert EngineReport.parse({}).refused == frozenset()
+
+
+def test_a_report_that_expired_is_none(scene: Scene, redis_client: redis.Redis) -> None:
+    scene.pointer.report_engine(ENGINE, REPORT)
+    scene.client.look()
+    redis_client.delete(scene.pointer._keys.engine(ENGINE))
+    scene.client.look()
+    assert scene.client.report is None
+    assert scene.client.draft_version == 7
+    assert scene.client.health().alive
+
+
+def test_while_redis_is_away_the_last_report_stands_until_it_would_have_expired(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.pointer.report_engine(ENGINE, REPORT)
+    scene.client.look()
+
+    def away() -> dict[str, dict[str, str]]:
+        raise StreamError("Redis cannot be reached")
+
+    monkeypatch.setattr(scene.pointer, "engines", away)
+    scene.client.look()
+    assert scene.client.report is not None
+    monkeypatch.setattr(client_module, "ENGINE_TTL_S", 0.0)
+    scene.client.look()
+    assert scene.client.report is None
+    assert scene.client.health().ready
+
+
+# -- what SGLang is asked ------------------------------------------------------------------------------------------
+
+
+def test_set_depth(scene: Scene) -> None:
+    assert scene.pointer.depth_limit(ENGINE) is None
+    scene.client.set_depth(0)
+    assert scene.pointer.depth_limit(ENGINE) == 0
+    scene.client.set_depth(3)
+    assert scene.pointer.depth_limit(ENGINE) == 3
+    assert scene.pointer.depth_limit("another") is None
+    for depth in (-1, 4):
+        with pytest.raises(RequestError, match="0…3"):
+            scene.client.set_depth(depth)
+
+
+def plugin(scene: Scene, report: dict[str, str | int | float], version: int) -> threading.Thread:
+    """Waits until `version` is desired and reports."""
+
+    def run() -> None:
+        wait_until(lambda: scene.pointer.desired() == version)
+        scene.pointer.report_engine(ENGINE, report)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_install_draft_waits_for_the_swap(scene: Scene) -> None:
+    answering = plugin(scene, {**REPORT, "version": 8}, 8)
+    report = scene.client.install_draft(8)
+    answering.join()
+    assert (report.version, report.previous, report.stall_ms, report.step) == (8, 4, 1.25, 900)
+    assert scene.client.draft_version == 8
+
+
+def test_install_draft_says_that_the_plugin_refused(scene: Scene) -> None:
+    answering = plugin(scene, {**REPORT, "refused": "6,8"}, 8)
+    with pytest.raises(DraftError, match="version 8"):
+        scene.client.install_draft(8)
+    answering.join()
+    assert scene.client.draft_version == 7
+
+
+def test_install_draft_does_not_wait_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.2)
+    with pytest.raises(EngineError, match="did not take"):
+        scene.client.install_draft(9)

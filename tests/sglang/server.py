@@ -1,0 +1,201 @@
+"""Real SGLang as a child process on a machine without a GPU, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+import httpx
+
+OPS_DIR = Path(__file__).parent / "ops"
+CPU_FLAGS = (
+    *("--device", "cpu"),
+    # Named one by one: SGLang replaces a plain `--attention-backend intel_amx` where the CPU has no AMX.
+    *("--attention-backend", "torch_native"),
+    *("--prefill-attention-backend", "intel_amx"),
+    *("--decode-attention-backend", "intel_amx"),
+    "--disable-overlap-schedule",
+    "--disable-cuda-graph",
+    "--sleep-on-idle",
+    "--skip-server-warmup",
+    *("--max-total-tokens", "20000"),
+)
+"""What real SGLang must be told to serve on a CPU with the operators in `ops`."""
+
+
+def cpu_environment(num_threads: int = 1) -> dict[str, str]:
+    """The variables that make real SGLang find the CPU operators and use `num_threads` threads a process."""
+    inherited = os.environ.get("PYTHONPATH")
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(OPS_DIR), inherited))),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # SGLang compiles one small function of the draft's with a C++ compiler, twenty seconds into the first request.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Three processes import 7,500 modules each: keeping their bytecode halves a start.
+        "PYTHONDONTWRITEBYTECODE": "",
+        **dict.fromkeys(threads, str(num_threads)),
+    }
+
+
+def speculative_flags(draft_dir: Path, *, num_steps: int = 3, topk: int = 1) -> list[str]:
+    """EAGLE-3 with `num_steps` draft steps; verifies a chain, or for `topk` > 1 a tree as large as `topk` chains."""
+    return [
+        *("--speculative-algorithm", "EAGLE3"),
+        *("--speculative-draft-model-path", str(draft_dir)),
+        *("--speculative-draft-attention-backend", "intel_amx"),
+        *("--speculative-num-steps", str(num_steps)),
+        *("--speculative-eagle-topk", str(topk)),
+        *("--speculative-num-draft-tokens", str(1 + topk * num_steps)),
+    ]
+
+
+class ServerEndedError(RuntimeError):
+    """SGLang ended or was not ready in time; carries the end of its log."""
+
+
+class SglangServer:
+    """One SGLang server on a free loopback port; `with` starts it, waits until it serves, and ends all its processes.
+
+    Raises ServerEndedError when it ends by itself or is not ready after `ready_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        log_path: Path,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        num_threads: int = 1,
+        ready_timeout_s: float = 240.0,
+    ) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = log_path
+        self._command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)),
+            *CPU_FLAGS,
+            *flags,
+        ]
+        self._env = {**os.environ, **cpu_environment(num_threads), **(env or {})}
+        self._ready_timeout_s = ready_timeout_s
+        self._client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._log = self.log_path.open("ab")
+        # SGLang leaves the sockets between its processes behind.
+        self._sockets = tempfile.TemporaryDirectory(prefix="sglang-")
+        self._process = subprocess.Popen(
+            self._command,
+            env={**self._env, "TMPDIR": self._sockets.name},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process id, which is also its process group's."""
+        assert self._process is not None
+        return self._process.pid
+
+    def log_text(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def server_info(self) -> dict[str, Any]:
+        """SGLang's own account of its settings and, under `internal_states`, of each scheduler."""
+        return self._json(self._client.get("/server_info"))
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> dict[str, Any]:
+        """The whole native answer to a text or to token ids: `text`, `output_ids`, `meta_info`.
+
+        Greedy and at most 64 tokens unless `sampling` (SGLang's `sampling_params`) says otherwise.
+        """
+        return self._json(self._client.post("/generate", json=_body(prompt, sampling)))
+
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> Iterator[dict[str, Any]]:
+        """The same answer as it grows: each item holds everything so far."""
+        body = {**_body(prompt, sampling), "stream": True}
+        with self._client.stream("POST", "/generate", json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def _json(self, response: httpx.Response) -> dict[str, Any]:
+        assert response.is_success, f"{response.status_code}: {response.text}\n{self._log_tail()}"
+        answer = response.json()
+        assert isinstance(answer, dict)
+        return answer
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._ready_timeout_s
+        while not self._is_ready():
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise ServerEndedError(f"SGLang ended with code {self._process.returncode}:\n{self._log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerEndedError(f"SGLang not ready after {self._ready_timeout_s:.0f} s:\n{self._log_tail()}")
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        """`/model_info` answers from the first moment on in which the server takes requests, and generates nothing."""
+        try:
+            return self._client.get("/model_info", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log_text().splitlines()[-40:])
+
+    def _stop(self) -> None:
+        """End every process of the group at once: SGLang ends its own children no gentler, only ten seconds later."""
+        self._client.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._sockets is not None:
+            self._sockets.cleanup()
+        if self._log is not None:
+            self._log.close()
+
+
+def _body(prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": 64, **sampling}
+    return {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": params}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,245 @@
+"""What the plugin captures in real SGLang: what the target computed, what was served, what SGLang itself counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from speculator.checkpoint import read_target_tensor
+from speculator.lineage import load_draft
+from speculator.loss import draft_ids_by_target_id
+from speculator.model import aux_layer_ids
+from speculator.store import DraftStore
+from speculator.trace import Trace
+from tests.sglang.plugged import Plugged, plugged_server
+from trainer.batch import cut, make_example, pack
+from trainer.unroll import unroll
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "A train travels 60 km in 45 minutes. How fast is it in km per hour?",
+    "Why is the sky blue?",
+    "List five vegetables that grow in winter.",
+    "Explain what a hash table is.",
+    "Tom has 3 apples and buys 5 more. He eats 2. How many are left?",
+    "Translate 'good morning' into Spanish and German.",
+    "Who wrote Romeo and Juliet?",
+    "What does the ls command do?",
+    "How do vaccines work?",
+    "Write a haiku about the sea.",
+    "What is 17 times 23?",
+    "Name the planets of the solar system in order.",
+    "Summarise the plot of Cinderella in two sentences.",
+    "How is bread made?",
+    "What is the difference between a list and a tuple in Python?",
+    "If a shirt costs 20 dollars and is reduced by 15%, what does it cost?",
+    "Describe a sunset in the mountains to someone who has never seen one, in as much detail as you can give.",
+    "What are the primary colours?",
+)
+
+
+@pytest.fixture(scope="module")
+def plugged(model_dir: Path, draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugged]:
+    """A chain of three, prompts read in chunks of 32, the radix cache on, features as they were computed."""
+    with plugged_server(
+        tmp_path_factory.mktemp("capture"),
+        model_dir,
+        draft_store,
+        flags=("--chunked-prefill-size", "32", "--max-running-requests", "8"),
+        settings={"CAPTURE_FEATURES": "bfloat16", "CONTEXT_WINDOW": "200"},
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answers(plugged: Plugged) -> dict[str, dict[str, Any]]:
+    """Twenty greedy answers, four at a time, by request id."""
+
+    def ask(question: str) -> dict[str, Any]:
+        ids = plugged.ids(question)
+        return {**plugged.server.generate(ids, max_new_tokens=32), "prompt_ids": ids}
+
+    with ThreadPoolExecutor(4) as pool:
+        return {answer["meta_info"]["id"]: answer for answer in pool.map(ask, QUESTIONS)}
+
+
+@pytest.fixture(scope="module")
+def traces(plugged: Plugged, answers: dict[str, dict[str, Any]]) -> dict[str, Trace]:
+    return plugged.traces(len(answers))
+
+
+def test_every_finished_request_has_its_trace(answers: dict[str, dict[str, Any]], traces: dict[str, Trace]) -> None:
+    assert traces.keys() == answers.keys()
+    for request_id, trace in traces.items():
+        answer = answers[request_id]
+        completion = answer["output_ids"]
+        start = trace.header.num_prompt_tokens - trace.header.first_position
+        assert trace.header.num_prompt_tokens == answer["meta_info"]["prompt_tokens"]
+        assert trace.token_ids[start:].tolist() == completion[:-1]
+        assert not trace.constrained.any()
+
+
+def test_the_targets_likeliest_token_is_the_served_one(
+    answers: dict[str, dict[str, Any]], traces: dict[str, Trace]
+) -> None:
+    for request_id, trace in traces.items():
+        last_prompt = trace.header.num_prompt_tokens - trace.header.first_position - 1
+        assert trace.target_topk_ids[last_prompt:, 0].tolist() == answers[request_id]["output_ids"]
+
+
+def test_accepted_counts_are_sglangs_own(answers: dict[str, dict[str, Any]], traces: dict[str, Trace]) -> None:
+    for request_id, trace in traces.items():
+        counted = answers[request_id]["meta_info"]
+        assert len(trace.rounds.position) == counted["spec_verify_ct"]
+        assert trace.rounds.num_accepted.sum() == counted["spec_num_correct_drafts"]
+        assert (trace.rounds.draft_version == 1).all()
+
+
+def test_features_and_distributions_are_hugging_faces(
+    model_dir: Path, answers: dict[str, dict[str, Any]], traces: dict[str, Trace]
+) -> None:
+    """At every position of every trace, prompts in chunks and behind cached prefixes among them.
+
+    The yardstick is what bfloat16 does to Hugging Face's own forward pass, against the same in float32. A misplaced
+    position is off by more than the size of the feature itself.
+    """
+    torch.set_num_threads(1)
+    exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    ours, yardstick = [], []
+    our_logprobs, yardstick_logprobs = [], []
+    for request_id, trace in traces.items():
+        answer, start = answers[request_id], trace.header.first_position
+        tokens = torch.tensor([answer["prompt_ids"] + answer["output_ids"][:-1]])
+        features, logprobs = _forward(exact, tokens, start)
+        features_bf16, logprobs_bf16 = _forward(rounded, tokens, start)
+        size = features.norm(dim=-1)
+        ours.append((trace.aux_hidden.float() - features).norm(dim=-1) / size)
+        yardstick.append((features_bf16 - features).norm(dim=-1) / size)
+        labelled = torch.from_numpy(trace.target_topk_ids[:, 0] >= 0)
+        top = torch.from_numpy(trace.target_topk_ids[:, :1]).long()[labelled]
+        captured = torch.from_numpy(trace.target_topk_logprobs[:, 0].astype(np.float32))[labelled]
+        our_logprobs.append((captured - logprobs[labelled].gather(1, top)[:, 0]).abs())
+        yardstick_logprobs.append((logprobs_bf16 - logprobs)[labelled].gather(1, top)[:, 0].abs())
+    for captured_error, rounding_error in ((ours, yardstick), (our_logprobs, yardstick_logprobs)):
+        error, allowed = torch.cat(captured_error), torch.cat(rounding_error)
+        assert error.median() < 1.5 * allowed.median()
+        assert error.max() < 3 * allowed.max()
+
+
+def _forward(model: Any, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Aux features [T, 3d] and log-probabilities [T, V] of the positions from `start`, in float32."""
+    with torch.inference_mode():
+        output = model(tokens, output_hidden_states=True)
+    layers = aux_layer_ids(model.config.num_hidden_layers)
+    features = torch.cat([output.hidden_states[layer][0, start:] for layer in layers], -1)
+    return features.float(), output.logits[0, start:].float().log_softmax(-1)
+
+
+def test_the_drafts_own_logprobs_are_those_of_our_network(
+    model_dir: Path, draft_store: DraftStore, traces: dict[str, Trace]
+) -> None:
+    """SGLang's draft and `speculator.model` propose the same tokens with the same probability."""
+    draft = load_draft(
+        draft_store,
+        1,
+        embed=read_target_tensor(model_dir, "model.embed_tokens.weight"),
+        target_fingerprint=draft_store.manifest(1).target_fingerprint,
+    )
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    same = total = 0
+    differences = []
+    for trace in traces.values():
+        if trace.header.first_position > 0:
+            continue  # SGLang's draft has read the cached prefix, the trace does not hold it
+        example = make_example(trace, draft_ids_V, feature_width=draft.fc.in_features)
+        window = cut(example, max_bases=example.num_bases, rng=random.Random(0))
+        with torch.no_grad():
+            proposals = next(iter(unroll(draft, pack([window], max_context=10_000), num_steps=1)))
+        logprobs = proposals.logits.log_softmax(-1)
+        by_position = {
+            example.first_position + example.first_base + int(chain): row for row, chain in enumerate(proposals.chains)
+        }
+        for position, tokens, behaviour in zip(
+            trace.rounds.position, trace.rounds.draft_tokens, trace.rounds.draft_logprobs, strict=True
+        ):
+            # The first proposal after position p comes from the base before it.
+            row = by_position.get(int(position) - 1)
+            if row is None:
+                continue
+            proposed = int(draft_ids_V[int(tokens[0])])
+            total += 1
+            same += int(logprobs[row].argmax()) == proposed
+            differences.append(abs(float(logprobs[row, proposed]) - float(behaviour[0])))
+    assert total > 20
+    assert same / total > 0.9
+    assert float(np.median(differences)) < 0.05
+
+
+def test_who_opts_out_leaves_no_trace(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    silent = {"slipstream": {"capture": False}}
+    named = {"slipstream": {"capture": True, "tenant": "acme", "group_id": "g1", "domain": "geography"}}
+    ids = plugged.ids("What is the longest river of Africa?")
+    plugged.server.generate(ids, max_new_tokens=8, custom_params=silent)
+    answer = plugged.server.generate(ids, max_new_tokens=8, custom_params=named)
+    header = next(iter(plugged.traces(1).values())).header
+    assert header.request_id == answer["meta_info"]["id"]
+    assert (header.tenant, header.group_id, header.domain) == ("acme", "g1", "geography")
+    assert plugged.stream.read(1, 200) == []
+
+
+def test_a_one_token_answer(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    plugged.server.generate(plugged.ids("Say yes."), max_new_tokens=1)
+    (trace,) = plugged.traces(1).values()
+    assert trace.num_completion_tokens == 0
+    assert len(trace.rounds.position) == 0
+
+
+def test_a_prompt_longer_than_the_window_is_cut_and_others_go_on(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    words = " ".join(f"number {index}" for index in range(250))  # three windows
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(plugged.server.generate, plugged.ids(words), max_new_tokens=8)
+        short = pool.submit(plugged.server.generate, plugged.ids("Who painted the Mona Lisa?"), max_new_tokens=8)
+        long_id, short_id = long.result()["meta_info"]["id"], short.result()["meta_info"]["id"]
+    found = plugged.traces(2)
+    prompt = found[long_id].header.num_prompt_tokens
+    assert prompt > 600
+    assert found[long_id].header.first_position == prompt - 200
+    assert found[short_id].num_tokens < 200
+
+
+def test_an_aborted_request_leaves_nothing(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    dropped = int(plugged.report()["dropped"])
+    chunks = plugged.server.stream(plugged.ids("Tell me a very long story about a dragon."), max_new_tokens=400)
+    next(chunks)
+    chunks.close()
+    report = plugged.wait_for(lambda report: int(report["dropped"]) == dropped + 1)
+    assert "aborted=" in report["dropped_by_reason"]
+    assert plugged.stream.read(1, 200) == []
+
+
+def test_sampling_and_constraints_are_recorded(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    ids = plugged.ids("Invent a name for a cat.")
+    plugged.server.generate(ids, max_new_tokens=6, temperature=0.7, top_p=0.9, top_k=40)
+    (free,) = plugged.traces(1).values()
+    assert (free.header.sampling.temperature, free.header.sampling.top_p, free.header.sampling.top_k) == (0.7, 0.9, 40)
+    assert not free.constrained.any()
+    plugged.server.generate(ids, max_new_tokens=6, frequency_penalty=0.5)
+    (bound,) = plugged.traces(1).values()
+    assert bound.header.sampling.temperature == 0
+    assert bound.constrained[bound.header.num_prompt_tokens - bound.header.first_position :].all()
+
+
+def test_the_accounts_add_up(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    report = plugged.wait_for(lambda report: report["pending"] == "0")
+    assert int(report["captured"]) == int(report["appended"])
+    assert report["target_ok"] == "1"

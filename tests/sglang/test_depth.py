@@ -1,0 +1,96 @@
+"""SGLang's adaptive speculation, fed by measurements: a useless draft is turned off, a good one is used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from speculator.checkpoint import draft_state
+from speculator.fresh import fresh_draft
+from speculator.store import DraftStore
+from tests.sglang.learning import train_version
+from tests.sglang.plugged import ENGINE_ID, Plugged, plugged_server
+from tests.sglang.test_capture import QUESTIONS
+
+
+@pytest.fixture(scope="module")
+def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+    root = tmp_path_factory.mktemp("depth") / "drafts"
+    shutil.copytree(draft_store.root, root)
+    return DraftStore(root)
+
+
+@pytest.fixture(scope="module")
+def plugged(model_dir: Path, store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugged]:
+    folder = tmp_path_factory.mktemp("adaptive")
+    config = folder / "adaptive.json"
+    config.write_text('{"1": {"candidate_steps": [0, 1, 3]}}')
+    flags = ("--speculative-adaptive", "--speculative-adaptive-config", str(config))
+    with plugged_server(folder, model_dir, store, flags=flags, settings={"CONTROL_SHARE": "0.1"}) as server:
+        yield server
+
+
+def _decode(plugged: Plugged, rounds: int = 1) -> tuple[int, int]:
+    """(decode steps, those in which proposals were verified) of a few questions, asked one after the other."""
+    before = plugged.wait_for(lambda report: report["pending"] == "0")
+    for question in QUESTIONS[:4] * rounds:
+        plugged.server.generate(plugged.ids(question), max_new_tokens=48)
+    steps = int(before["steps"])
+    report = plugged.wait_for(lambda report: int(report["steps"]) > steps + 40)
+    drafted = int(report["verifications"]) - int(before["verifications"])
+    return int(report["steps"]) - steps, drafted
+
+
+def test_a_draft_that_has_learnt_nothing_sleeps(plugged: Plugged) -> None:
+    steps, drafted = _decode(plugged)
+    assert steps > 100
+    assert drafted == 0
+    report = plugged.wait_for(lambda report: report["pending"] == "0")
+    assert (report["asleep"], report["depth"]) == ("1", "0")
+
+
+def test_a_version_that_does_not_pay_is_looked_at_and_left_alone(plugged: Plugged, store: DraftStore) -> None:
+    draft = fresh_draft(resolve_model(BUNDLED_MODEL), seed=1)
+    manifest = store.manifest(1)
+    config = store.config(1)
+    state = {**draft_state(draft), "d2t": store.load(1)["d2t"], "t2d": store.load(1)["t2d"]}
+    useless = store.write(state, config, parent=1, target_fingerprint=manifest.target_fingerprint, info={})
+    plugged.pointer.publish(useless.version)
+    plugged.wait_for(lambda report: report["version"] == str(useless.version) and report["asleep"] == "0")
+    _decode(plugged)  # each depth is looked at a few times
+    steps, drafted = _decode(plugged)
+    assert 0 < drafted < 0.4 * steps
+    report = plugged.wait_for(lambda report: report["pending"] == "0")
+    assert float(report["acceptance"].split(",")[0]) < 0.2
+    assert "1/0=" in report["round_ms"]
+    assert "1/3=" in report["round_ms"]
+    _decode(plugged)
+    plugged.wait_for(lambda report: report["asleep"] == "1")
+
+
+def test_a_draft_that_is_accepted_is_used_and_measured(plugged: Plugged, store: DraftStore, model_dir: Path) -> None:
+    traces = plugged.traces(8)
+    version = train_version(store, model_dir, traces.values(), num_steps=80)
+    plugged.pointer.publish(version)
+    plugged.wait_for(lambda report: report["version"] == str(version))
+    _decode(plugged)
+    steps, drafted = _decode(plugged, rounds=2)
+    assert drafted > 0.5 * steps
+    report = plugged.report()
+    assert float(report["acceptance"].split(",")[0]) > 0.4
+    # One step in ten decodes plainly, so the measured baseline is there.
+    assert float(report["speedup"]) > 0
+    assert float(report["baseline_ms_per_token"]) > 0
+
+
+def test_the_operator_can_turn_drafting_off(plugged: Plugged) -> None:
+    plugged.pointer.set_depth(ENGINE_ID, 0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(plugged.server.generate, plugged.ids("Count to ten."), max_new_tokens=24).result()
+    _, drafted = _decode(plugged)
+    assert drafted == 0

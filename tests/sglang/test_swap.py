@@ -1,0 +1,186 @@
+"""Drafts come into real SGLang between two steps: nothing waits, nothing fails, no text changes.
+
+The server computes in float32, where speculation and its absence give the same text token for token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.store import DraftStore
+from tests.sglang.learning import train_version
+from tests.sglang.plugged import Plugged, plugged_server
+from tests.sglang.test_capture import QUESTIONS
+
+ASKED = QUESTIONS[:8]
+
+
+@pytest.fixture(scope="module")
+def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+    """A copy of the random draft's store, to be written to."""
+    root = tmp_path_factory.mktemp("swaps") / "drafts"
+    shutil.copytree(draft_store.root, root)
+    return DraftStore(root)
+
+
+@pytest.fixture(scope="module")
+def plugged(model_dir: Path, store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugged]:
+    with plugged_server(
+        tmp_path_factory.mktemp("swap"), model_dir, store, flags=("--dtype", "float32", "--max-running-requests", "8")
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(plugged: Plugged) -> dict[str, list[int]]:
+    """The answers under the first version, without any swap."""
+    return _ask_all(plugged)
+
+
+@pytest.fixture(scope="module")
+def trained(plugged: Plugged, plain: dict[str, list[int]], store: DraftStore, model_dir: Path) -> int:
+    """A version that has learnt these answers from their traces."""
+    return train_version(store, model_dir, plugged.traces(len(plain)).values(), num_steps=60)
+
+
+def _ask(plugged: Plugged, question: str) -> dict[str, Any]:
+    return plugged.server.generate(plugged.ids(question), max_new_tokens=48)
+
+
+def _ask_all(plugged: Plugged) -> dict[str, list[int]]:
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda question: _ask(plugged, question), ASKED)
+        return {question: answer["output_ids"] for question, answer in zip(ASKED, answers, strict=True)}
+
+
+def _publish(plugged: Plugged, version: int) -> dict[str, str]:
+    plugged.pointer.publish(version)
+    return plugged.wait_for(lambda report: report["version"] == str(version))
+
+
+def test_a_version_learnt_from_traces_is_accepted_and_changes_no_text(
+    plugged: Plugged, plain: dict[str, list[int]], trained: int
+) -> None:
+    question = ASKED[1]
+    before = _ask(plugged, question)["meta_info"]
+    report = _publish(plugged, trained)
+    assert float(report["last_stall_ms"]) > 0
+    answer = _ask(plugged, question)
+    assert answer["output_ids"] == plain[question]
+    assert before["spec_num_correct_drafts"] <= 2
+    assert answer["meta_info"]["spec_accept_length"] > 1.4
+    plugged.traces(2)
+
+
+def test_swaps_under_load(plugged: Plugged, plain: dict[str, list[int]], trained: int) -> None:
+    """Four clients without pause, six swaps between the random and the trained draft."""
+    swaps = int(plugged.report()["swaps"])
+    stop = False
+
+    def client(number: int) -> list[tuple[str, list[int]]]:
+        answers = []
+        for turn in range(200):
+            if stop:
+                break
+            question = ASKED[(number + turn) % len(ASKED)]
+            answers.append((question, _ask(plugged, question)["output_ids"]))
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client, number) for number in range(4)]
+        for _ in range(3):
+            _publish(plugged, 1)
+            _publish(plugged, trained)
+        stop = True
+        answers = [answer for done in clients for answer in done.result()]
+    assert len(answers) >= 4
+    for question, tokens in answers:
+        assert tokens == plain[question], question
+    traces = plugged.traces(len(answers)).values()
+    assert any(len(set(trace.rounds.draft_version.tolist())) > 1 for trace in traces), "no swap fell into an answer"
+    report = plugged.report()
+    assert int(report["swaps"]) == swaps + 6
+    assert report["swap_failures"] == "0"
+    assert report["target_ok"] == "1"
+
+
+def _version_dir(store: DraftStore, version: int) -> Path:
+    return store.root / "versions" / f"{version:06d}"
+
+
+def _forge(store: DraftStore, version: int, weights: dict[str, torch.Tensor], **manifest: Any) -> int:
+    """A version with other weights whose manifest fits them, as only somebody with access to the store could make."""
+    forged = (store.latest() or 0) + 1
+    folder = _version_dir(store, forged)
+    shutil.copytree(_version_dir(store, version), folder)
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    values = json.loads((folder / "manifest.json").read_bytes())
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    values |= {"version": forged, "weights_sha256": digest, **manifest}
+    (folder / "manifest.json").write_text(json.dumps(values))
+    return forged
+
+
+def _truncated(store: DraftStore, version: int) -> int:
+    forged = _forge(store, version, store.load(version))
+    path = _version_dir(store, forged) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    return forged
+
+
+def _wrong_shape(store: DraftStore, version: int) -> int:
+    weights = store.load(version)
+    return _forge(store, version, {**weights, "fc.weight": weights["fc.weight"][:-1].contiguous()})
+
+
+def _with_embedding(store: DraftStore, version: int) -> int:
+    weights = store.load(version)
+    return _forge(store, version, {**weights, "embed_tokens.weight": torch.zeros(49152, 576, dtype=torch.bfloat16)})
+
+
+def _not_finite(store: DraftStore, version: int) -> int:
+    weights = store.load(version)
+    return _forge(store, version, {**weights, "norm.weight": torch.full_like(weights["norm.weight"], float("nan"))})
+
+
+def _other_target(store: DraftStore, version: int) -> int:
+    return _forge(store, version, store.load(version), target_fingerprint="0" * 64)
+
+
+@pytest.mark.parametrize("forge", [_truncated, _wrong_shape, _with_embedding, _not_finite, _other_target])
+def test_a_bad_version_is_refused_and_serving_goes_on(
+    plugged: Plugged, plain: dict[str, list[int]], trained: int, store: DraftStore, forge: Any
+) -> None:
+    in_service = plugged.report()["version"]
+    bad = forge(store, trained)
+    plugged.pointer.publish(bad)
+    report = plugged.wait_for(lambda report: str(bad) in report["refused"].split(","))
+    assert report["version"] == in_service
+    assert report["target_ok"] == "1"
+    assert _ask(plugged, ASKED[1])["output_ids"] == plain[ASKED[1]]
+    plugged.traces(1)
+
+
+def test_redis_may_die(plugged: Plugged, plain: dict[str, list[int]], trained: int) -> None:
+    """Serving goes on without it; capture and swaps resume by themselves when it is back."""
+    appended = int(plugged.report()["appended"])
+    plugged.redis.stop()
+    assert _ask(plugged, ASKED[2])["output_ids"] == plain[ASKED[2]]
+    plugged.redis = EmbeddedRedis(plugged.redis.directory)
+    plugged.connect()
+    plugged.wait_for(lambda report: int(report["appended"]) > appended)
+    plugged.traces(1)
+    _publish(plugged, 1)
+    assert _ask(plugged, ASKED[2])["output_ids"] == plain[ASKED[2]]
+    plugged.traces(1)
