@@ -22,6 +22,8 @@ from speculator.errors import ConfigError, DraftError, SlipstreamError, StoreErr
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
 draft_app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
 app.add_typer(draft_app, name="draft")
+traces = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
+app.add_typer(traces, name="traces")
 console = Console(stderr=True)
 
 Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
@@ -38,6 +40,8 @@ VocabFrom = Annotated[
     Path | None,
     typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
 ]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+Recording = Annotated[Path, typer.Argument(help="A file that `slipstream traces record` wrote.")]
 Context = Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")]
 
 
@@ -57,7 +61,7 @@ def main() -> None:
 def demo(
     minutes: Annotated[float, typer.Option(min=0.2, help="How long live traffic runs.")] = 10,
     model: Model = BUNDLED_MODEL,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG of acceptance length and speedup here.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")] = 8765,
     redis_url: Annotated[str | None, typer.Option(help="Use this empty Redis instead of starting one.")] = None,
@@ -303,6 +307,124 @@ def draft_init(
         assert store is not None, "checked above"
         written = init_lineage(model_dir, store, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     typer.echo(written)
+
+
+@app.command()
+def replay(
+    recordings: Annotated[list[Path], typer.Argument(help="Recordings, learnt from in this order.")],
+    loss: Annotated[
+        str | None, typer.Option(help='Names with weights: "forward_kl=1,discard=0.5"; default: the trainer\'s.')
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Default: every trace about four times; 0 evaluates the draft on all.")
+    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Begin with the newest draft of this store.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh draft, of the split and of the order.")] = 0,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals a round.")] = 4,
+    min_confidence: Annotated[
+        float, typer.Option(min=0, max=1, help="Chains end below this confidence, as the engine ends them at 0.15.")
+    ] = 0.0,
+    model: Model = BUNDLED_MODEL,
+    draft_vocab_size: Annotated[int | None, typer.Option(min=2, help="Tokens that the draft can propose.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Learn from recorded traces, no server needed, and predict the acceptance that the draft would have in service.
+
+    A fifth of the traces of every domain is held out for the prediction. SLIPSTREAM_TRAINER_* variables set the rest.
+    `--store drafts --steps 0 --min-confidence 0.15` predicts a served draft: beside it stands what was recorded.
+    """
+    _log_to_stderr()
+    import torch
+
+    from slipstream.replay import ReplayOptions
+    from slipstream.replay import replay as run
+    from slipstream.traces import check_output
+
+    check_output(json_file)
+    torch.set_num_threads(threads)
+    document = run(
+        ReplayOptions(
+            recordings=recordings,
+            model_dir=resolve_model(model),
+            depths=range(1, depth + 1),
+            loss=loss,
+            num_steps=steps,
+            seed=seed,
+            min_confidence=min_confidence,
+            draft_vocab_size=draft_vocab_size,
+            store=store,
+        ),
+        progress=lambda line: console.print(line, highlight=False),
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    console.print(
+        f"{document['loss']}: {document['accept_length']} tokens a verification at depth {depth} after "
+        f"{document['trained_tokens']} trained tokens, on {document['held_out_traces']} held-out traces whose recorded "
+        f"rounds committed {document['recorded_accept_length']}",
+        highlight=False,
+    )
+
+
+@traces.command("record")
+def record_traces(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="File to write; an existing recording is continued.")],
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    seconds: Annotated[float, typer.Option(min=0, help="Go on with new traces for so long.")] = 0,
+    note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
+) -> None:
+    """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
+    import time
+
+    from slipstream.layout import model_key
+    from slipstream.traces import StreamCopy, check_output, record
+    from speculator.checkpoint import target_fingerprint
+    from speculator.recording import RecordingHeader
+    from speculator.redis_client import connect
+
+    check_output(out)
+    model_dir = resolve_model(model)
+    fingerprint = target_fingerprint(model_dir)
+    header = RecordingHeader(
+        target_fingerprint=fingerprint, model=model_dir.name, created_ms=time.time_ns() // 1_000_000, note=note
+    )
+    with connect(redis_url) as client:
+        counts = record(StreamCopy(client, model_key(model_dir, fingerprint)), out, header, seconds=seconds)
+    console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()), highlight=False)
+
+
+@traces.command("info")
+def trace_info(
+    recording: Recording,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")] = False,
+) -> None:
+    """Say what a recording holds: traces, tokens, domains, acceptance, draft versions, bytes."""
+    from slipstream.traces import sentences, summary
+
+    document = summary(recording)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        console.print(sentences(document), highlight=False, soft_wrap=True)
+
+
+@traces.command("export")
+def export_traces(
+    recording: Recording,
+    out: Annotated[Path | None, typer.Option("--out", "--jsonl", help="JSON lines; default: standard output.")] = None,
+) -> None:
+    """Write traces as JSON lines: tokens, target distributions, rounds; everything but the features."""
+    from slipstream.traces import check_output, export
+
+    check_output(out)
+    if out is None:
+        export(recording, sys.stdout)
+        return
+    with out.open("w") as file:
+        count = export(recording, file)
+    console.print(f"{count} traces written to {out}", highlight=False)
 
 
 @app.command()

@@ -1,133 +1,265 @@
-"""What the draft learns from a trace, and how its acceptance is counted: pure functions.
+"""What a step may minimise: losses on draft logits, each a pure function, and `LossMix`, which picks and weighs them.
 
-**Labels.** Row t of a trace is the target's distribution p(· | tokens 0…t) over its K likeliest tokens. Temperature,
-top-k and top-p of the request turn it into the served distribution, renormalised over the K kept tokens: whatever
-lies below them has no identity in the trace. Tokens outside the draft vocabulary are then dropped *without*
-renormalising, so a row sums to m = Σ_{x ∈ D} p(x), the share that the draft could propose at all.
+At one state of a chain z are the draft's logits over the draft vocabulary D, divided by the request's temperature,
+q = softmax z, p the served distribution, m = Σ_{x ∈ D} p(x), r the mass of p below the kept tokens
+(speculator/labels.py), x a proposal, ρ its importance ratio and w(ρ) the weight (speculator/offpolicy.py).
 
-**Alignment.** At base position t the draft reads the target's feature of t and token t+1, and predicts token t+2. In
-step k of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) it reads its own output of step k−1 in place of
-the feature, and token t+1+k, and predicts token t+2+k: the label is row t+1+k. Prompt `A B` (P = 2), completion
-`C D E F` (T = 6):
+On states that the draft's own chains reach, over committed text:
 
-    position t      0 A   1 B   2 C   3 D   4 E   5 F
-    target row t     –    → C   → D   → E   → F   → (outside the span)
+    forward_kl       −Σ_{x ∈ D} p log q = m · log Σ_D exp z − Σ_D p z     KL(p‖q) + constant; EAGLE-3, 2503.01840
+    reverse_kl       m · Σ_{x ∈ D} q (log q − log p̃)                      p̃ = p with its tail spread out, see there
+    acceptance       1 − Σ_x min(p, q)                                    1 − acceptance rate of rejection sampling
+    log_acceptance   −log Σ_x min(p, q)                                   LK losses, 2602.23881
+    cross_entropy    −log q(argmax p)                                     a greedy request accepts argmax p alone
 
-    base t = 1 = P−1   step 0 reads B, C   predicts D from row 2   step 1: E, row 3   step 2: F, row 4
-    base t = 2         step 0 reads C, D   predicts E from row 3   step 1: F, row 4
-    base t = 3         step 0 reads D, E   predicts F from row 4
-    base t = 4         would predict position 6, which nobody committed: no label
+On proposals, from the trace's verdicts or the draft's own:
 
-The chain that drafts the second token of every answer starts at P−1, the last prompt position. Earlier prompt positions
-are bases too where the trace has their distributions, and context only where it has not.
+    policy_gradient  −w(ρ) · A · log q(x),  A = [x accepted] − b          REINFORCE; b a running mean of [x accepted]
+    discard          w(ρ) · KL(p_F ‖ q_F) at a rejected proposal          after Aurora's discard term, 2602.06932
 
-**Forward KL** of one row, up to the constant Σ p log p, and already multiplied by the share m that can be accepted:
+F is the target's `discard_top_k` likeliest tokens and the rejected one, and p_F, q_F are p and q renormalised on F: the
+gradient q_F − p_F takes probability from the rejected token and gives it to what the target wanted in its place.
 
-    loss = −Σ_{x ∈ D} p(x) log q(x) = m · log Σ_{y ∈ D} exp z_y − Σ_{x ∈ D} p(x) z_x
+Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]: `forward_kl=1,discard=λ`. Each family is a mean over its
+own states, so λ weighs expectations.
 
-A row whose token the draft cannot propose weighs nothing; the full distribution over D is never stored.
+What the verdicts can add is small by construction. Verification that does not depend on the draft makes the emitted
+token, not the verdict, the target's answer, and the trace has the target's whole distribution there: at the rejection
+point a verdict says *where an older draft stood*, not what the target wants. `verdicts=fresh` takes the current draft's
+own likeliest tokens instead, whose verdict follows from the committed text alone.
 
-Shape letters: T tokens of the span, R rows, N base positions, S chains still alive, K kept target tokens, D draft
-vocabulary, V target vocabulary.
+Shape letters: S states, J proposals, W rejected ones, K kept target tokens, F tokens of the filter, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-import msgspec
 import torch
 from torch import Tensor
 
-from speculator.sampling import SamplingParams
-from speculator.verify import served_logits
+from speculator.errors import ConfigError
+from speculator.labels import Labels, Verdicts
+from speculator.offpolicy import Correction
 
-GREEDY_LABEL_TEMPERATURE = 1.0
-"""Temperature of the labels of greedy requests. Their served distribution is one token, which teaches far less."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """Distillation targets of R rows.
-
-    `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 served
-    probabilities (0 there, and on rows without a label), `labelled` [R] bool: the target's own distribution is known.
-    """
-
-    draft_ids: Tensor
-    probs: Tensor
-    labelled: Tensor
-
-
-def draft_ids_by_target_id(d2t_D: Tensor, vocab_size: int) -> Tensor:
-    """[V] int64: the draft id of every target token, −1 outside the draft vocabulary. `d2t_D` holds offsets."""
-    draft_ids_D = torch.arange(d2t_D.numel())
-    draft_ids_V = torch.full((vocab_size,), -1, dtype=torch.int64)
-    draft_ids_V[draft_ids_D + d2t_D] = draft_ids_D
-    return draft_ids_V
-
-
-def make_labels(
-    topk_ids_RK: Tensor, topk_logprobs_RK: Tensor, constrained_R: Tensor, sampling: SamplingParams, draft_ids_V: Tensor
-) -> Labels:
-    """Labels of R trace rows: ids −1 and log-probabilities −inf where the distribution was not computed.
-
-    Constrained rows (a grammar or a penalty changed the distribution) get no label.
-    """
-    labelled_R = (topk_ids_RK[:, 0] >= 0) & ~constrained_R
-    if sampling.temperature == 0:
-        sampling = msgspec.structs.replace(sampling, temperature=GREEDY_LABEL_TEMPERATURE, top_p=1.0, top_k=0)
-    logits_RK = served_logits(topk_logprobs_RK.float(), sampling)
-    draft_ids_RK = draft_ids_V[topk_ids_RK.long().clamp_min(0)]
-    known_RK = labelled_R[:, None] & (topk_ids_RK >= 0) & (draft_ids_RK >= 0)
-    # Rows without a distribution are −inf throughout, and their softmax is NaN: masked, never multiplied away.
-    probs_RK = logits_RK.softmax(-1).masked_fill(~known_RK, 0.0)
-    return Labels(draft_ids=draft_ids_RK.clamp_min(0), probs=probs_RK, labelled=labelled_R)
+DEFAULT_LOSS = "forward_kl"
+# Reverse KL is infinite where q has mass and p has none; an overlap of nothing has no logarithm.
+_LEAST_PROB = 1e-6
+_LEAST_OVERLAP = 1e-8
 
 
 def forward_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor) -> Tensor:
-    """[S] float32 forward KL of each row in nats, without its constant (see the module's formula)."""
+    """[S] float32 forward KL of each row in nats, without its constant (see the module's formula).
+
+    A row whose token the draft cannot propose weighs nothing; the full distribution over D is never stored.
+    """
     logits_SD = logits_SD.float()
     chosen_SK = logits_SD.gather(1, draft_ids_SK)
     return probs_SK.sum(-1) * logits_SD.logsumexp(-1) - (probs_SK * chosen_SK).sum(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Acceptance:
-    """Tokens committed by a number of verifications; adds up over spans."""
+def reverse_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S: Tensor) -> Tensor:
+    """[S] float32 KL(q ‖ p̃) in nats, weighted by m.
 
-    num_committed: int = 0
-    num_rounds: int = 0
+    p̃ is (1 − r) p on the kept tokens. On the others of D, which the trace does not know apart, it is the tail r spread
+    evenly over D, and at least 10⁻⁶: the price of mass where the target has none.
+    """
+    log_q_SD = logits_SD.float().log_softmax(-1)
+    known_SK = probs_SK > 0
+    rest_S = (tail_S / log_q_SD.shape[-1]).clamp_min(_LEAST_PROB).log()
+    log_p_SK = ((1 - tail_S)[:, None] * probs_SK).clamp_min(_LEAST_PROB).log()
+    q_SK = log_q_SD.gather(1, draft_ids_SK).exp()
+    entropy_S = -(log_q_SD.exp() * log_q_SD).sum(-1)
+    # Every token of D at the rest's price, and the kept ones corrected to their own.
+    cross_S = -rest_S - (q_SK * (log_p_SK - rest_S[:, None]) * known_SK).sum(-1)
+    return probs_SK.sum(-1) * (cross_S - entropy_S)
+
+
+def acceptance_rate(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S: Tensor) -> Tensor:
+    """[S] float32 Σ_x min(p, q): how often rejection sampling accepts a proposal drawn from q.
+
+    Tokens below the kept ones add nothing, so it is too low by at most the tail. Verification with shared noise accepts
+    between (1 − TV) / (1 + TV) and this, 1 − TV (speculator/verify.py).
+    """
+    logits_SD = logits_SD.float()
+    q_SK = (logits_SD.gather(1, draft_ids_SK) - logits_SD.logsumexp(-1, keepdim=True)).exp()
+    return torch.minimum((1 - tail_S)[:, None] * probs_SK, q_SK).sum(-1)
+
+
+def cross_entropy(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor) -> Tensor:
+    """[S] float32 −log q of the target's likeliest token; 0 where the draft cannot propose it."""
+    logits_SD = logits_SD.float()
+    log_q_S = logits_SD.gather(1, draft_ids_SK[:, :1])[:, 0] - logits_SD.logsumexp(-1)
+    return -log_q_S * (probs_SK[:, 0] > 0)
+
+
+def policy_gradient(log_q_J: Tensor, advantages_J: Tensor, weights_J: Tensor) -> Tensor:
+    """[J] −w · A · log q(x); neither weight nor advantage has a gradient."""
+    return -(weights_J * advantages_J).detach() * log_q_J
+
+
+def discard(logits_JD: Tensor, draft_ids_JK: Tensor, probs_JK: Tensor, rejected_J: Tensor, *, top_k: int) -> Tensor:
+    """[J] float32 KL(p_F ‖ q_F) at rejected proposals; 0 where the draft can propose none of the target's likeliest.
+
+    `rejected_J` are draft ids. Where the rejected token is itself among the target's likeliest, it keeps its own
+    probability: under sampling the target may reject what it likes.
+    """
+    ids_JF = torch.cat([draft_ids_JK[:, :top_k], rejected_J[:, None]], 1)
+    is_rejected_JK = (draft_ids_JK == rejected_J[:, None]) & (probs_JK > 0)
+    probs_J = (probs_JK * is_rejected_JK).sum(-1)
+    # The rejected token stands in the last column; among the first ones it would count twice.
+    first_JF = probs_JK[:, :top_k].masked_fill(is_rejected_JK[:, :top_k], 0.0)
+    weights_JF = torch.cat([first_JF, probs_J[:, None]], 1)
+    total_J1 = weights_JF.sum(-1, keepdim=True)
+    p_JF = weights_JF / total_J1.clamp_min(_LEAST_OVERLAP)
+    absent_JF = torch.cat([first_JF == 0, torch.zeros_like(probs_J, dtype=torch.bool)[:, None]], 1)
+    chosen_JF = logits_JD.float().gather(1, ids_JF).masked_fill(absent_JF, float("-inf"))
+    log_q_JF = chosen_JF.log_softmax(-1).masked_fill(p_JF == 0, 0.0)
+    divergence_J: Tensor = (torch.special.xlogy(p_JF, p_JF) - p_JF * log_q_JF).sum(-1)
+    return divergence_J
+
+
+VerdictSource = Literal["recorded", "fresh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMix:
+    """Weights of the losses, and the settings that they share. Read from text by `parse`; `str` writes it again."""
+
+    forward_kl: float = 0.0
+    reverse_kl: float = 0.0
+    acceptance: float = 0.0
+    log_acceptance: float = 0.0
+    cross_entropy: float = 0.0
+    policy_gradient: float = 0.0
+    discard: float = 0.0
+    correction: Correction = field(default_factory=Correction)
+    verdicts: VerdictSource = "recorded"
+    discard_top_k: int = 10
+    step_discount: float = 0.8
+    """Weight of step k is this to the power k: late steps are rarer in service and harder to learn; EAGLE-3's reference
+    training weighs them the same way."""
+
+    @classmethod
+    def parse(cls, text: str) -> LossMix:
+        """`name`, or `name=weight`, and settings, separated by commas: `forward_kl=1,discard=0.5,correction=topr`.
+
+        A name alone weighs 1. Settings: `correction` with its `clip_low`, `clip_high`, `positive` and `negative`;
+        `verdicts`, `discard_top_k`, `step_discount`. Raises ConfigError that names the choices.
+        """
+        given: dict[str, str] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            if name not in (*LOSS_NAMES, *_SETTINGS):
+                raise ConfigError(
+                    f"unknown loss {name!r}: choose from {', '.join(LOSS_NAMES)}; settings are {', '.join(_SETTINGS)}"
+                )
+            if name in given:
+                raise ConfigError(f"the loss names {name} twice: give it once")
+            given[name] = value or ("1" if name in LOSS_NAMES else "")
+        return cls(**_values(given))
+
+    def __post_init__(self) -> None:
+        weights = [getattr(self, name) for name in LOSS_NAMES]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ConfigError("a loss has a weight that is negative or not finite: give weights ≥ 0")
+        if not any(weights):
+            raise ConfigError(f"the loss has no term: give one of {', '.join(LOSS_NAMES)} a weight")
+        if self.verdicts not in get_args(VerdictSource):
+            raise ConfigError(f"verdicts={self.verdicts} is unknown: choose {' or '.join(get_args(VerdictSource))}")
+        if self.discard_top_k < 1 or not 0 < self.step_discount <= 1:
+            raise ConfigError("discard_top_k must be at least 1, and step_discount in (0, 1]")
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name):g}" for name in LOSS_NAMES if getattr(self, name)]
+        if self.uses_verdicts:
+            correction = self.correction
+            low, high = correction.clip
+            if correction.name != "none":
+                parts += [f"correction={correction.name}", f"clip_low={low:g}", f"clip_high={high:g}"]
+            if correction.name == "weighted_topr":
+                parts += [f"positive={correction.positive:g}", f"negative={correction.negative:g}"]
+            parts += [f"verdicts={self.verdicts}"]
+        if self.discard:
+            parts += [f"discard_top_k={self.discard_top_k}"]
+        return ",".join([*parts, f"step_discount={self.step_discount:g}"])
 
     @property
-    def length(self) -> float:
-        """Committed tokens per verification, the bonus token included; 1.0 means that drafting never helped."""
-        return self.num_committed / self.num_rounds if self.num_rounds else 1.0
+    def uses_verdicts(self) -> bool:
+        return bool(self.policy_gradient or self.discard)
 
-    def __add__(self, other: Acceptance) -> Acceptance:
-        return Acceptance(
-            num_committed=self.num_committed + other.num_committed, num_rounds=self.num_rounds + other.num_rounds
-        )
+    def on_states(self, logits_SD: Tensor, labels: Labels) -> Tensor:
+        """[S] float32: the committed-text terms at S states with tempered logits, weighted."""
+        ids_SK, probs_SK, tail_S = labels.draft_ids, labels.probs, labels.tail
+        if not any(getattr(self, name) for name in _TEXT_LOSSES):
+            # Nothing to learn here, yet part of the graph: a batch without verdicts is then a step without a gradient.
+            return logits_SD[:, 0].float() * 0.0
+        loss_S = logits_SD.new_zeros(len(logits_SD), dtype=torch.float32)
+        if self.forward_kl:
+            loss_S = loss_S + self.forward_kl * forward_kl(logits_SD, ids_SK, probs_SK)
+        if self.reverse_kl:
+            loss_S = loss_S + self.reverse_kl * reverse_kl(logits_SD, ids_SK, probs_SK, tail_S)
+        if self.cross_entropy:
+            loss_S = loss_S + self.cross_entropy * cross_entropy(logits_SD, ids_SK, probs_SK)
+        if self.acceptance or self.log_acceptance:
+            rate_S = acceptance_rate(logits_SD, ids_SK, probs_SK, tail_S)
+            loss_S = loss_S + self.acceptance * (1 - rate_S)
+            if self.log_acceptance:
+                loss_S = loss_S - self.log_acceptance * rate_S.clamp_min(_LEAST_OVERLAP).log()
+        return loss_S
+
+    def on_proposals(
+        self, logits_JD: Tensor, labels: Labels, verdicts: Verdicts, *, baseline: float
+    ) -> tuple[Tensor, Tensor]:
+        """(Σ policy gradient, Σ discard) over J judged proposals at states with tempered logits, both weighted."""
+        accepted_J = verdicts.accepted
+        reinforced = dropped = logits_JD.new_zeros((), dtype=torch.float32)
+        log_q_J = log_ratio_J = torch.zeros_like(accepted_J, dtype=torch.float32)
+        if self.policy_gradient or self.correction.name != "none":
+            log_q_J = (logits_JD.gather(1, verdicts.draft_ids[:, None])[:, 0] - logits_JD.logsumexp(-1)).float()
+            # The draft's own proposals are on policy.
+            log_ratio_J = log_q_J.detach() - verdicts.logprobs if self.verdicts == "recorded" else log_ratio_J
+        if self.policy_gradient:
+            advantages_J = accepted_J.float() - baseline
+            weights_J = self.correction.weights(log_ratio_J, advantages_J >= 0)
+            reinforced = self.policy_gradient * policy_gradient(log_q_J, advantages_J, weights_J).sum()
+        if self.discard:
+            wrong_J = ~accepted_J
+            here, judged = labels[wrong_J], verdicts[wrong_J]
+            divergence_W = discard(
+                logits_JD[wrong_J], here.draft_ids, here.probs, judged.draft_ids, top_k=self.discard_top_k
+            )
+            weights_W = self.correction.weights(log_ratio_J[wrong_J], judged.accepted)
+            dropped = self.discard * (weights_W * divergence_W).sum()
+        return reinforced, dropped
 
 
-def count_rounds(accepted_N: Tensor, labelled_N: Tensor, depth: int) -> Acceptance:
-    """Decode one span again with chains of `depth`: what would each verification have committed?
+_TEXT_LOSSES = ("forward_kl", "reverse_kl", "acceptance", "log_acceptance", "cross_entropy")
+LOSS_NAMES = (*_TEXT_LOSSES, "policy_gradient", "discard")
+_CORRECTION_SETTINGS = {"clip_low": "low", "clip_high": "high", "positive": "positive", "negative": "negative"}
+_SETTINGS = ("correction", *_CORRECTION_SETTINGS, "verdicts", "discard_top_k", "step_discount")
 
-    `accepted_N` counts the leading proposals of the chain from base n that equal the span's tokens (the emitted token
-    decides, see speculator/verify.py); `labelled_N` says whether the token that base n predicts has a label. A round at
-    base n commits accepted + 1 tokens and the next one starts behind them. Positions without a label are passed over
-    and counted nowhere. The last round is cut at the end of the span and counts only tokens inside it.
 
-    Example: N = 5, all labelled, accepted = [1, 0, 2, 1, 0], depth 3: rounds at 0 (2 tokens) and at 2 (3 tokens), so
-    5 tokens in 2 rounds, length 2.5.
-    """
-    accepted = accepted_N.clamp_max(depth).tolist()
-    labelled = labelled_N.tolist()
-    committed = rounds = base = 0
-    while base < len(accepted):
-        if not labelled[base]:
-            base += 1
-            continue
-        stop = min(base + accepted[base] + 1, len(accepted))
-        committed, rounds, base = committed + stop - base, rounds + 1, stop
-    return Acceptance(num_committed=committed, num_rounds=rounds)
+def _values(given: dict[str, str]) -> dict[str, Any]:
+    """The arguments of `LossMix` from text."""
+    values: dict[str, Any] = {}
+    correction: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "correction":
+            correction["name"] = value
+        elif name == "verdicts":
+            values[name] = value
+        elif name in _CORRECTION_SETTINGS:
+            correction[_CORRECTION_SETTINGS[name]] = _number(name, value, float)
+        else:
+            values[name] = _number(name, value, int if name == "discard_top_k" else float)
+    return {**values, "correction": Correction(**correction)}
+
+
+def _number(name: str, value: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value} in the loss is not a number: give one") from None

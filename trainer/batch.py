@@ -1,24 +1,26 @@
 """From traces to one training batch: what is learnt of a trace, and how a few spans are packed side by side.
 
 Spans differ in length, and padding would cost a third of the work; so a batch is one row of tokens without padding, and
-an attention mask keeps the spans apart. Only base positions (see speculator/loss.py) become queries. Positions before
+an attention mask keeps the spans apart. Only base positions (see speculator/labels.py) become queries. Positions before
 the first base, most of the prompt, give keys and values and nothing else.
 
 Shape letters: T tokens of the span, R rows from the first base to the span's end, N base positions of the batch,
-C context positions of the batch, M = C + N keys, K kept target tokens, w = 3d feature width, V target vocabulary.
+J judged proposals, C context positions of the batch, M = C + N keys, K kept target tokens, w = 3d feature width,
+V target vocabulary.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from speculator.errors import TraceError
-from speculator.loss import Labels, make_labels
+from speculator.labels import Labels, Verdicts, make_labels, make_verdicts
+from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 
 
@@ -27,16 +29,21 @@ class Example:
     """One trace, ready to learn from. Row r belongs to span index `first_base` + r, and there are R = T − first_base.
 
     `token_ids` [T] int64, `aux` [T, w] bfloat16, `labels` of R rows, `draft_ids` [R] int64: the draft id of the row's
-    own token, −1 outside the draft vocabulary.
+    own token, −1 outside the draft vocabulary. `verdicts` counts bases from `first_base`. The chain of `answer_base`
+    drafts the answer's second token; bases before it lie in the prompt.
     """
 
     trace_id: str
+    domain: str
+    sampling: SamplingParams
     first_position: int
     first_base: int
+    answer_base: int
     token_ids: Tensor
     aux: Tensor
     labels: Labels
     draft_ids: Tensor
+    verdicts: Verdicts
 
     @property
     def num_bases(self) -> int:
@@ -45,7 +52,8 @@ class Example:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.token_ids, self.aux, self.draft_ids, *vars(self.labels).values())
+        tables = (*vars(self.labels).values(), *vars(self.verdicts).values())
+        tensors = (self.token_ids, self.aux, self.draft_ids, *tables)
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -72,14 +80,19 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int) -> Ex
         raise TraceError("no position has both a target distribution and a following token")
     if not bool(torch.isfinite(labels.probs).all()):
         raise TraceError("a target distribution has no probability at all")
+    header = trace.header
     return Example(
-        trace_id=trace.header.trace_id,
-        first_position=trace.header.first_position,
+        trace_id=header.trace_id,
+        domain=header.domain,
+        sampling=header.sampling,
+        first_position=header.first_position,
         first_base=first_base,
+        answer_base=max(header.num_prompt_tokens - 1 - header.first_position - first_base, 0),
         token_ids=token_ids_T,
         aux=trace.aux_hidden,
         labels=labels,
         draft_ids=draft_ids_V[token_ids_T[first_base:]],
+        verdicts=make_verdicts(trace, draft_ids_V, first_base=first_base),
     )
 
 
@@ -115,7 +128,7 @@ class Batch:
 
     Bases: features `aux` [N, w], absolute `positions` [N], the row `rows` [N] of each and the last row of its span
     `last_rows` [N]; `mask` [N, M] bool says which keys (context, then bases) a base sees. Rows: `token_ids` [R],
-    `draft_ids` [R], `labels` of R rows; those of a span are consecutive.
+    `draft_ids` [R], `labels` of R rows; those of a span are consecutive. `verdicts` [J] counts bases of the batch.
 
     In step k the chain of base n reads token row `rows[n]` + 1 + k, learns from the same row's label, and predicts the
     token of the row after it, as long as that is at most `last_rows[n]`.
@@ -130,18 +143,24 @@ class Batch:
     token_ids: Tensor
     draft_ids: Tensor
     labels: Labels
+    verdicts: Verdicts
 
 
 def pack(windows: Sequence[Window], *, max_context: int) -> Batch:
     """Pack windows, each with up to `max_context` positions before its first base as context."""
     pieces = []
-    num_rows = 0
+    num_rows = num_bases = 0
     for span, window in enumerate(windows):
-        pieces.append(_span_tensors(window, span=span, first_row=num_rows, max_context=max_context))
+        places = {"span": span, "first_row": num_rows, "first_base": num_bases}
+        pieces.append(_span_tensors(window, **places, max_context=max_context))
         num_rows += len(pieces[-1]["token_ids"])
+        num_bases += window.num_bases
 
     def joined(name: str) -> Tensor:
         return torch.cat([piece[name] for piece in pieces])
+
+    def joined_fields(kind: type[Labels] | type[Verdicts]) -> dict[str, Tensor]:
+        return {each.name: joined(f"{kind.__name__}.{each.name}") for each in fields(kind)}
 
     context = Context(
         next_tokens=joined("context_next_tokens"), aux=joined("context_aux"), positions=joined("context_positions")
@@ -158,18 +177,20 @@ def pack(windows: Sequence[Window], *, max_context: int) -> Batch:
         mask=same_span_NM & causal_NM,
         token_ids=joined("token_ids"),
         draft_ids=joined("draft_ids"),
-        labels=Labels(
-            draft_ids=joined("label_draft_ids"), probs=joined("label_probs"), labelled=joined("label_labelled")
-        ),
+        labels=Labels(**joined_fields(Labels)),
+        verdicts=Verdicts(**joined_fields(Verdicts)),
     )
 
 
-def _span_tensors(window: Window, *, span: int, first_row: int, max_context: int) -> dict[str, Tensor]:
+def _span_tensors(window: Window, *, span: int, first_row: int, first_base: int, max_context: int) -> dict[str, Tensor]:
     example, start, num_bases = window.example, window.start, window.num_bases
     first = example.first_base + start
     context, bases = slice(max(first - max_context, 0), first), slice(first, first + num_bases)
     positions_T = torch.arange(len(example.token_ids)) + example.first_position
     num_rows = len(example.token_ids) - first
+    labels, verdicts = example.labels[slice(start, None)], example.verdicts
+    verdicts = verdicts[(verdicts.bases >= start) & (verdicts.bases < start + num_bases)]
+    verdicts = replace(verdicts, bases=verdicts.bases - start + first_base)
     return {
         "context_next_tokens": example.token_ids[context.start + 1 : first + 1],
         "context_aux": example.aux[context],
@@ -182,7 +203,6 @@ def _span_tensors(window: Window, *, span: int, first_row: int, max_context: int
         "last_rows": torch.full((num_bases,), first_row + num_rows - 1),
         "token_ids": example.token_ids[first:],
         "draft_ids": example.draft_ids[start:],
-        "label_draft_ids": example.labels.draft_ids[start:],
-        "label_probs": example.labels.probs[start:],
-        "label_labelled": example.labels.labelled[start:],
+        **{f"Labels.{name}": tensor for name, tensor in vars(labels).items()},
+        **{f"Verdicts.{name}": tensor for name, tensor in vars(verdicts).items()},
     }

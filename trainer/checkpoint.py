@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculator.errors import StoreError
+from trainer.drift import SeriesState
 
 _FILE = "trainer.safetensors"
 
@@ -29,6 +30,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Completion tokens of all traces, each once."""
     num_traces: int
     used_trace_ids: list[str]
+    replay: dict[str, float] | None = None
+    """Traces in the replay's memory with their priorities; None: whatever the stream still holds."""
+    domains: list[str] = []
+    drift: dict[str, SeriesState] = {}
+    curve: list[tuple[float, ...]] = []
+    """Of `LearningCurve`."""
+    tokens_since_news: int = 0
+    num_repeated: int = 0
+    """Traces whose text was in the replay already."""
 
 
 def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE
+from speculator.loss import DEFAULT_LOSS, LossMix
 
 ENV_PREFIX = "SLIPSTREAM_TRAINER_"
 _MIB = 1024 * 1024
@@ -39,6 +40,16 @@ class TrainerConfig(BaseSettings):
     """Memory for traces; one completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
     """Traces that were read and not yet learnt from; more wait in Redis."""
+    replay_recent_share: float = Field(default=0.5, ge=0, le=1)
+    """Of the replay's memory, for the newest traces; the rest holds an even sample of every domain's past."""
+    max_domains: int = Field(default=32, ge=1)
+    """Domain labels that get a reservoir, a drift alarm and metrics of their own; later ones share one."""
+    max_tenant_share: float = Field(default=0.6, gt=0, le=1)
+    """Of memory and of the training mix, for one tenant where there are others; 1 sets no cap."""
+    max_priority: float = Field(default=2.0, ge=1)
+    """How much more often a badly accepted trace is drawn, and how much less a well accepted one; 1: all alike."""
+    max_draft_lag: int = Field(default=4, ge=0)
+    """Versions behind the published one up to which proposals count fully (α); nothing counts from twice that on."""
 
     draft_vocab_size: int = Field(default=DEFAULT_DRAFT_VOCAB_SIZE, ge=1)
     """Of a new lineage; an existing one keeps its own."""
@@ -51,13 +62,16 @@ class TrainerConfig(BaseSettings):
     max_context: int = Field(default=512, ge=0)
     """Positions before them that serve as keys."""
     ttt_steps: int = Field(default=4, ge=1)
+    loss: str = DEFAULT_LOSS
+    """What a step minimises, as `speculator.loss.LossMix` reads it: `forward_kl=1,discard=0.5,correction=topr`."""
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=20, ge=1)
     max_gradient_norm: float = Field(default=1.0, gt=0)
     autocast: bool = True
     """Multiply matrices in bfloat16; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
-    """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps."""
+    """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps. Less often where
+    training changes nothing any more (trainer/pressure.py)."""
 
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
     publish_interval_s: float = Field(default=30.0, ge=0)
@@ -71,6 +85,12 @@ class TrainerConfig(BaseSettings):
     num_threads: int = Field(default=1, ge=1)
     nice: int = Field(default=19, ge=0, le=19)
     """Added to the process's niceness: serving goes first."""
+
+    @field_validator("loss")
+    @classmethod
+    def _check_loss(cls, loss: str) -> str:
+        LossMix.parse(loss)
+        return loss
 
 
 def load_config(**values: Any) -> TrainerConfig:

@@ -12,8 +12,8 @@ IDLE_BLOCK_MS = 1000
 def train_until(stop: threading.Event, trainer: Trainer) -> None:
     """Learn until `stop` is set, then put everything in order.
 
-    Waits for: new traces, and only when there is nothing left to learn from the old ones (`Trainer.has_work`): then it
-    sleeps in Redis, up to IDLE_BLOCK_MS at a time.
+    Waits for: new traces, and only when nothing is to be gained from the old ones (`Trainer.has_work`): then it sleeps
+    in Redis, up to IDLE_BLOCK_MS at a time.
     Unblocked by: the next trace, or `stop`.
     When behind: it reads no more than `Replay.room` traces, so the backlog stays in Redis under the stream's byte cap,
     which drops and counts the oldest; batches are then made of new traces only.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from speculator.stream import StreamLag
+from trainer.drift import AcceptanceSeries
+from trainer.replay import Replay
 from trainer.step import StepReport
 
 _AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
@@ -14,10 +17,12 @@ _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
 
 
 class TrainerMetrics:
-    """Labels are bounded: outcomes and operations are fixed words."""
+    """Labels are bounded: outcomes and operations are fixed words, domains are those of `DomainNames`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self._domains_with_bytes: set[str] = set()
+        self._num_evicted = 0
         self.traces = Counter(
             "slipstream_trainer_traces", "Traces by outcome: admitted, duplicate, dead_lettered", ["outcome"],
             registry=registry,
@@ -55,6 +60,48 @@ class TrainerMetrics:
         self.waiting_traces = Gauge(
             "slipstream_trainer_waiting_traces", "Traces that were read and not yet learnt from", registry=registry
         )
+        self.admissions = Counter(
+            "slipstream_trainer_replay_admissions",
+            "Traces by what the replay did with them: new; repeated = their text is in it already; refused; no_room; "
+            "passed_over = kept without a first step, their tenant had its share",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.evictions = Counter(
+            "slipstream_trainer_replay_evictions", "Learnt traces that gave way to others", registry=registry
+        )
+        self.domain_bytes = Gauge(
+            "slipstream_trainer_replay_domain_bytes", "Memory of the replay by domain", ["domain"], registry=registry
+        )
+        self.proposal_weight = Gauge(
+            "slipstream_trainer_proposal_weight",
+            "Mean share of the last batch's proposals that are fresh enough to count",
+            registry=registry,
+        )
+        self.acceptance = Gauge(
+            "slipstream_trainer_acceptance",
+            "Share of answer tokens that the draft proposed, as traces arrive: short and long average",
+            ["domain", "window"], registry=registry,
+        )  # fmt: skip
+        self.drift_margin = Gauge(
+            "slipstream_trainer_drift_margin", "Fall of the short average that is an alarm; absent until it is learnt",
+            ["domain"], registry=registry,
+        )  # fmt: skip
+        self.drift_alarm = Gauge(
+            "slipstream_trainer_drift_alarm", "1 while acceptance is below what it was", ["domain"], registry=registry
+        )
+        self.drift_alarms = Counter(
+            "slipstream_trainer_drift_alarms", "Drift alarms raised", ["domain"], registry=registry
+        )
+        self.pressure = Gauge(
+            "slipstream_trainer_pressure", "How much more training is worth its compute; 0 = idle", registry=registry
+        )
+        self.healthy = Gauge(
+            "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published",
+            registry=registry,
+        )  # fmt: skip
+        self.restored = Counter(
+            "slipstream_trainer_restored", "Times the last good weights were taken back", registry=registry
+        )
         self.stream_lag = Gauge(
             "slipstream_trainer_stream_entries", "Stream entries by state", ["state"], registry=registry
         )
@@ -85,10 +132,23 @@ class TrainerMetrics:
             self.loss.set(report.loss)
             self.accept_length.set(report.accept_length)
 
-    def observe_replay(self, num_bytes: int, num_traces: int, num_waiting: int) -> None:
-        self.replay_bytes.set(num_bytes)
-        self.replay_traces.set(num_traces)
-        self.waiting_traces.set(num_waiting)
+    def observe_replay(self, replay: Replay) -> None:
+        self.replay_bytes.set(replay.num_bytes)
+        self.replay_traces.set(len(replay))
+        self.waiting_traces.set(replay.num_waiting)
+        self.evictions.inc(replay.num_evicted - self._num_evicted)
+        self._num_evicted = replay.num_evicted
+        sizes = replay.num_bytes_by_domain()
+        for domain in self._domains_with_bytes | sizes.keys():
+            self.domain_bytes.labels(domain).set(sizes.get(domain, 0))
+        self._domains_with_bytes |= sizes.keys()
+
+    def observe_drift(self, domain: str, series: AcceptanceSeries) -> None:
+        self.acceptance.labels(domain, "short").set(series.short)
+        self.acceptance.labels(domain, "long").set(series.long)
+        self.drift_alarm.labels(domain).set(series.alarm)
+        if math.isfinite(series.margin):
+            self.drift_margin.labels(domain).set(series.margin)
 
     def observe_lag(self, lag: StreamLag) -> None:
         for state in ("pending", "undelivered", "acked", "lost", "dead_lettered"):

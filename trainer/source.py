@@ -11,7 +11,7 @@ its entries pending, to be learnt from again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import structlog
 
@@ -21,6 +21,7 @@ from speculator.stream import StreamEntry, TraceStream
 from speculator.trace import Trace
 from trainer.batch import Example
 from trainer.metrics import TrainerMetrics
+from trainer.provenance import Stored, provenance_of
 
 # Far more than can be pending at once, so that every redelivered trace is still known.
 MAX_KNOWN_TRACES = 20_000
@@ -51,10 +52,12 @@ class TraceSource:
         self._in_hand: dict[str, str] = {}  # trace id -> entry id
         self._settled: list[str] = []  # entry ids to ack after the next checkpoint
         self._unusable: dict[str, tuple[StreamEntry, str]] = {}
+        self._wanted: set[str] = set()  # what `history` did not find; it may be pending
+        self._found: list[Stored] = []
         self._retry_at_s = 0.0
 
-    def read(self, count: int, block_ms: int) -> list[Example]:
-        """Up to `count` new examples; waits up to `block_ms` for the first, or for Redis to come back."""
+    def read(self, count: int, block_ms: int) -> list[Stored]:
+        """Up to `count` new traces; waits up to `block_ms` for the first, or for Redis to come back."""
         if (pause_s := self._retry_at_s - time.monotonic()) > 0:
             time.sleep(min(pause_s, block_ms / 1000))
             return []
@@ -63,14 +66,19 @@ class TraceSource:
         except StreamError as error:
             self._report("read", error)
             return []
-        examples = [example for entry in entries if (example := self._admit(entry)) is not None]
+        traces = [stored for entry in entries if (stored := self._admit(entry)) is not None]
         self._bury()
-        return examples
+        return traces
 
-    def mark_used(self, examples: Iterable[Example]) -> None:
-        """A step has learnt from these, or has rejected them for good."""
-        for example in examples:
-            if (entry_id := self._in_hand.pop(example.trace_id, None)) is not None:
+    def take_found(self) -> list[Stored]:
+        """Traces that `history` wanted and that were still unacked: used before the restart, and read since."""
+        found, self._found = self._found, []
+        return found
+
+    def mark_used(self, traces: Iterable[Stored]) -> None:
+        """A step has learnt from these, or they need none."""
+        for stored in traces:
+            if (entry_id := self._in_hand.pop(stored.trace_id, None)) is not None:
                 self._settled.append(entry_id)
 
     @property
@@ -92,46 +100,55 @@ class TraceSource:
         except StreamError as error:
             self._report("ack", error)
 
-    def history(self, max_bytes: int) -> list[Example]:
-        """Traces that were learnt from before a restart, oldest first, to fill the replay again."""
+    def history(self, max_bytes: int, wanted: Collection[str] | None = None) -> Iterator[Stored]:
+        """Traces that were learnt from before a restart, oldest first, to fill the replay again: those of the newest
+        `max_bytes` in the stream, or the `wanted` trace ids among them.
+        """
+        self._wanted = set(wanted or ())
         try:
             entries = self._stream.recent(max_bytes)
         except StreamError as error:
             self._report("recent", error)
-            return []
-        examples = []
+            return
         for entry in entries:
+            if wanted is not None and entry.trace_id not in self._wanted:
+                continue
             try:
-                examples.append(self._decode(entry))
+                stored = self._decode(entry)
             except TraceError:
                 continue  # a dead letter that the stream still holds; it was counted when it was set aside
-        return examples
+            self._wanted.discard(stored.trace_id)
+            yield stored
 
-    def _admit(self, entry: StreamEntry) -> Example | None:
+    def _admit(self, entry: StreamEntry) -> Stored | None:
         try:
-            example = self._decode(entry)
+            stored = self._decode(entry)
         except TraceError as error:
             self._unusable[entry.id] = (entry, str(error))
             return None
-        if (entry_id := self._in_hand.get(example.trace_id)) is not None and entry_id == entry.id:
+        trace_id = stored.trace_id
+        if (entry_id := self._in_hand.get(trace_id)) is not None and entry_id == entry.id:
             return None  # delivered again after a read that failed half-way; it is in hand already
-        if example.trace_id in self._known:
+        if trace_id in self._known:
             self._settled.append(entry.id)
             self._metrics.traces.labels("duplicate").inc()
+            if trace_id in self._wanted:
+                self._wanted.remove(trace_id)
+                self._found.append(stored)
             return None
-        self._known[example.trace_id] = None
+        self._known[trace_id] = None
         while len(self._known) > MAX_KNOWN_TRACES:
             del self._known[next(iter(self._known))]
-        self._in_hand[example.trace_id] = entry.id
-        self._metrics.observe_arrival(example.num_bases, entry.created_ms)
-        return example
+        self._in_hand[trace_id] = entry.id
+        self._metrics.observe_arrival(stored.num_bases, entry.created_ms)
+        return stored
 
-    def _decode(self, entry: StreamEntry) -> Example:
+    def _decode(self, entry: StreamEntry) -> Stored:
         trace = decode_trace(entry.payload)
         fingerprint = trace.header.target_fingerprint
         if fingerprint != self._fingerprint:
             raise TraceError(f"the trace is of target {fingerprint[:12]}, this trainer's is {self._fingerprint[:12]}")
-        return self._make_example(trace)
+        return Stored(example=self._make_example(trace), provenance=provenance_of(trace))
 
     def _bury(self) -> None:
         for entry, reason in list(self._unusable.values()):

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from speculator.loss import forward_kl
+from speculator.labels import Verdicts
+from speculator.loss import LossMix
 from speculator.model import Eagle3Draft
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.unroll import unroll
+from trainer.unroll import Proposals, unroll
 
-# Late TTT steps are rarer in service and harder to learn; EAGLE-3's reference training weighs them the same way.
-STEP_DISCOUNT = 0.8
 # The average covers about the last tenth of a short history, and at most this many steps.
 MAX_AVERAGED_STEPS = 100
+# So does the baseline of the policy gradient, the running share of accepted proposals.
+BASELINE_SHARE = 1.0 / 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class StepReport:
     """Base positions with a label."""
     num_accepted: int
     """Accepted proposals of the chains that start there, of at most `ttt_steps` each."""
+    num_verdicts: int
+    """Judged proposals that a term of the loss was about."""
     applied: bool
 
     @property
@@ -51,7 +54,10 @@ class Learner:
         self.draft = draft
         self.averaged = _shadow(draft)
         self.num_steps = 0
+        self.baseline = 0.0
+        """Running share of accepted proposals, of the terms that ask for it."""
         self._config = config
+        self._mix = LossMix.parse(config.loss)
         self._parameters = dict(draft.named_parameters())
         self._averages = list(self.averaged.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -62,10 +68,10 @@ class Learner:
         """Learn from one batch, or leave everything as it was (see `StepReport.applied`)."""
         self._optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=self._config.autocast):
-            loss, num_labels, num_accepted = ttt_loss(self.draft, batch, num_steps=self._config.ttt_steps)
-        if not num_labels:
-            return StepReport(loss=0.0, num_labels=0, num_accepted=0, applied=False)
-        loss.backward()  # type: ignore[no-untyped-call]
+            found = ttt_loss(self.draft, batch, self._mix, num_steps=self._config.ttt_steps, baseline=self.baseline)
+        if not found.num_labels:
+            return StepReport(loss=0.0, num_labels=0, num_accepted=0, num_verdicts=0, applied=False)
+        found.loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_gradient_norm)
         # A NaN anywhere in the loss or its gradient is in the norm too.
         applied = math.isfinite(norm.item())
@@ -74,11 +80,23 @@ class Learner:
             self._optimizer.param_groups[0]["lr"] = self._learning_rate()
             self._optimizer.step()
             self._average()
-        return StepReport(loss=loss.item(), num_labels=num_labels, num_accepted=num_accepted, applied=applied)
+            if found.num_verdicts:
+                share = max(BASELINE_SHARE, 1.0 / self.num_steps)
+                self.baseline += share * (found.num_rewarded / found.num_verdicts - self.baseline)
+        return StepReport(
+            loss=found.loss.item(),
+            num_labels=found.num_labels,
+            num_accepted=found.num_accepted,
+            num_verdicts=found.num_verdicts,
+            applied=applied,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed learner needs, as a flat dict of tensors (not copies)."""
-        state = {"num_steps": torch.tensor(self.num_steps)}
+        state = {
+            "num_steps": torch.tensor(self.num_steps),
+            "baseline": torch.tensor(self.baseline, dtype=torch.float64),
+        }
         for (name, weight), average in zip(self._parameters.items(), self._averages, strict=True):
             state[f"weight.{name}"] = weight.detach()
             state[f"average.{name}"] = average.detach()
@@ -89,6 +107,7 @@ class Learner:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned. Raises KeyError or RuntimeError where it is another draft's."""
         self.num_steps = int(state["num_steps"])
+        self.baseline = float(state["baseline"])
         with torch.no_grad():
             for (name, weight), average in zip(self._parameters.items(), self._averages, strict=True):
                 weight.copy_(state[f"weight.{name}"])
@@ -109,21 +128,96 @@ class Learner:
                 average.lerp_(weight, share)
 
 
-def ttt_loss(draft: Eagle3Draft, batch: Batch, *, num_steps: int) -> tuple[Tensor, int, int]:
-    """(loss in nats a base position, base positions with a label, accepted proposals of their chains).
+@dataclass(frozen=True, kw_only=True)
+class BatchLoss:
+    """`loss` in nats a base position, ready for `backward`; the counts are those of `StepReport`."""
 
-    Σ_k 0.8^k Σ_chains forward KL / N: chains that ended add nothing, so a deeper step weighs as much as it is reached.
+    loss: Tensor
+    num_labels: int
+    num_accepted: int
+    num_verdicts: int
+    num_rewarded: int
+    """Verdicts that say accepted."""
+
+
+def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, baseline: float) -> BatchLoss:
+    """The loss of a batch, with γ = `mix.step_discount`:
+
+        Σ_k γ^k Σ_states (committed-text terms) / N  +  Σ_k γ^k Σ_verdicts (each proposal term) / its verdicts
+
+    N counts base positions with a label. Chains that ended add nothing, so a deeper step weighs as much as it is
+    reached. Proposal terms are means over the verdicts that they are about: all for the policy gradient, the rejected
+    ones for the discard loss. States that only an older draft reached enter no committed-text term.
     """
-    loss = draft.fc.weight.new_zeros(())
-    num_labels = num_accepted = 0
-    for proposals in unroll(draft, batch, num_steps=num_steps):
-        rows = proposals.label_rows
-        divergence_S = forward_kl(proposals.logits, batch.labels.draft_ids[rows], batch.labels.probs[rows])
-        loss = loss + STEP_DISCOUNT**proposals.step * divergence_S.sum()
-        num_accepted += int(proposals.hits.sum())
+    on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
+    num_labels = num_accepted = num_verdicts = num_rewarded = 0
+    verdicts = _recorded(mix, batch, num_steps)
+    wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
+    for proposals in unroll(draft, batch, num_steps=num_steps, wanted_NK=wanted_NK):
+        labels = batch.labels[proposals.label_rows]
+        logits_SD = labels.tempered(proposals.logits)
+        weight = mix.step_discount**proposals.step
+        if bool(proposals.own.all()):
+            on_text = on_text + weight * mix.on_states(logits_SD, labels).sum()
+        else:
+            on_text = on_text + weight * mix.on_states(logits_SD[proposals.own], labels[proposals.own]).sum()
+        num_accepted += int((proposals.hits & proposals.own).sum())
         if proposals.step == 0:
-            num_labels = len(rows)
-    return loss / max(num_labels, 1), num_labels, num_accepted
+            num_labels = int(proposals.own.sum())
+        if mix.uses_verdicts:
+            states_J, judged = _judged_here(verdicts, proposals, len(batch.rows))
+            terms = mix.on_proposals(logits_SD[states_J], labels[states_J], judged, baseline=baseline)
+            reinforced, dropped = reinforced + weight * terms[0], dropped + weight * terms[1]
+            num_verdicts += len(judged)
+            num_rewarded += int(judged.accepted.sum())
+    loss = on_text / max(num_labels, 1)
+    if mix.uses_verdicts:
+        loss = loss + reinforced / max(num_verdicts, 1) + dropped / max(num_verdicts - num_rewarded, 1)
+    return BatchLoss(
+        loss=loss,
+        num_labels=num_labels,
+        num_accepted=num_accepted,
+        num_verdicts=num_verdicts,
+        num_rewarded=num_rewarded,
+    )
+
+
+def _recorded(mix: LossMix, batch: Batch, num_steps: int) -> Verdicts | None:
+    """The recorded verdicts that a term is about; None where the mix asks for none, or for the draft's own."""
+    if not mix.uses_verdicts or mix.verdicts != "recorded":
+        return None
+    useful_J = batch.verdicts.steps < num_steps
+    if not mix.policy_gradient:
+        useful_J &= ~batch.verdicts.accepted
+    return batch.verdicts[useful_J]
+
+
+def _states_of(verdicts: Verdicts, batch: Batch, num_steps: int) -> Tensor:
+    """[N, num_steps] bool: the states in which the verdicts' proposals were made."""
+    states_NK = torch.zeros(len(batch.rows), num_steps, dtype=torch.bool)
+    states_NK[verdicts.bases, verdicts.steps] = True
+    return states_NK
+
+
+def _judged_here(verdicts: Verdicts | None, proposals: Proposals, num_bases: int) -> tuple[Tensor, Verdicts]:
+    """([J] index into the step's states, the verdicts on proposals made there): recorded, or on the likeliest ones."""
+    if verdicts is None:
+        likeliest_S = proposals.logits.detach().argmax(-1)
+        num_states = len(likeliest_S)
+        fresh = Verdicts(
+            bases=proposals.chains,
+            steps=torch.full((num_states,), proposals.step),
+            draft_ids=likeliest_S,
+            logprobs=torch.zeros(num_states),
+            accepted=proposals.hits,
+            versions=torch.zeros(num_states, dtype=torch.int64),
+        )
+        return torch.arange(num_states), fresh
+    state_N = torch.full((num_bases,), -1)
+    state_N[proposals.chains] = torch.arange(len(proposals.chains))
+    here = verdicts[verdicts.steps == proposals.step]
+    states_J = state_N[here.bases]
+    return states_J[states_J >= 0], here[states_J >= 0]
 
 
 def _shadow(draft: Eagle3Draft) -> Eagle3Draft:

@@ -3,7 +3,7 @@
 A chain goes on only while its proposals are the tokens that were committed. That is what happens in service: the target
 emits a fixed next token, and the first proposal that differs ends the round. So a deeper step is trained on exactly the
 chains that reach it, and costs only their share of the work; a new draft, whose chains all end at once, spends
-everything on the first step.
+everything on the first step. States that an older draft reached, and that a verdict speaks about, can be asked for.
 
 Shape letters: N base positions, S chains still alive, M keys, R rows, H query heads, G key heads, h head size, d hidden
 size, D draft vocabulary.
@@ -24,8 +24,9 @@ from trainer.batch import Batch, Context
 
 @dataclass(frozen=True, kw_only=True)
 class Proposals:
-    """What the S chains alive propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows;
-    `logits` [S, D]; `hits` [S] bool, the likeliest proposal is the committed token.
+    """What S chains propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows; `logits`
+    [S, D]; `hits` [S] bool, the likeliest proposal is the committed token; `own` [S] bool, the draft's own proposals
+    have led here, not the text alone.
     """
 
     step: int
@@ -33,55 +34,59 @@ class Proposals:
     label_rows: Tensor
     logits: Tensor
     hits: Tensor
+    own: Tensor
 
 
-def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int) -> Iterator[Proposals]:
+def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tensor | None = None) -> Iterator[Proposals]:
     """Yield one `Proposals` a step, until `num_steps` or until no chain is alive.
 
-    Vocabulary-sized work is done only for chains whose label exists; a chain without a label ends there.
+    `wanted_NK` [N, num_steps] bool asks for states besides those that the draft's own chains reach: the chain of base n
+    then goes on along the text until the last of them. Vocabulary-sized work is done only for states that are own or
+    wanted and whose label exists; a chain without a label ends there.
     """
     attention = _ChainAttention(_context_keys(draft, batch.context), batch.mask)
     feature_Sd = _fuse(draft, batch.aux)
     chains_S = torch.arange(len(batch.rows))
+    own_S = torch.ones_like(chains_S, dtype=torch.bool)
     for step in range(num_steps):
-        input_rows_S = batch.rows[chains_S] + 1 + step
         feature_1Sd = draft(
-            batch.token_ids[input_rows_S][None],
+            batch.token_ids[batch.rows[chains_S] + 1 + step][None],
             feature_Sd[None],
             (batch.positions[chains_S] + step)[None],
             attention,
         )
-        predicted_rows_S = input_rows_S + 1
-        alive_S = (predicted_rows_S <= batch.last_rows[chains_S]) & batch.labels.labelled[input_rows_S]
-        chains_S, feature_Sd = _keep(alive_S, attention, chains_S, feature_1Sd[0])
+        label_rows_S = batch.rows[chains_S] + 1 + step
+        alive_S = (label_rows_S < batch.last_rows[chains_S]) & batch.labels.labelled[label_rows_S]
+        chains_S, own_S, feature_Sd = _keep(alive_S, attention, chains_S, own_S, feature_1Sd[0])
+        shown_S = own_S if wanted_NK is None else own_S | wanted_NK[chains_S, step]
+        proposals = _propose(draft, batch, step, chains_S[shown_S], own_S[shown_S], feature_Sd[shown_S])
+        if len(proposals.chains):
+            yield proposals
+        own_S = own_S.masked_scatter(shown_S, proposals.own & proposals.hits)
+        goes_on_S = own_S if wanted_NK is None else own_S | wanted_NK[chains_S, step + 1 :].any(-1)
+        chains_S, own_S, feature_Sd = _keep(goes_on_S, attention, chains_S, own_S, feature_Sd)
         if not len(chains_S):
             return
-        logits_SD = draft.logits(feature_Sd)
-        hits_S = logits_SD.detach().argmax(-1) == batch.draft_ids[predicted_rows_S[alive_S]]
-        yield Proposals(step=step, chains=chains_S, label_rows=input_rows_S[alive_S], logits=logits_SD, hits=hits_S)
-        chains_S, feature_Sd = _keep(hits_S, attention, chains_S, feature_Sd)
-        if not len(chains_S):
-            return
 
 
-def accepted_lengths(draft: Eagle3Draft, batch: Batch, *, depth: int) -> tuple[Tensor, Tensor]:
-    """([N] accepted proposals of the greedy chain from every base, [N] bool the base has a label)."""
-    accepted_N = torch.zeros(len(batch.rows), dtype=torch.int64)
-    labelled_N = torch.zeros(len(batch.rows), dtype=torch.bool)
-    with torch.no_grad():
-        for proposals in unroll(draft, batch, num_steps=depth):
-            accepted_N[proposals.chains[proposals.hits]] += 1
-            if proposals.step == 0:
-                labelled_N[proposals.chains] = True
-    return accepted_N, labelled_N
+def _propose(
+    draft: Eagle3Draft, batch: Batch, step: int, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
+) -> Proposals:
+    label_rows_S = batch.rows[chains_S] + 1 + step
+    logits_SD = draft.logits(feature_Sd)
+    # A row's label is about the token of the next row.
+    hits_S = logits_SD.detach().argmax(-1) == batch.draft_ids[label_rows_S + 1]
+    return Proposals(step=step, chains=chains_S, label_rows=label_rows_S, logits=logits_SD, hits=hits_S, own=own_S)
 
 
-def _keep(keep_S: Tensor, attention: _ChainAttention, chains_S: Tensor, feature_Sd: Tensor) -> tuple[Tensor, Tensor]:
+def _keep(
+    keep_S: Tensor, attention: _ChainAttention, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     if bool(keep_S.all()):
-        return chains_S, feature_Sd
+        return chains_S, own_S, feature_Sd
     kept = keep_S.nonzero()[:, 0]
     attention.keep(kept)
-    return chains_S[kept], feature_Sd[kept]
+    return chains_S[kept], own_S[kept], feature_Sd[kept]
 
 
 def _fuse(draft: Eagle3Draft, aux: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from speculator.checkpoint import draft_config_json, draft_state, read_target_tensor
+from speculator.labels import draft_ids_by_target_id
 from speculator.lineage import load_draft
-from speculator.loss import draft_ids_by_target_id
 from speculator.store import DraftStore
 from speculator.trace import Trace
 from trainer.batch import cut, make_example, pack

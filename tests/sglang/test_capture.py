@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speculator.checkpoint import read_target_tensor
+from speculator.labels import draft_ids_by_target_id
 from speculator.lineage import load_draft
-from speculator.loss import draft_ids_by_target_id
 from speculator.model import aux_layer_ids
 from speculator.store import DraftStore
 from speculator.trace import Trace

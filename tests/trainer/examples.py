@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speculator.loss import Acceptance, count_rounds, draft_ids_by_target_id
+from speculator.acceptance import Acceptance, expected_rounds
+from speculator.labels import draft_ids_by_target_id
 from speculator.model import Eagle3Draft
 from speculator.trace import Trace
 from trainer.batch import Batch, Example, cut, make_example, pack
 from trainer.config import TrainerConfig
-from trainer.unroll import accepted_lengths
+from trainer.evaluate import accept_probabilities
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
@@ -26,9 +27,13 @@ def batch_of(traces: Sequence[Trace], draft: Eagle3Draft) -> Batch:
 
 
 def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Acceptance:
+    """Of greedy chains from every base on, those in the prompt included."""
     total = Acceptance()
     for trace in traces:
-        total += count_rounds(*accepted_lengths(draft, batch_of([trace], draft), depth=depth), depth)
+        accept_NK, labelled_N = accept_probabilities(
+            draft, batch_of([trace], draft), depth=depth, min_confidence=0.0, greedy=True
+        )
+        total += expected_rounds(accept_NK, labelled_N, depth)
     return total
 
 

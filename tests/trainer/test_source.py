@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 import redis
+import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.codec import encode_trace
 from speculator.fresh import fresh_draft
-from speculator.loss import draft_ids_by_target_id
+from speculator.labels import draft_ids_by_target_id
 from speculator.stream import StreamKeys, StreamLag, TraceStream
 from speculator.trace import Trace, TraceHeader
 from trainer.batch import make_example
@@ -149,8 +151,48 @@ def test_history_is_what_was_acked(desk: Desk, traces: list[Trace]) -> None:
     examples = source.read(10, 0)
     source.mark_used(examples[:3])
     source.ack_used()
-    assert [example.trace_id for example in desk.source().history(10**8)] == ["trace-0", "trace-1", "trace-2"]
-    assert desk.source().history(0) == []
+    assert [stored.trace_id for stored in desk.source().history(10**8)] == ["trace-0", "trace-1", "trace-2"]
+    assert list(desk.source().history(0)) == []
+
+
+def test_history_has_what_is_wanted_and_what_was_not_acked_comes_later(desk: Desk, traces: list[Trace]) -> None:
+    source = desk.source()
+    for trace in traces[:4]:
+        desk.send(trace)
+    examples = source.read(10, 0)
+    source.mark_used(examples[:2])
+    source.ack_used()
+    source.mark_used(examples[2:3])
+    saved = source.used_trace_ids  # the checkpoint is written, and then the process dies before the ack
+
+    after = desk.source(saved)
+    wanted = ["trace-1", "trace-2", "trimmed"]
+    assert [stored.trace_id for stored in after.history(10**8, wanted)] == ["trace-1"]
+    assert [stored.trace_id for stored in after.read(10, 0)] == ["trace-3"]
+    assert [stored.trace_id for stored in after.take_found()] == ["trace-2"]
+    assert after.take_found() == []
+
+
+def test_what_a_trace_says_about_itself_travels_along(desk: Desk, traces: list[Trace]) -> None:
+    desk.send(dataclasses.replace(traces[0], header=_header(traces[0], tenant="me", domain="math")))
+    [stored] = desk.source().read(1, 0)
+    assert (stored.provenance.tenant, stored.provenance.domain) == ("me", "math")
+    assert stored.provenance.acceptance is None, "a span without proposals is as good as any for distillation"
+
+
+def test_an_unknown_schema_and_an_empty_span_are_set_aside(desk: Desk, traces: list[Trace]) -> None:
+    payload = encode_trace(traces[0])
+    desk.stream.append(payload.replace(b'schema_version\\":1', b'schema_version\\":9'), trace_id="future")
+    tensors = safetensors.torch.load(payload)
+    header_end = 8 + int.from_bytes(payload[:8], "little")
+    metadata = json.loads(payload[8:header_end])["__metadata__"]
+    empty = {name: tensor[:0].clone() for name, tensor in tensors.items()}
+    desk.stream.append(safetensors.torch.save(empty, metadata), trace_id="empty")
+    desk.send(traces[1])
+    assert [stored.trace_id for stored in desk.source().read(10, 0)] == ["trace-1"]
+    future, nothing = desk.dead_letters()
+    assert "schema version 9" in future
+    assert "no tokens" in nothing
 
 
 def test_redis_being_away_is_counted_and_survived(
@@ -166,7 +208,7 @@ def test_redis_being_away_is_counted_and_survived(
         away.setattr(redis.client.Pipeline, "execute", _refuse)
         assert source.read(10, 0) == []
         source.ack_used()
-        assert source.history(10**8) == []
+        assert list(source.history(10**8)) == []
     for operation in ("read", "ack", "recent"):
         labels = {"operation": operation}
         assert desk.registry.get_sample_value("slipstream_trainer_stream_errors_total", labels) == 1

@@ -17,7 +17,8 @@ from tests.drafts import CONFIG, TARGET_IDS, make_draft
 from tests.traces import make_trace
 from tests.trainer.examples import batch_of, example_of
 from trainer.batch import Batch, cut, pack
-from trainer.unroll import accepted_lengths, unroll
+from trainer.evaluate import accept_probabilities
+from trainer.unroll import unroll
 
 DEPTH = 4
 Steps = dict[tuple[int, int], Tensor]
@@ -130,7 +131,7 @@ def test_a_constrained_position_ends_chains_and_is_counted_nowhere() -> None:
     with torch.no_grad():
         first_base = first_base_of(trace)
         assert_same(steps_of(draft, batch, first_base), draft_one_by_one(draft, trace))
-    _, labelled_N = accepted_lengths(draft, batch, depth=DEPTH)
+    _, labelled_N = accept_probabilities(draft, batch, depth=DEPTH, min_confidence=0.0, greedy=True)
     assert (labelled_N.logical_not().nonzero()[:, 0] + first_base).tolist() == [7, 14]
 
 
@@ -138,7 +139,9 @@ def test_accepted_lengths_count_leading_hits() -> None:
     draft, trace = make_draft(1), draftable_trace(1, T=30)
     with torch.no_grad():
         expected = draft_one_by_one(draft, trace)
-    accepted_N, _ = accepted_lengths(draft, batch_of([trace], draft), depth=DEPTH)
+    batch = batch_of([trace], draft)
+    accept_NK, _ = accept_probabilities(draft, batch, depth=DEPTH, min_confidence=0.0, greedy=True)
+    accepted_N = accept_NK.sum(1).long()
     tokens, target_ids = trace.token_ids, draft.target_ids.tolist()
     for chain, accepted in enumerate(accepted_N.tolist()):
         base = chain + first_base_of(trace)

@@ -1,0 +1,246 @@
+"""`slipstream replay`: the trainer's learning on a recording, and the acceptance that it reaches, without any server.
+
+    recording ──▶ held out | learnt from ──▶ revealed in their order, step by step ──▶ Learner ──▶ predicted acceptance
+
+The traces become known evenly over the steps, in the order in which they were recorded, as they would come from live
+traffic; each step learns from the newest unlearnt one and from random known ones. Which traces those are depends on the
+seed and never on the loss or on what the draft has learnt, so runs with different losses see the same data in the same
+steps. (The service's own replay draws by priority, domain and tenant: trainer/replay.py.)
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speculator.acceptance import Acceptance, recorded_rounds
+from speculator.checkpoint import read_target_tensor, target_fingerprint
+from speculator.errors import ConfigError, TraceError
+from speculator.fresh import fresh_draft
+from speculator.labels import draft_ids_by_target_id
+from speculator.lineage import load_draft
+from speculator.loss import LossMix
+from speculator.model import Eagle3Draft
+from speculator.recording import RecordingReader
+from speculator.store import DraftStore
+from trainer.batch import Example, Window, cut, make_example, pack
+from trainer.config import TrainerConfig, load_config
+from trainer.evaluate import predict_acceptance
+from trainer.step import Learner
+
+HELD_OUT_SHARE = 0.2
+PASSES = 4
+_DIGITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """`depths` are evaluated; the deepest is the main one, and as many training-time-test steps are learnt.
+
+    `loss` None is the trainer's own setting. `num_steps` None learns from every trace PASSES times on average; 0 learns
+    nothing and evaluates the draft on all traces. `store` begins with its newest draft instead of a fresh one.
+    """
+
+    recordings: Sequence[Path]
+    model_dir: Path
+    depths: Sequence[int]
+    loss: str | None = None
+    num_steps: int | None = None
+    seed: int = 0
+    min_confidence: float = 0.0
+    num_points: int = 8
+    """Points of the curve, the one before the first step not counted."""
+    draft_vocab_size: int | None = None
+    store: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Examples in the order of the recording, and what the recorded rounds of the held-out ones committed."""
+
+    learnt: list[Example]
+    held_out: list[Example]
+    recorded: Acceptance
+    num_unusable: int
+
+    @property
+    def num_learnt_tokens(self) -> int:
+        return sum(example.num_bases for example in self.learnt)
+
+
+def replay(options: ReplayOptions, *, progress: Callable[[str], object] = lambda _: None) -> dict[str, Any]:
+    """The document of one run: the same for the same recordings, options and settings, `seconds` excepted.
+
+    Raises ConfigError where a recording is of another target, or holds too little; StoreError or DraftError where the
+    store has no usable draft.
+    """
+    started_s = time.perf_counter()
+    config = _config(options)
+    draft = _first_draft(options, config)
+    split = read_split(options.recordings, options.model_dir, draft, seed=options.seed, learn=options.num_steps != 0)
+    learner = Learner(draft, config)
+    num_steps = options.num_steps
+    if num_steps is None:
+        num_steps = max(PASSES * split.num_learnt_tokens // config.batch_tokens, 1)
+    curve = [_point(learner, split, options, step=0, trained_tokens=0)]
+    trained_tokens = num_skipped = 0
+    losses: list[float] = []
+    feed = Feed(split.learnt, config, num_steps=num_steps, seed=options.seed)
+    for step in range(num_steps):
+        windows = feed.draw(step)
+        report = learner.step(pack(windows, max_context=config.max_context))
+        num_skipped += not report.applied
+        trained_tokens += sum(window.num_bases for window in windows) if report.applied else 0
+        losses.append(report.loss)
+        if (step + 1) * options.num_points // num_steps > step * options.num_points // num_steps:
+            curve.append(_point(learner, split, options, step=step + 1, trained_tokens=trained_tokens, losses=losses))
+            progress(f"step {step + 1} of {num_steps}: {curve[-1]['accept_length']} tokens a verification")
+            losses.clear()
+    return {
+        "recordings": [str(path) for path in options.recordings],
+        "loss": str(LossMix.parse(config.loss)),
+        "seed": options.seed,
+        "depth": max(options.depths),
+        "min_confidence": options.min_confidence,
+        "steps": num_steps,
+        "skipped_steps": num_skipped,
+        "learnt_traces": len(split.learnt),
+        "learnt_tokens": split.num_learnt_tokens,
+        "held_out_traces": len(split.held_out),
+        "unusable_traces": split.num_unusable,
+        "trained_tokens": trained_tokens,
+        "accept_length": curve[-1]["accept_length"],
+        "recorded_accept_length": round(split.recorded.length, _DIGITS),
+        "curve": curve,
+        "seconds": round(time.perf_counter() - started_s, 1),
+    }
+
+
+def _config(options: ReplayOptions) -> TrainerConfig:
+    """The trainer's settings of this process's environment; those about Redis and folders are never used."""
+    values: dict[str, Any] = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
+    if options.loss is not None:
+        values["loss"] = str(LossMix.parse(options.loss))
+    if options.draft_vocab_size is not None:
+        values["draft_vocab_size"] = options.draft_vocab_size
+    return load_config(model_dir=options.model_dir, seed=options.seed, ttt_steps=max(options.depths), **values)
+
+
+def _first_draft(options: ReplayOptions, config: TrainerConfig) -> Eagle3Draft:
+    if options.store is None:
+        return fresh_draft(options.model_dir, draft_vocab_size=config.draft_vocab_size, seed=options.seed)
+    store = DraftStore(options.store)
+    version = store.latest()
+    if version is None:
+        raise ConfigError(f"{options.store} holds no draft: set --store to a store that serve or train has used")
+    embed_Vd = read_target_tensor(options.model_dir, "model.embed_tokens.weight")
+    return load_draft(store, version, embed=embed_Vd, target_fingerprint=target_fingerprint(options.model_dir))
+
+
+def read_split(
+    recordings: Iterable[Path], model_dir: Path, draft: Eagle3Draft, *, seed: int, learn: bool = True
+) -> Split:
+    """The traces of the recordings; of every domain a fifth, and at least one of two, is held out. Without `learn` all
+    are held out. Raises ConfigError where a recording is of another target, or holds too little.
+    """
+    fingerprint = target_fingerprint(model_dir)
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    examples: list[Example] = []
+    recorded: list[Acceptance] = []
+    num_unusable = 0
+    for path in recordings:
+        with RecordingReader(path) as reader:
+            if reader.header.target_fingerprint != fingerprint:
+                raise ConfigError(f"{path} was recorded from {reader.header.model}, another target: set --model to it")
+            for trace in reader.traces():
+                try:
+                    examples.append(make_example(trace, draft_ids_V, feature_width=draft.fc.in_features))
+                    recorded.append(recorded_rounds(trace))
+                except TraceError:
+                    num_unusable += 1
+            num_unusable += reader.num_damaged
+    held_out = _held_out(examples, seed) if learn else range(len(examples))
+    if not held_out:
+        raise ConfigError("the recordings hold too few traces: give at least two of one domain")
+    return Split(
+        learnt=[example for index, example in enumerate(examples) if index not in held_out],
+        held_out=[examples[index] for index in sorted(held_out)],
+        recorded=sum((recorded[index] for index in held_out), Acceptance()),
+        num_unusable=num_unusable,
+    )
+
+
+def _held_out(examples: Sequence[Example], seed: int) -> set[int]:
+    by_domain: dict[str, list[int]] = defaultdict(list)
+    for index, example in enumerate(examples):
+        by_domain[example.domain].append(index)
+    rng = random.Random(seed)
+    chosen: set[int] = set()
+    for indices in by_domain.values():
+        count = max(round(HELD_OUT_SHARE * len(indices)), 1) if len(indices) > 1 else 0
+        chosen.update(rng.sample(indices, count))
+    return chosen
+
+
+class Feed:
+    """Which windows each step learns from."""
+
+    def __init__(self, examples: Sequence[Example], config: TrainerConfig, *, num_steps: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._examples, self._num_steps = examples, num_steps
+        self._batch_tokens, self._max_bases = config.batch_tokens, config.max_bases
+        self._num_known = 0
+        self._unlearnt: deque[int] = deque()
+
+    def draw(self, step: int) -> list[Window]:
+        """Windows of different traces, of about `batch_tokens` bases together: of one that is new, then of any that are
+        known. Where more than one new trace waits, all but the last of them go first.
+        """
+        num_known = -(-(step + 1) * len(self._examples) // self._num_steps)
+        self._unlearnt.extend(range(self._num_known, num_known))
+        self._num_known = num_known
+        drawn: dict[int, None] = {self._unlearnt.popleft(): None} if self._unlearnt else {}
+        tokens = sum(self._examples[index].num_bases for index in drawn)
+        while tokens < self._batch_tokens and len(drawn) < num_known:
+            index = self._unlearnt.popleft() if len(self._unlearnt) > 1 else self._rng.randrange(num_known)
+            if index not in drawn:
+                drawn[index] = None
+                tokens += self._examples[index].num_bases
+        return [cut(self._examples[index], max_bases=self._max_bases, rng=self._rng) for index in drawn]
+
+
+def _point(
+    learner: Learner,
+    split: Split,
+    options: ReplayOptions,
+    *,
+    step: int,
+    trained_tokens: int,
+    losses: Sequence[float] = (),
+) -> dict[str, Any]:
+    """A point of the curve: acceptance on the held-out traces now, and the mean loss since the point before."""
+    found = {
+        domain: predict_acceptance(
+            learner.averaged,
+            [example for example in split.held_out if example.domain == domain],
+            depths=options.depths,
+            min_confidence=options.min_confidence,
+        )
+        for domain in dict.fromkeys(example.domain for example in split.held_out)
+    }
+    total = {depth: sum((row[depth] for row in found.values()), Acceptance()) for depth in options.depths}
+    deepest = max(options.depths)
+    return {
+        "step": step,
+        "trained_tokens": trained_tokens,
+        "loss": round(sum(losses) / len(losses), _DIGITS) if losses else None,
+        "accept_length": round(total[deepest].length, _DIGITS),
+        "accept_length_by_depth": {str(depth): round(each.length, _DIGITS) for depth, each in total.items()},
+        "accept_length_by_domain": {domain: round(row[deepest].length, _DIGITS) for domain, row in found.items()},
+        "accept_rate_by_position": [round(rate, _DIGITS) for rate in total[deepest].rates],
+    }

@@ -1,0 +1,194 @@
+"""`slipstream traces`: recordings of the trace stream, what they hold, and their contents as JSON lines."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import numpy as np
+import redis
+
+from speculator.acceptance import Acceptance, recorded_rounds
+from speculator.codec import decode_trace
+from speculator.errors import ConfigError, TraceError
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis_client import redis_errors
+from speculator.stream import StreamKeys
+from speculator.trace import Trace
+
+_POLL_MS = 500
+_CHUNK = 16
+
+
+class StreamCopy:
+    """Copies a stream's entries, without a consumer group: the trainer's accounts stay as they are."""
+
+    def __init__(self, client: redis.Redis, model_key: str) -> None:
+        self._redis: Any = client
+        self._key = StreamKeys(model_key=model_key).ledger.traces
+        self._after = "0"
+
+    @redis_errors
+    def read(self, block_ms: int) -> list[bytes]:
+        """The next few payloads in the stream's order; waits up to `block_ms` (0 does not) for the first."""
+        reply = self._redis.xread({self._key: self._after}, count=_CHUNK, block=block_ms or None)
+        entries = reply[0][1] if reply else []
+        if entries:
+            self._after = entries[-1][0].decode()
+        return [fields[b"payload"] for _, fields in entries if b"payload" in fields]
+
+
+def record(source: StreamCopy, path: Path, header: RecordingHeader, *, seconds: float) -> dict[str, int]:
+    """Append what the stream holds, and what arrives in the next `seconds`; each trace id once.
+
+    Returns counts: recorded, known (already in the file), unusable, and the bytes of an unfinished tail that were
+    removed. Raises ConfigError or StreamError; what was copied until then is in the file.
+    """
+    counts = {"recorded": 0, "known": 0, "unusable": 0}
+    end_s = time.monotonic() + seconds
+    with RecordingWriter(path, header) as writer:
+        counts["removed_bytes"] = writer.num_removed_bytes
+        while True:
+            left_ms = int(1000 * (end_s - time.monotonic()))
+            payloads = source.read(min(max(left_ms, 0), _POLL_MS))
+            for payload in payloads:
+                counts[_keep(writer, payload, header.target_fingerprint)] += 1
+            if not payloads and time.monotonic() >= end_s:
+                return counts
+
+
+def _keep(writer: RecordingWriter, payload: bytes, target_fingerprint: str) -> str:
+    try:
+        header = decode_trace(payload).header
+    except TraceError:
+        return "unusable"
+    if header.target_fingerprint != target_fingerprint:
+        return "unusable"
+    if header.trace_id in writer.known_ids:
+        return "known"
+    writer.append(payload, trace_id=header.trace_id)
+    return "recorded"
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """What a recording holds. Raises ConfigError where it is not one."""
+    domains: dict[str, Counter[str]] = defaultdict(Counter)
+    rounds: dict[str, Acceptance] = defaultdict(Acceptance)
+    versions: Counter[int] = Counter()
+    temperatures: Counter[float] = Counter()
+    with RecordingReader(path) as reader:
+        for trace in reader.traces():
+            domain = trace.header.domain
+            domains[domain].update(
+                traces=1, tokens=trace.num_tokens, completion_tokens=trace.num_completion_tokens,
+                proposals=int((trace.rounds.draft_tokens >= 0).sum()), accepted=int(trace.rounds.num_accepted.sum()),
+            )  # fmt: skip
+            rounds[domain] += recorded_rounds(trace)
+            versions.update(trace.rounds.draft_version.tolist())
+            temperatures[trace.header.sampling.temperature] += 1
+        total = sum(domains.values(), Counter())
+        return {
+            "file": str(path),
+            "model": reader.header.model,
+            "target_fingerprint": reader.header.target_fingerprint,
+            "created_ms": reader.header.created_ms,
+            "note": reader.header.note,
+            "bytes": reader.num_bytes,
+            "cut_off_bytes": reader.num_cut_bytes,
+            "damaged_entries": reader.num_damaged,
+            "bytes_per_token": round(reader.num_bytes / max(total["tokens"], 1), 1),
+            **_counts(total, sum(rounds.values(), Acceptance())),
+            "domains": {domain: _counts(domains[domain], rounds[domain]) for domain in domains},
+            "temperatures": {f"{value:g}": count for value, count in sorted(temperatures.items())},
+            "draft_versions": {str(version): count for version, count in sorted(versions.items())},
+        }
+
+
+def _counts(counts: Counter[str], rounds: Acceptance) -> dict[str, Any]:
+    names = ("traces", "tokens", "completion_tokens", "proposals", "accepted")
+    return {
+        **{name: counts[name] for name in names},
+        "rounds": int(rounds.num_rounds),
+        "accept_length": round(rounds.length, 4),
+    }
+
+
+def sentences(document: dict[str, Any]) -> str:
+    """A summary in plain language."""
+
+    def about(counts: dict[str, Any]) -> str:
+        return (
+            f"{counts['traces']} traces, {counts['completion_tokens']} completion tokens, "
+            f"{counts['accepted']} of {counts['proposals']} proposals accepted, "
+            f"{counts['accept_length']:.2f} tokens a verification"
+        )
+
+    versions = [int(version) for version in document["draft_versions"]]
+    lines = [
+        f"{document['file']}: {document['model']}, {document['bytes']} bytes, "
+        f"{document['bytes_per_token']} a token{', ' + document['note'] if document['note'] else ''}",
+        about(document),
+        *(f"  {domain or '(no domain)'}: {about(counts)}" for domain, counts in document["domains"].items()),
+        f"drafted by versions {min(versions)} to {max(versions)}" if versions else "nothing was drafted",
+    ]
+    if document["damaged_entries"] or document["cut_off_bytes"]:
+        damaged, cut_off = document["damaged_entries"], document["cut_off_bytes"]
+        lines.append(f"{damaged} entries are damaged; {cut_off} bytes at the end are no whole entry")
+    return "\n".join(lines)
+
+
+def export(path: Path, out: TextIO) -> int:
+    """Write one JSON object a trace, everything but the features; returns how many."""
+    count = 0
+    with RecordingReader(path) as reader:
+        for trace in reader.traces():
+            out.write(msgspec.json.encode(_row(trace)).decode() + "\n")
+            count += 1
+    return count
+
+
+def _row(trace: Trace) -> dict[str, Any]:
+    """Lists of ints and floats. Log-probabilities stand in the order of the ids; rows without any are empty."""
+    header = trace.header
+    start, prompt = header.first_position, max(header.num_prompt_tokens - header.first_position, 0)
+    known = trace.target_topk_ids >= 0
+    return {
+        **msgspec.structs.asdict(header),
+        "prompt_token_ids": trace.token_ids[:prompt].tolist(),
+        "completion_token_ids": trace.token_ids[prompt:].tolist(),
+        "constrained_positions": (start + np.flatnonzero(trace.constrained)).tolist(),
+        "target_topk_ids": [ids[mask].tolist() for ids, mask in zip(trace.target_topk_ids, known, strict=True)],
+        "target_topk_logprobs": [
+            _rounded(row[mask]) for row, mask in zip(trace.target_topk_logprobs, known, strict=True)
+        ],
+        "rounds": list(_round_rows(trace)),
+    }
+
+
+def _round_rows(trace: Trace) -> Iterator[dict[str, Any]]:
+    rounds = trace.rounds
+    for row, tokens in enumerate(rounds.draft_tokens):
+        proposed = tokens >= 0
+        yield {
+            "position": int(rounds.position[row]),
+            "draft_version": int(rounds.draft_version[row]),
+            "num_accepted": int(rounds.num_accepted[row]),
+            "tokens": tokens[proposed].tolist(),
+            "logprobs": _rounded(rounds.draft_logprobs[row][proposed]),
+            "parents": rounds.draft_parents[row][proposed].tolist(),
+        }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    # Not a number in JSON: a kept token of no probability at all.
+    return [round(value, 4) if np.isfinite(value) else -1e4 for value in values.astype(float).tolist()]
+
+
+def check_output(path: Path | None) -> None:
+    """Raise ConfigError now rather than after the work when `path` cannot be written for want of its folder."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent} does not exist: create it or choose another place for {path.name}")

@@ -1,0 +1,161 @@
+"""`slipstream traces`: from a real stream into a file, and what can be learnt about it there."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+from typer.testing import CliRunner
+
+from slipstream.cli import app
+from slipstream.layout import model_key
+from speculator.acceptance import Acceptance, recorded_rounds
+from speculator.checkpoint import target_fingerprint
+from speculator.codec import encode_trace
+from speculator.recording import RecordingReader
+from speculator.stream import TraceStream
+from speculator.trace import Trace
+from tests.traces import make_trace
+
+Refused = Callable[..., str]
+
+
+def domain_traces(fingerprint: str) -> list[Trace]:
+    return [
+        make_trace(seed, trace_id=f"trace-{seed}", domain="ab"[seed % 2], target_fingerprint=fingerprint, R=5)
+        for seed in range(6)
+    ]
+
+
+@pytest.fixture
+def stream(redis_client: redis.Redis, toy_model: Path) -> TraceStream:
+    return TraceStream(redis_client, model_key(toy_model, target_fingerprint(toy_model)), max_bytes=10**8)
+
+
+@pytest.fixture
+def filled(stream: TraceStream, toy_model: Path) -> list[Trace]:
+    traces = domain_traces(target_fingerprint(toy_model))
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    return traces
+
+
+@pytest.fixture
+def cli(redis_url: str, toy_model: Path) -> Callable[..., str]:
+    """Run a command that must succeed; returns its standard output."""
+
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def record(cli: Callable[..., str], redis_url: str, toy_model: Path) -> Callable[..., None]:
+    return lambda out, *more: cli(
+        "traces", "record", "--model", toy_model, "--redis-url", redis_url, "--out", out, *more
+    ) and None  # fmt: skip
+
+
+def ids_in(path: Path) -> list[str]:
+    with RecordingReader(path) as reader:
+        return [trace.header.trace_id for trace in reader.traces()]
+
+
+def test_a_stream_is_copied_and_its_accounts_stay(
+    stream: TraceStream, filled: list[Trace], record: Callable[..., None], tmp_path: Path
+) -> None:
+    entries = stream.read(2, 0)
+    stream.ack([entries[0].id])
+    before = stream.lag()
+    record(tmp_path / "out.rec", "--note", "by a test")
+    assert stream.lag() == before
+    assert ids_in(tmp_path / "out.rec") == [trace.header.trace_id for trace in filled]
+    assert len(stream.read(100, 0)) == 4, "the trainer still gets what it has not read"
+
+
+def test_a_recording_is_continued_with_what_is_new(
+    stream: TraceStream, filled: list[Trace], record: Callable[..., None], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.rec"
+    record(out)
+    more = make_trace(50, trace_id="more", target_fingerprint=filled[0].header.target_fingerprint)
+    stream.append(encode_trace(more), trace_id="more")
+    stream.append(encode_trace(filled[0]), trace_id="trace-0")
+    stream.append(b"not a trace", trace_id="broken")
+    record(out)
+    assert ids_in(out) == [*(trace.header.trace_id for trace in filled), "more"]
+
+
+def test_traces_that_arrive_meanwhile_are_taken(
+    stream: TraceStream, filled: list[Trace], record: Callable[..., None], tmp_path: Path
+) -> None:
+    late = make_trace(51, trace_id="late", target_fingerprint=filled[0].header.target_fingerprint)
+    timer = threading.Timer(0.5, lambda: stream.append(encode_trace(late), trace_id="late"))
+    timer.start()
+    record(tmp_path / "out.rec", "--seconds", 2)
+    timer.join()
+    assert ids_in(tmp_path / "out.rec")[-1] == "late"
+
+
+def test_info_counts_what_is_there(
+    filled: list[Trace], record: Callable[..., None], cli: Callable[..., str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.rec"
+    record(out)
+    document = json.loads(cli("traces", "info", out, "--json"))
+    assert document["traces"] == 6
+    assert document["tokens"] == sum(trace.num_tokens for trace in filled)
+    assert document["proposals"] == sum(int((trace.rounds.draft_tokens >= 0).sum()) for trace in filled)
+    assert document["bytes"] == out.stat().st_size
+    assert (document["cut_off_bytes"], document["damaged_entries"]) == (0, 0)
+    assert {name: counts["traces"] for name, counts in document["domains"].items()} == {"a": 3, "b": 3}
+    live = sum((recorded_rounds(trace) for trace in filled), Acceptance())
+    assert document["accept_length"] == pytest.approx(live.length, abs=1e-4)
+    assert sum(document["draft_versions"].values()) == sum(len(trace.rounds.position) for trace in filled)
+    out.write_bytes(out.read_bytes()[:-100])
+    document = json.loads(cli("traces", "info", out, "--json"))
+    assert document["traces"] == 5
+    assert document["cut_off_bytes"] > 0
+
+
+def test_export_writes_one_line_a_trace_with_everything_but_the_features(
+    filled: list[Trace], record: Callable[..., None], cli: Callable[..., str], tmp_path: Path
+) -> None:
+    out, lines = tmp_path / "out.rec", tmp_path / "out.jsonl"
+    record(out)
+    cli("traces", "export", out, "--out", lines)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert cli("traces", "export", out) == lines.read_text()
+    for row, trace in zip(rows, filled, strict=True):
+        header, rounds = trace.header, trace.rounds
+        assert (row["trace_id"], row["domain"]) == (header.trace_id, header.domain)
+        assert row["sampling"]["temperature"] == header.sampling.temperature
+        assert [*row["prompt_token_ids"], *row["completion_token_ids"]] == trace.token_ids.tolist()
+        assert len(row["prompt_token_ids"]) == header.num_prompt_tokens
+        assert [len(ids) for ids in row["target_topk_ids"]] == [len(each) for each in row["target_topk_logprobs"]]
+        assert row["target_topk_ids"][0] == []
+        assert row["target_topk_ids"][-1] == trace.target_topk_ids[-1].tolist()
+        assert len(row["rounds"]) == len(rounds.position)
+        for found, position, tokens in zip(row["rounds"], rounds.position, rounds.draft_tokens, strict=True):
+            assert found["position"] == position
+            assert found["tokens"] == tokens[tokens >= 0].tolist()
+            assert len(found["logprobs"]) == len(found["parents"]) == len(found["tokens"])
+
+
+def test_what_cannot_work_is_said_in_one_line(
+    refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, redis_client: redis.Redis
+) -> None:
+    source = ("traces", "record", "--model", toy_model, "--redis-url")
+    assert "redis" in refused(*source, f"unix://{tmp_path}/no.sock", "--out", tmp_path / "a.rec").lower()
+    assert "does not exist" in refused(*source, redis_url, "--out", tmp_path / "no" / "a.rec")
+    (tmp_path / "text").write_text("hello")
+    assert "not a recording" in refused(*source, redis_url, "--out", tmp_path / "text")
+    assert "not a recording" in refused("traces", "info", tmp_path / "text")
+    assert "cannot read" in refused("traces", "export", tmp_path / "missing")

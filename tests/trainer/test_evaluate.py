@@ -1,0 +1,129 @@
+"""Predicted acceptance against the rounds of the engine itself, with the same draft on the same requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from serving.engine import CapturePolicy, GenerateRequest
+from speculator.acceptance import Acceptance, recorded_rounds
+from speculator.labels import draft_ids_by_target_id
+from speculator.model import Eagle3Draft
+from speculator.sampling import SamplingParams
+from speculator.trace import Trace
+from tests.serving.local.harness import toy_engine
+from tests.toy import random_draft
+from tests.trainer.answers import answer_traces
+from tests.trainer.examples import batch_of, config_for
+from trainer.batch import make_example
+from trainer.evaluate import predict_acceptance
+from trainer.step import Learner
+
+DEPTH = 4
+
+
+@pytest.fixture(scope="module")
+def draft(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Eagle3Draft:
+    """A draft that has learnt from other answers of the toy target."""
+    torch.set_num_threads(1)
+    learner = Learner(
+        random_draft(model_dir, seed=1, draft_vocab_size=40, scale=0.2),
+        config_for(model_dir, tmp_path_factory.mktemp("learnt"), autocast=False),
+    )
+    batch = batch_of(answer_traces(model_dir, num_traces=8), learner.draft)
+    for _ in range(120):
+        learner.step(batch)
+    return learner.draft
+
+
+def served(
+    model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams, *, num_requests: int, min_confidence: float
+) -> list[Trace]:
+    """One request at a time, so that the engine's confidence is that request's alone."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(6, 47, (num_requests, 6), generator=generator).tolist()
+    with toy_engine(model_dir, draft=draft, depth=DEPTH, min_confidence=min_confidence) as harness:
+        for index, prompt in enumerate(prompts):
+            harness.ask(
+                GenerateRequest(
+                    request_id=str(index),
+                    prompt_token_ids=tuple(prompt),
+                    max_tokens=40,
+                    sampling=sampling,
+                    seed=index,
+                    ignore_eos=True,
+                    policy=CapturePolicy(),
+                )
+            )
+        return harness.traces
+
+
+def predicted(
+    draft: Eagle3Draft, traces: list[Trace], depths: list[int], min_confidence: float
+) -> dict[int, Acceptance]:
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    examples = [make_example(trace, draft_ids_V, feature_width=draft.fc.in_features) for trace in traces]
+    return predict_acceptance(draft, examples, depths=depths, min_confidence=min_confidence)
+
+
+def float32_copy(draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
+    """The engine takes a draft over and changes its type."""
+    copy = random_draft(model_dir, seed=1, draft_vocab_size=40)
+    copy.load_state_dict(draft.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("min_confidence", [0.0, 0.15, 0.25])
+def test_greedy_rounds_are_predicted_one_by_one(model_dir: Path, draft: Eagle3Draft, min_confidence: float) -> None:
+    traces = served(
+        model_dir, float32_copy(draft, model_dir), SamplingParams(temperature=0), num_requests=8,
+        min_confidence=min_confidence,
+    )  # fmt: skip
+    live = sum((recorded_rounds(trace) for trace in traces), Acceptance())
+    found = predicted(draft, traces, [DEPTH], min_confidence)[DEPTH]
+    assert live.length > 1.1, "the case must have accepted proposals"
+    # Features travel as bfloat16, so a proposal near a tie may differ.
+    assert found.num_committed == live.num_committed
+    assert found.length == pytest.approx(live.length, rel=0.02)
+    assert found.rates[:2] == pytest.approx(live.rates[:2], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "min_confidence"),
+    [
+        (SamplingParams(temperature=0.9, top_k=6), 0.0),
+        (SamplingParams(temperature=0.5), 0.0),
+        (SamplingParams(temperature=0.5), 0.1),
+    ],
+)
+def test_sampled_rounds_are_predicted_in_expectation(
+    model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams, min_confidence: float
+) -> None:
+    copy = float32_copy(draft, model_dir)
+    traces = served(model_dir, copy, sampling, num_requests=30, min_confidence=min_confidence)
+    live = sum((recorded_rounds(trace) for trace in traces), Acceptance())
+    found = predicted(draft, traces, [DEPTH], min_confidence)[DEPTH]
+    assert live.length > 1.1, "the case must have accepted proposals"
+    assert found.length == pytest.approx(live.length, rel=0.05)
+    assert found.rates[0] == pytest.approx(live.rates[0], abs=0.04)
+
+
+def test_shallower_chains_commit_less_and_each_depth_is_what_it_would_be_alone(
+    model_dir: Path, draft: Eagle3Draft, traces: list[Trace]
+) -> None:
+    together = predicted(draft, traces, [1, 2, 3, 4], 0.0)
+    assert together[1].length < together[2].length < together[4].length
+    for depth, found in together.items():
+        assert found == predicted(draft, traces, [depth], 0.0)[depth]
+        assert found.length <= depth + 1
+        assert len(found.rates) == depth
+
+
+def test_windows_of_a_long_answer_add_up_to_the_whole(
+    model_dir: Path, draft: Eagle3Draft, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = predicted(draft, traces, [3], 0.15)[3]
+    monkeypatch.setattr("trainer.evaluate._MAX_BASES", 7)
+    assert predicted(draft, traces, [3], 0.15)[3] == whole
