@@ -66,10 +66,11 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[str, subprocess.Popen[bytes], Path]) -> openai.OpenAI:
-    return openai.OpenAI(
+def client(served: tuple[str, subprocess.Popen[bytes], Path]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
         base_url=f"{served[0]}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
-    )
+    ) as client:
+        yield client
 
 
 def _messages(text: str) -> list[openai.types.chat.ChatCompletionMessageParam]:

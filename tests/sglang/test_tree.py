@@ -52,7 +52,9 @@ def test_trees_through_retractions(plugged: Plugged) -> None:
         parents = trace.rounds.draft_parents
         assert parents.shape[1] == 6
         assert (parents[:, 0] == -1).all()
-        assert ((parents == -1).sum(1) == 2).all(), "two proposals stand at the first level"
+        at_first_level = (parents == -1).sum(1)
+        assert ((at_first_level >= 1) & (at_first_level <= 2)).all()
+        assert (at_first_level == 2).any()
         own = trace.rounds.draft_logprobs.astype(np.float32)
         assert (own <= 0).all()
         # Siblings share one distribution.
