@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-
 import numpy as np
 from torch import Tensor
 
+from serving.header import make_header
 from serving.local.generation import Generation
-from speculator.trace import Trace, TraceHeader, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 
 
 def span_of(generation: Generation, context_window: int) -> tuple[int, int]:
@@ -36,18 +34,14 @@ def build_trace(
             ids[at : at + rows], logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
     request = generation.request
     return Trace(
-        header=TraceHeader(
-            trace_id=uuid.uuid4().hex,
+        header=make_header(
             request_id=request.request_id,
-            engine_id=engine_id,
-            target_fingerprint=target_fingerprint,
+            policy=request.policy,
+            sampling=request.sampling,
             num_prompt_tokens=generation.num_prompt_tokens,
             first_position=start,
-            created_ms=time.time_ns() // 1_000_000,
-            sampling=request.sampling,
-            tenant=request.policy.tenant,
-            group_id=request.policy.group_id,
-            domain=request.policy.domain,
+            engine_id=engine_id,
+            target_fingerprint=target_fingerprint,
         ),
         token_ids=np.array(generation.tokens[start : start + length], np.int32),
         aux_hidden=aux_hidden,

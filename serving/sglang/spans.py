@@ -10,8 +10,6 @@ then the proposals), P = N − 1 proposals.
 
 from __future__ import annotations
 
-import time
-import uuid
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +17,9 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
+from serving.header import make_header
 from speculator.sampling import SamplingParams
-from speculator.trace import Trace, TraceHeader, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 
 MAX_COMPLETION_TOKENS = 4096
 """A longer answer's trace is cut here: its features would take hundreds of megabytes of host memory."""
@@ -112,18 +111,14 @@ class Span:
         if request.constrained:
             constrained[max(request.num_prompt_tokens - 1 - start, 0) :] = True
         return Trace(
-            header=TraceHeader(
-                trace_id=uuid.uuid4().hex,
+            header=make_header(
                 request_id=request.request_id,
-                engine_id=engine_id,
-                target_fingerprint=target_fingerprint,
+                policy=request.policy,
+                sampling=request.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
                 first_position=start,
-                created_ms=time.time_ns() // 1_000_000,
-                sampling=request.sampling,
-                tenant=request.policy.tenant,
-                group_id=request.policy.group_id,
-                domain=request.policy.domain,
+                engine_id=engine_id,
+                target_fingerprint=target_fingerprint,
             ),
             token_ids=np.array(tokens[start : start + length], np.int32),
             aux_hidden=features,

@@ -1,0 +1,36 @@
+"""The header of a trace, the same from every engine."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from serving.engine import CapturePolicy
+from speculator.sampling import SamplingParams
+from speculator.trace import TraceHeader
+
+
+def make_header(
+    *,
+    request_id: str,
+    policy: CapturePolicy,
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    first_position: int,
+    engine_id: str,
+    target_fingerprint: str,
+) -> TraceHeader:
+    """A header with a new trace id, created now; `first_position` is the absolute one of the span's first token."""
+    return TraceHeader(
+        trace_id=uuid.uuid4().hex,
+        request_id=request_id,
+        engine_id=engine_id,
+        target_fingerprint=target_fingerprint,
+        num_prompt_tokens=num_prompt_tokens,
+        first_position=first_position,
+        created_ms=time.time_ns() // 1_000_000,
+        sampling=sampling,
+        tenant=policy.tenant,
+        group_id=policy.group_id,
+        domain=policy.domain,
+    )
