@@ -12,28 +12,25 @@ import collections
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from serving.engine import CapturePolicy
+from serving.sglang.asked import is_constrained, policy_of, sampling_of
+from serving.sglang.budget import ByteBudget
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanRequest
 from serving.sglang.transfer import HostCopier, HostCopy
-from speculator.sampling import SamplingParams
+from serving.sglang.verdicts import committed, in_order, top_tokens
 from speculator.trace import Trace
 
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_slipstream_ticket"
-_GREEDY_TOP_K = 1
-_BURST_S = 2.0
 
 
 @dataclass(eq=False)
@@ -64,25 +61,6 @@ class _Verified:
 class _End:
     ticket: Ticket
     tokens: list[int]
-
-
-class ByteBudget:
-    """A token bucket of encoded bytes: requests are admitted while it is not overdrawn."""
-
-    def __init__(self, bytes_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = bytes_per_s, clock
-        self._balance, self._at_s = bytes_per_s * _BURST_S, clock()
-
-    def admits(self) -> bool:
-        if self._rate == 0:
-            return True
-        now_s = self._clock()
-        self._balance = min(self._balance + (now_s - self._at_s) * self._rate, self._rate * _BURST_S)
-        self._at_s = now_s
-        return self._balance > 0
-
-    def spend(self, num_bytes: int) -> None:
-        self._balance -= num_bytes
 
 
 class Capture:
@@ -275,11 +253,8 @@ class Capture:
         return additions
 
     def _verified_rows(self, event: _Verified) -> list[tuple[Ticket, Callable[[Span], None]]]:
-        host = self._host(event.copy)
-        return [
-            (ticket, _adder(rows, round_))
-            for ticket, (rows, round_) in zip(event.tickets, _committed(host, event), strict=True)
-        ]
+        verdicts = committed(self._host(event.copy), draft_version=event.draft_version, is_tree=event.is_tree)
+        return [(ticket, _adder(rows, round_)) for ticket, (rows, round_) in zip(event.tickets, verdicts, strict=True)]
 
     def _host(self, copy: HostCopy) -> dict[str, Tensor]:
         host = copy.wait()
@@ -318,105 +293,3 @@ def _adder(rows: Rows, round_: Round | None) -> Callable[[Span], None]:
         span.add_rows(rows)
 
     return add
-
-
-def _committed(host: Mapping[str, Tensor], event: _Verified) -> Iterator[tuple[Rows, Round | None]]:
-    """The committed rows of each request of a verification, and what it says about the proposals."""
-    num_kept = host["topk_ids"].shape[-1]
-    ids_NK, logprobs_NK = in_order(host["topk_ids"].view(-1, num_kept), host["topk_logprobs"].view(-1, num_kept))
-    positions, counts = host["seq_lens"].tolist(), host["accept_lens"].tolist()
-    index_BA = host["accept_index"].numpy() - host["first_node"].numpy()[:, None]
-    tokens_BN = host["draft_token"].numpy().astype(np.int32)
-    num_nodes = tokens_BN.shape[1]
-    for row, (position, num_committed) in enumerate(zip(positions, counts, strict=True)):
-        nodes = index_BA[row, :num_committed]
-        rows = Rows(
-            start=position,
-            # SGLang has moved the accepted path's features to the front; its logits stay where the nodes are.
-            features=host["features"][row, :num_committed].clone(),
-            topk_ids=ids_NK[row * num_nodes + nodes],
-            topk_logprobs=logprobs_NK[row * num_nodes + nodes],
-        )
-        yield rows, _round(host, event, row, position, tokens_BN[row], nodes) if num_nodes > 1 else None
-
-
-def _round(
-    host: Mapping[str, Tensor], event: _Verified, row: int, position: int, tokens_N: np.ndarray, path: np.ndarray
-) -> Round:
-    parents = np.array(tree_parents(host["next_token"][row].tolist(), host["next_sibling"][row].tolist()), np.int8)
-    logprobs = host["draft_logprobs"][row].float().numpy()
-    if event.is_tree:
-        # Of the whole path so far: the node's own is what its parent's lacks.
-        logprobs = logprobs - np.where(parents >= 0, logprobs[parents], 0)
-    return Round(
-        position=position,
-        tokens=tokens_N[1:],
-        logprobs=np.minimum(logprobs, 0).astype(np.float16),
-        parents=parents,
-        path=tokens_N[path[1:]],
-        draft_version=event.draft_version,
-    )
-
-
-def top_tokens(logits: Tensor, count: int) -> dict[str, Tensor]:
-    """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
-    top = logits.log_softmax(-1, dtype=torch.float32).topk(min(count, logits.shape[-1]), -1)
-    return {"topk_ids": top.indices.int(), "topk_logprobs": top.values}
-
-
-def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [n, K] from the likeliest, as int32 and float16; of equal ones the lower id first, as argmax takes it."""
-    host_ids, host_logprobs = ids.numpy(), logprobs.numpy()
-    order = np.lexsort((host_ids, -host_logprobs), axis=-1)
-    # A rounding step above zero is no probability.
-    sorted_logprobs = np.minimum(np.take_along_axis(host_logprobs, order, -1), 0).astype(np.float16)
-    return np.take_along_axis(host_ids, order, -1), sorted_logprobs
-
-
-def tree_parents(next_token: Sequence[int], next_sibling: Sequence[int]) -> list[int]:
-    """The parent of each proposal, −1 for the root, from SGLang's first-child and next-sibling links over N nodes.
-
-    Proposal p is node p + 1. Example, a chain of three: next_token [1, 2, 3, −1] gives [−1, 0, 1].
-    """
-    parents = [-1] * len(next_token)
-    for node, child in enumerate(next_token):
-        while child != -1:
-            parents[child] = node
-            child = next_sibling[child]
-    return [parent - 1 for parent in parents[1:]]
-
-
-def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
-    """The capture policy that the gateway put into the request; a request without one is captured."""
-    values = (custom_params or {}).get("slipstream")
-    if not isinstance(values, Mapping):
-        return CapturePolicy()
-    return CapturePolicy(
-        capture=bool(values.get("capture", True)),
-        tenant=str(values.get("tenant", "default")),
-        group_id=str(values.get("group_id", "")),
-        domain=str(values.get("domain", "")),
-    )
-
-
-def sampling_of(params: Any) -> SamplingParams:
-    """SGLang writes greedy as top-k 1, and "every token" as −1 or a huge top-k."""
-    if params.top_k == _GREEDY_TOP_K:
-        return SamplingParams(temperature=0.0)
-    top_k = params.top_k if 0 < params.top_k < 1 << 20 else 0
-    return SamplingParams(temperature=float(params.temperature), top_p=float(params.top_p), top_k=top_k)
-
-
-def is_constrained(request: Any) -> bool:
-    """Whether something but temperature, top-k and top-p changes the distribution of this answer's tokens."""
-    params = request.sampling_params
-    return bool(
-        request.grammar is not None
-        or params.logit_bias
-        or params.min_new_tokens
-        or params.min_p
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or request.custom_logit_processor
-    )

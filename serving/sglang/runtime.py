@@ -22,7 +22,8 @@ import torch
 from serving.hotswap import DraftFollower
 from serving.recorder import TraceRecorder
 from serving.sglang.agreement import Agreement
-from serving.sglang.capture import ByteBudget, Capture
+from serving.sglang.budget import ByteBudget
+from serving.sglang.capture import Capture
 from serving.sglang.checks import version_of
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl, QuietSwitches

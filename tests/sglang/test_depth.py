@@ -62,8 +62,8 @@ def test_a_version_that_does_not_pay_is_looked_at_and_left_alone(plugged: Plugge
     useless = store.write(state, config, parent=1, target_fingerprint=manifest.target_fingerprint, info={})
     plugged.pointer.publish(useless.version)
     plugged.wait_for(lambda report: report["version"] == str(useless.version))
-    _decode(plugged)  # each depth is looked at a few times
-    steps, drafted = _decode(plugged)
+    # Each depth is looked at a few times. How soon it sleeps after that is up to the machine's times.
+    steps, drafted = _decode(plugged, rounds=2)
     assert 0 < drafted < 0.4 * steps
     report = plugged.wait_for(lambda report: report["pending"] == "0")
     assert float(report["acceptance"].split(",")[0]) < 0.2

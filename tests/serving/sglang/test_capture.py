@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from serving.sglang.capture import (
-    ByteBudget,
-    Capture,
-    in_order,
-    policy_of,
-    sampling_of,
-    tree_parents,
-)
+from serving.sglang.asked import policy_of, sampling_of
+from serving.sglang.budget import ByteBudget
+from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
+from serving.sglang.verdicts import in_order, tree_parents
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
 
