@@ -2,11 +2,12 @@
 
     python -m benchmarks.ablation [--quick] [--json FILE] [--prompts FILE.jsonl] [--cache DIR] [--workloads a,b,a>b] …
 
-Workloads are the domains of the prompts, and `a>b`: traffic that shifts from a to b. Each is answered once by the local
-engine, whose draft learns from the answers as it would in service (so that recorded proposals come from versions of a
-draft that improves), and kept as a recording in the cache. Every loss then learns from that recording with the same
-seeds, the same data and the same steps (`slipstream/replay.py`), with as many training-time-test steps as the deepest
-chain, and is evaluated on held-out answers at each depth. The baseline is forward KL on committed text alone.
+Workloads are domains of the prompts, `a+b`: both mixed, and `a>b`: traffic that shifts from a to b. Each is answered
+once by the local engine, whose draft learns from the answers as it would in service (so that recorded proposals come
+from versions of a draft that improves), and kept as a recording in the cache. Every loss then learns from that
+recording with the same seeds, the same data and the same steps (`slipstream/replay.py`), with as many training-time-
+test steps as the deepest chain, and is evaluated on held-out answers at each depth. The baseline is forward KL on
+committed text alone.
 
 Target: the best loss needs at most 0.7 of the trained tokens that the baseline needs to reach the baseline's final
 acceptance length, in the median over workloads, depths and seeds. The baseline's own tokens count up to where its curve
@@ -222,15 +223,17 @@ def record_workload(path: Path, prompts: Sequence[Prompt], options: RecordOption
 
 
 def workload_prompts(name: str, prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """`count` prompts of a domain, or half of them of each of two in the order of the shift; none comes twice."""
-    domains = name.split(">")
+    """At most `count` prompts, as many of each phase of a shift, in its order; none comes twice."""
+    phases = name.split(">")
     chosen: list[Prompt] = []
-    for domain in domains:
-        of_domain = [prompt for prompt in prompts if prompt.domain == domain]
-        if not of_domain:
-            raise ConfigError(f"no prompt has the domain {domain}: check --workloads and --prompts")
-        share = min(count // len(domains), len(of_domain))
-        chosen += random.Random(seed).sample(of_domain, share)
+    for phase in phases:
+        domains = phase.split("+")
+        for domain in domains:
+            if all(prompt.domain != domain for prompt in prompts):
+                raise ConfigError(f"no prompt has the domain {domain}: check --workloads and --prompts")
+        of_phase = [prompt for prompt in prompts if prompt.domain in domains]
+        share = min(count // len(phases), len(of_phase))
+        chosen += random.Random(seed).sample(of_phase, share)
     return chosen
 
 
@@ -354,7 +357,9 @@ def _finish(cells: list[Cell], runs: dict[tuple[str, str, int], dict[str, Any]],
 def _arguments() -> argparse.Namespace:
     options = parser("Losses on the same recorded traces")
     options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
-    options.add_argument("--workloads", type=lambda text: text.split(","), help="domains and shifts: qa,code,qa>code")
+    options.add_argument(
+        "--workloads", type=lambda text: text.split(","), help="domains, mixtures and shifts: code,qa+rag,qa>code"
+    )
     options.add_argument("--answers", type=int, help="answers to record a workload")
     options.add_argument("--max-tokens", type=int, help="completion tokens an answer")
     options.add_argument("--temperature", type=float, default=0.0)

@@ -4,7 +4,8 @@ At one state of a chain z are the draft's logits over the draft vocabulary D, di
 q = softmax z, p the served distribution, m = Σ_{x ∈ D} p(x), r the mass of p below the kept tokens
 (speculator/labels.py), x a proposal, ρ its importance ratio and w(ρ) the weight (speculator/offpolicy.py).
 
-On states that the draft's own chains reach, over committed text:
+On states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step from
+every position, as EAGLE-3 is published):
 
     forward_kl       −Σ_{x ∈ D} p log q = m · log Σ_D exp z − Σ_D p z     KL(p‖q) + constant; EAGLE-3, 2503.01840
     reverse_kl       m · Σ_{x ∈ D} q (log q − log p̃)                      p̃ = p with its tail spread out, see there
@@ -122,6 +123,7 @@ def discard(logits_JD: Tensor, draft_ids_JK: Tensor, probs_JK: Tensor, rejected_
 
 
 VerdictSource = Literal["recorded", "fresh"]
+Chains = Literal["own", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,7 @@ class LossMix:
     discard: float = 0.0
     correction: Correction = field(default_factory=Correction)
     verdicts: VerdictSource = "recorded"
+    chains: Chains = "own"
     discard_top_k: int = 10
     step_discount: float = 0.8
     """Weight of step k is this to the power k: late steps are rarer in service and harder to learn; EAGLE-3's reference
@@ -147,7 +150,7 @@ class LossMix:
         """`name`, or `name=weight`, and settings, separated by commas: `forward_kl=1,discard=0.5,correction=topr`.
 
         A name alone weighs 1. Settings: `correction` with its `clip_low`, `clip_high`, `positive` and `negative`;
-        `verdicts`, `discard_top_k`, `step_discount`. Raises ConfigError that names the choices.
+        `verdicts`, `chains`, `discard_top_k`, `step_discount`. Raises ConfigError that names the choices.
         """
         given: dict[str, str] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -169,6 +172,8 @@ class LossMix:
             raise ConfigError(f"the loss has no term: give one of {', '.join(LOSS_NAMES)} a weight")
         if self.verdicts not in get_args(VerdictSource):
             raise ConfigError(f"verdicts={self.verdicts} is unknown: choose {' or '.join(get_args(VerdictSource))}")
+        if self.chains not in get_args(Chains):
+            raise ConfigError(f"chains={self.chains} is unknown: choose {' or '.join(get_args(Chains))}")
         if self.discard_top_k < 1 or not 0 < self.step_discount <= 1:
             raise ConfigError("discard_top_k must be at least 1, and step_discount in (0, 1]")
 
@@ -184,7 +189,7 @@ class LossMix:
             parts += [f"verdicts={self.verdicts}"]
         if self.discard:
             parts += [f"discard_top_k={self.discard_top_k}"]
-        return ",".join([*parts, f"step_discount={self.step_discount:g}"])
+        return ",".join([*parts, f"chains={self.chains}", f"step_discount={self.step_discount:g}"])
 
     @property
     def uses_verdicts(self) -> bool:
@@ -239,7 +244,7 @@ class LossMix:
 _TEXT_LOSSES = ("forward_kl", "reverse_kl", "acceptance", "log_acceptance", "cross_entropy")
 LOSS_NAMES = (*_TEXT_LOSSES, "policy_gradient", "discard")
 _CORRECTION_SETTINGS = {"clip_low": "low", "clip_high": "high", "positive": "positive", "negative": "negative"}
-_SETTINGS = ("correction", *_CORRECTION_SETTINGS, "verdicts", "discard_top_k", "step_discount")
+_SETTINGS = ("correction", *_CORRECTION_SETTINGS, "verdicts", "chains", "discard_top_k", "step_discount")
 
 
 def _values(given: dict[str, str]) -> dict[str, Any]:
@@ -249,7 +254,7 @@ def _values(given: dict[str, str]) -> dict[str, Any]:
     for name, value in given.items():
         if name == "correction":
             correction["name"] = value
-        elif name == "verdicts":
+        elif name in ("verdicts", "chains"):
             values[name] = value
         elif name in _CORRECTION_SETTINGS:
             correction[_CORRECTION_SETTINGS[name]] = _number(name, value, float)

@@ -145,19 +145,21 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
 
         Σ_k γ^k Σ_states (committed-text terms) / N  +  Σ_k γ^k Σ_verdicts (each proposal term) / its verdicts
 
-    N counts base positions with a label. Chains that ended add nothing, so a deeper step weighs as much as it is
-    reached. Proposal terms are means over the verdicts that they are about: all for the policy gradient, the rejected
-    ones for the discard loss. States that only an older draft reached enter no committed-text term.
+    N counts base positions with a label. Under `chains=own` chains that ended add nothing, so a deeper step weighs as
+    much as it is reached, and states that only an older draft reached enter no committed-text term. Proposal terms are
+    means over the verdicts that they are about: all for the policy gradient, the rejected ones for the discard loss.
     """
     on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
     num_labels = num_accepted = num_verdicts = num_rewarded = 0
     verdicts = _recorded(mix, batch, num_steps)
     wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
+    if mix.chains == "all":
+        wanted_NK = torch.ones(len(batch.rows), num_steps, dtype=torch.bool)
     for proposals in unroll(draft, batch, num_steps=num_steps, wanted_NK=wanted_NK):
         labels = batch.labels[proposals.label_rows]
         logits_SD = labels.tempered(proposals.logits)
         weight = mix.step_discount**proposals.step
-        if bool(proposals.own.all()):
+        if mix.chains == "all" or bool(proposals.own.all()):
             on_text = on_text + weight * mix.on_states(logits_SD, labels).sum()
         else:
             on_text = on_text + weight * mix.on_states(logits_SD[proposals.own], labels[proposals.own]).sum()

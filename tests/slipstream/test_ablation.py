@@ -56,8 +56,10 @@ def test_a_shift_is_one_domain_and_then_the_other() -> None:
     assert [prompt.domain for prompt in shift] == ["a"] * 4 + ["b"] * 4
     assert len(set(shift)) == 8
     assert shift == workload_prompts("a>b", prompts, 8, seed=0) != workload_prompts("a>b", prompts, 8, seed=1)
+    mixed = workload_prompts("a+b", prompts, 16, seed=0)
+    assert {prompt.domain for prompt in mixed[:8]} == {"a", "b"}
     with pytest.raises(ConfigError, match="--workloads"):
-        workload_prompts("c", prompts, 8, seed=0)
+        workload_prompts("a+c", prompts, 8, seed=0)
 
 
 def test_a_workload_is_recorded_while_the_draft_learns_and_can_be_replayed(toy_model: Path, tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def test_a_mix_weighs_its_terms() -> None:
     "text",
     [
         "forward_kl",
+        "forward_kl,chains=all",
         "forward_kl=1,discard=0.5,correction=topr",
         "reverse_kl=0.3,policy_gradient=0.1,correction=cispo,clip_low=0.5,clip_high=1.5,verdicts=fresh",
         "acceptance,discard,correction=weighted_topr,positive=2,negative=0.5,discard_top_k=3,step_discount=1",
@@ -206,6 +207,7 @@ def test_settings_reach_the_mix() -> None:
         ("discard,correction", "none, tis"),
         ("discard,correction=tis,clip_high=-1", "clip bounds"),
         ("discard,verdicts=old", "recorded or fresh"),
+        ("forward_kl,chains=some", "own or all"),
         ("discard,discard_top_k=0", "discard_top_k"),
         ("discard,discard_top_k=1.5", "discard_top_k=1.5"),
         ("forward_kl,step_discount=0", "step_discount"),

@@ -84,7 +84,7 @@ class Slow:
                 here = self.mix.forward_kl * kl + self.mix.acceptance * (1 - overlap)
                 total += self.mix.step_discount**step * here
                 best = max(range(len(q)), key=q.__getitem__)
-                if self.target_ids[best] != self.trace.token_ids[base + 2 + step]:
+                if self.mix.chains == "own" and self.target_ids[best] != self.trace.token_ids[base + 2 + step]:
                     break
         return total / num_bases
 
@@ -139,6 +139,8 @@ class Slow:
     [
         "forward_kl=1",
         "forward_kl=0.5,acceptance=1,step_discount=0.5",
+        "forward_kl=1,chains=all",
+        "forward_kl=1,discard=0.4,chains=all",
         "forward_kl=1,policy_gradient=0.7,discard=0.4,discard_top_k=3",
         "forward_kl=1,policy_gradient=0.7,discard=0.4,correction=cispo,clip_low=0.5,clip_high=1.5",
         "discard=1,correction=topr",
