@@ -261,7 +261,10 @@ def train(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the order of learning and of a fresh draft.")] = 0,
 ) -> None:
-    """Learn from the traces in Redis and publish better drafts; SLIPSTREAM_TRAINER_* variables set the rest."""
+    """Learn from the traces in Redis and publish better drafts; SLIPSTREAM_TRAINER_* variables set the rest.
+
+    With several GPUs, or several machines that share --store and --state: `torchrun … -m slipstream train …`.
+    """
     _log_to_stderr()
     from slipstream.layout import model_key
     from speculator.checkpoint import target_fingerprint

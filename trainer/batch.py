@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -144,6 +145,26 @@ class Batch:
     draft_ids: Tensor
     labels: Labels
     verdicts: Verdicts
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on the device of the draft that reads it. Examples stay in the CPU's memory."""
+        if self.rows.device == device:
+            return self
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(
+            self,
+            **moved,
+            context=_moved(self.context, device),
+            labels=_moved(self.labels, device),
+            verdicts=_moved(self.verdicts, device),
+        )
+
+
+_Tensors = TypeVar("_Tensors", Context, Labels, Verdicts)
+
+
+def _moved(tensors: _Tensors, device: torch.device) -> _Tensors:
+    return replace(tensors, **{name: tensor.to(device) for name, tensor in vars(tensors).items()})
 
 
 def pack(windows: Sequence[Window], *, max_context: int) -> Batch:

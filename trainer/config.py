@@ -2,6 +2,8 @@
 
 The defaults were chosen on one CPU core with SmolLM2-135M and real answers (mathematics, code, questions) that arrive
 at 90 completion tokens a second, by the acceptance on held-out prompts after equal CPU time. They suit small models.
+
+Under `torchrun`, sizes and limits are those of each process: two processes make a step of twice `batch_tokens`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from speculator.errors import ConfigError
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE
 from speculator.loss import DEFAULT_LOSS, LossMix
+from trainer.device import DeviceSetting
 
 ENV_PREFIX = "SLIPSTREAM_TRAINER_"
 _MIB = 1024 * 1024
@@ -33,7 +36,7 @@ class TrainerConfig(BaseSettings):
     store_dir: Path
     """The draft store that the engines read."""
     state_dir: Path
-    """Where the trainer keeps its own checkpoint."""
+    """Where the trainer keeps its own checkpoint; several processes share one."""
 
     stream_max_bytes: int = Field(default=512 * _MIB, ge=_MIB)
     replay_max_bytes: int = Field(default=384 * _MIB, ge=_MIB)
@@ -81,7 +84,10 @@ class TrainerConfig(BaseSettings):
     """Versions kept in the store; older ones are removed, last-good excepted."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Serves Prometheus metrics on this port of the loopback interface; none where unset."""
+    """Serves Prometheus metrics on this port of the loopback interface; none where unset. A further process of this
+    machine takes the port as many above it as its number: what it says about traces and the replay is its own share."""
+    device: DeviceSetting = "auto"
+    """`auto` is a GPU where there is one; under `torchrun` each process has its own."""
     num_threads: int = Field(default=1, ge=1)
     nice: int = Field(default=19, ge=0, le=19)
     """Added to the process's niceness: serving goes first."""

@@ -52,7 +52,7 @@ def _decode_again(draft: Eagle3Draft, example: Example, *, depth: int, min_confi
     parts = [(torch.zeros(0, depth, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))]
     for start in range(example.answer_base, example.num_bases, _MAX_BASES):
         window = Window(example=example, start=start, num_bases=min(example.num_bases - start, _MAX_BASES))
-        batch = pack([window], max_context=_ALL_CONTEXT)
+        batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
         parts.append(accept_probabilities(draft, batch, depth=depth, min_confidence=min_confidence, greedy=greedy))
     return torch.cat([accept for accept, _ in parts]), torch.cat([labelled for _, labelled in parts])
 
@@ -62,15 +62,16 @@ def accept_probabilities(
     draft: Eagle3Draft, batch: Batch, *, depth: int, min_confidence: float, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """([N, depth] float64 P(proposal k of the chain from base n is verified and accepted, once those before it are),
-    [N] bool the base has a label). All of the batch's requests are greedy, or all sampled.
+    [N] bool the base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled.
     """
     num_bases = len(batch.rows)
-    accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64)
-    labelled_N = torch.zeros(num_bases, dtype=torch.bool)
-    confidence_N = torch.zeros(num_bases)
+    device = batch.rows.device
+    accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
+    labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
+    confidence_N = torch.zeros(num_bases, device=device)
     least = math.log(min_confidence) if min_confidence else -math.inf
     # A greedy chain is followed while it is right; a sampled one may be right anywhere.
-    wanted_NK = None if greedy else torch.ones(num_bases, depth, dtype=torch.bool)
+    wanted_NK = None if greedy else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
     for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
         chains = proposals.chains
         labels = batch.labels[proposals.label_rows]
@@ -82,4 +83,4 @@ def accept_probabilities(
         accept_NK[chains, proposals.step] = accept_S.double() * (confidence_N[chains] >= least)
         if proposals.step == 0:
             labelled_N[chains] = True
-    return accept_NK, labelled_N
+    return accept_NK.cpu(), labelled_N.cpu()

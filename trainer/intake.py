@@ -1,7 +1,8 @@
 """Hop 5 to 6: what becomes of an arriving trace. It is offered to the replay, and its acceptance is watched.
 
 A trace whose text is in the replay already, or was refused, is done with at once: it needs no step, and it does not
-count for drift, or one client that repeats itself could raise an alarm.
+count for drift, or one client that repeats itself could raise an alarm. "Already" is about the replay of this rank:
+where several train together, one text may have a place in each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import structlog
 
 from trainer.checkpoint import Progress
 from trainer.config import TrainerConfig
+from trainer.distributed import Ranks
 from trainer.domains import ALL, DomainNames
 from trainer.drift import DriftMonitor
 from trainer.metrics import TrainerMetrics
@@ -32,10 +34,16 @@ class Arrivals:
 
 
 class Intake:
-    """Fills the replay, first with what it held at the last checkpoint."""
+    """Fills the replay, first with this rank's share of what all replays held at the last checkpoint."""
 
     def __init__(
-        self, source: TraceSource, replay: Replay, config: TrainerConfig, metrics: TrainerMetrics, progress: Progress
+        self,
+        source: TraceSource,
+        replay: Replay,
+        config: TrainerConfig,
+        metrics: TrainerMetrics,
+        progress: Progress,
+        ranks: Ranks,
     ) -> None:
         self._source, self._replay, self._config, self._metrics = source, replay, config, metrics
         self.num_traces, self.new_tokens = progress.num_traces, progress.new_tokens
@@ -44,10 +52,11 @@ class Intake:
         self.drift = DriftMonitor(progress.drift)
         self._priorities = progress.replay or {}
         for stored in source.history(config.stream_max_bytes, progress.replay):
-            self._restore(stored)
+            if ranks.owns(stored.trace_id):
+                self._restore(stored)
         if progress.replay:
             # Pending ones come again with the next reads; what was trimmed from the stream is gone.
-            missing = len(progress.replay) - len(replay.members)
+            missing = sum(map(ranks.owns, progress.replay)) - len(replay.members)
             log.info("replay filled again", num_traces=len(replay), num_missing=missing)
 
     def read(self, block_ms: int) -> Arrivals:

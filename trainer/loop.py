@@ -19,8 +19,9 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
     which drops and counts the oldest; batches are then made of new traces only.
     When Redis is away: reads come back empty, learning goes on from the replay, acks and the pointer wait.
     Shutdown: stop reading → finish the step → checkpoint → ack → close.
+    Under several ranks each turn is made by all of them: one that has work, or is told to stop, takes the others along.
     """
-    while not stop.is_set():
+    while not trainer.ranks.any(stop.is_set()):
         trainer.read(block_ms=0 if trainer.has_work else IDLE_BLOCK_MS)
         if trainer.has_work:
             trainer.step()

@@ -17,7 +17,11 @@ _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
 
 
 class TrainerMetrics:
-    """Labels are bounded: outcomes and operations are fixed words, domains are those of `DomainNames`."""
+    """Labels are bounded: outcomes and operations are fixed words, domains are those of `DomainNames`.
+
+    Where several processes train together each has its own: steps, learnt tokens, loss, acceptance length, health and
+    versions are those of all and the same everywhere; traces, replay, acceptance and drift are the process's own share.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -124,11 +128,11 @@ class TrainerMetrics:
         self.new_tokens.inc(num_tokens)
         self.trace_age.observe(max(time.time() - created_ms / 1000, 0.0))
 
-    def observe_step(self, report: StepReport, seconds: float, num_tokens: int) -> None:
+    def observe_step(self, report: StepReport, seconds: float) -> None:
         self.steps.labels("applied" if report.applied else "skipped").inc()
         self.step_seconds.observe(seconds)
         if report.applied:
-            self.learnt_tokens.inc(num_tokens)
+            self.learnt_tokens.inc(report.num_bases)
             self.loss.set(report.loss)
             self.accept_length.set(report.accept_length)
 

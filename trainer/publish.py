@@ -64,6 +64,5 @@ class Publisher:
             log.error("draft not published", error=str(error))
             return None
         self._published_tokens = learnt_tokens
-        self._metrics.published_version.set(manifest.version)
         log.info("draft published", version=manifest.version, **info)
         return manifest.version

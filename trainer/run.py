@@ -6,12 +6,17 @@ import os
 import signal
 import threading
 
+import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
 from trainer.config import TrainerConfig
+from trainer.device import choose_device, local_rank
+from trainer.distributed import join_ranks
 from trainer.loop import train_until
 from trainer.service import Trainer
+
+log = structlog.get_logger()
 
 # Every batch has other shapes, and oneDNN keeps compiled kernels for the last 1,024 of them: more than a gigabyte that
 # is hardly used again. Read when the first matrix is multiplied, so it is in time here.
@@ -20,6 +25,8 @@ _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 def run_trainer(config: TrainerConfig) -> None:
     """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
+
+    Under `torchrun` it is one of several (trainer/distributed.py); a signal to any of them ends all.
 
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
     takes more from the engine beside it than training does.
@@ -32,7 +39,18 @@ def run_trainer(config: TrainerConfig) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    trainer = Trainer(config, CollectorRegistry())
-    if config.metrics_port is not None:
-        trainer.metrics.serve(config.metrics_port)
-    train_until(stop, trainer)
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = join_ranks(device)
+    if ranks.size > 1:
+        structlog.contextvars.bind_contextvars(rank=ranks.rank)
+    try:
+        trainer = Trainer(config, CollectorRegistry(), ranks=ranks, device=device)
+        if config.metrics_port is not None:
+            # Port 0 is any free one.
+            trainer.metrics.serve(config.metrics_port and config.metrics_port + local_rank())
+        train_until(stop, trainer)
+        log.info("trainer ended", num_steps=trainer.learner.num_steps)
+    finally:
+        ranks.close()

@@ -6,6 +6,10 @@
 Redis delivers at least once. A trace id that a durable checkpoint lists is acked without learning from it again; so a
 crash between checkpoint and ack applies nothing twice, and a crash before the checkpoint loses the step *and* leaves
 its entries pending, to be learnt from again.
+
+Several processes that train together read one group, each as a consumer of its own (`consumer_name`), so an entry is in
+one hand only. The checkpoint that settles it is common to all. A trace id that a producer sent twice within one
+checkpoint's time may reach two of them, and is then learnt from twice.
 """
 
 from __future__ import annotations
@@ -26,8 +30,15 @@ from trainer.provenance import Stored, provenance_of
 # Far more than can be pending at once, so that every redelivered trace is still known.
 MAX_KNOWN_TRACES = 20_000
 RETRY_S = 2.0
+_NUM_TAKEN_OVER = 16
+"""At once: their payloads come along."""
 
 log = structlog.get_logger()
+
+
+def consumer_name(rank: int) -> str:
+    """The same after every restart, so that a process finds again what it had in hand."""
+    return f"trainer-{rank}"
 
 
 class TraceSource:
@@ -55,6 +66,18 @@ class TraceSource:
         self._wanted: set[str] = set()  # what `history` did not find; it may be pending
         self._found: list[Stored] = []
         self._retry_at_s = 0.0
+
+    def take_over(self) -> None:
+        """Make all pending entries this consumer's own, which `read` then brings first: after a restart with fewer
+        processes some consumers are gone for good. Call on one rank only, and before any rank reads.
+        """
+        start_s = time.monotonic()
+        try:
+            # What was taken over has been idle for less than that, to Redis's milliseconds: it comes once.
+            while self._stream.reclaim(int(1000 * (time.monotonic() - start_s)) + 2, _NUM_TAKEN_OVER):
+                pass
+        except StreamError as error:
+            self._report("take_over", error)
 
     def read(self, count: int, block_ms: int) -> list[Stored]:
         """Up to `count` new traces; waits up to `block_ms` for the first, or for Redis to come back."""

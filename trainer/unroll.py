@@ -46,7 +46,7 @@ def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tenso
     """
     attention = _ChainAttention(_context_keys(draft, batch.context), batch.mask)
     feature_Sd = _fuse(draft, batch.aux)
-    chains_S = torch.arange(len(batch.rows))
+    chains_S = torch.arange(len(batch.rows), device=batch.rows.device)
     own_S = torch.ones_like(chains_S, dtype=torch.bool)
     for step in range(num_steps):
         feature_1Sd = draft(

@@ -23,7 +23,7 @@ from speculator.stream import StreamKeys, StreamLag, TraceStream
 from speculator.trace import Trace, TraceHeader
 from trainer.batch import make_example
 from trainer.metrics import TrainerMetrics
-from trainer.source import TraceSource
+from trainer.source import TraceSource, consumer_name
 
 
 class Desk:
@@ -41,13 +41,13 @@ class Desk:
         self.metrics = TrainerMetrics(self.registry)
         self.stream = self._new_stream()
 
-    def _new_stream(self) -> TraceStream:
-        return TraceStream(self._client, "toy", max_bytes=10**8)
+    def _new_stream(self, rank: int = 0) -> TraceStream:
+        return TraceStream(self._client, "toy", max_bytes=10**8, consumer=consumer_name(rank))
 
-    def source(self, used_trace_ids: list[str] | None = None) -> TraceSource:
+    def source(self, used_trace_ids: list[str] | None = None, *, rank: int = 0) -> TraceSource:
         """As after a start of the trainer."""
         return TraceSource(
-            self._new_stream(),
+            self._new_stream(rank),
             self._make_example,
             target_fingerprint=self._fingerprint,
             used_trace_ids=used_trace_ids or [],
@@ -97,6 +97,27 @@ def test_what_was_not_saved_comes_again_after_a_restart(desk: Desk, traces: list
     assert [example.trace_id for example in after.read(10, 0)] == ["trace-1"]
     after.ack_used()
     assert (desk.lag().acked, desk.lag().pending) == (1, 1)
+
+
+def test_what_a_consumer_had_in_hand_that_is_gone_for_good_is_taken_over(
+    desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.source._NUM_TAKEN_OVER", 2)
+    for trace in traces:
+        desk.send(trace)
+    sources = [desk.source(rank=rank) for rank in range(3)]
+    by_rank = [source.read(count, 0) for source, count in zip(sources, (2, 1, 4), strict=True)]
+    sources[2].mark_used(by_rank[2][:1])
+    saved = sources[2].used_trace_ids
+    time.sleep(0.01)
+
+    alone = desk.source(saved)
+    alone.take_over()
+    assert [stored.trace_id for stored in alone.read(3, 0)] == ["trace-0", "trace-1", "trace-2"]
+    rest = [stored.trace_id for _ in range(3) for stored in alone.read(3, 0)]
+    assert rest == ["trace-4", "trace-5", "trace-6", "trace-7"], "and the new one after the pending ones"
+    alone.ack_used()
+    assert (desk.lag().acked, desk.lag().pending) == (1, 7)
 
 
 def test_a_trace_that_was_sent_twice_is_learnt_from_once(desk: Desk, traces: list[Trace]) -> None:

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from speculator.errors import ConfigError
 from speculator.fresh import fresh_draft
 from speculator.trace import Trace
 from tests.trainer.examples import acceptance, batch_of, config_for
+from tests.trainer.test_batch import with_trees
+from trainer.device import DeviceSetting, choose_device
+from trainer.evaluate import accept_probabilities
 from trainer.step import Learner
 
 
@@ -59,6 +63,50 @@ def test_a_batch_without_any_label_is_harmless(model_dir: Path, tmp_path: Path, 
     labels = dataclasses.replace(batch.labels, labelled=torch.zeros_like(batch.labels.labelled))
     assert not learner.step(dataclasses.replace(batch, labels=labels)).applied
     assert learner.num_steps == 0
+
+
+@pytest.mark.parametrize("verdicts", ["recorded", "fresh"])
+@pytest.mark.parametrize("chains", ["own", "all"])
+def test_every_tensor_of_a_step_is_made_where_the_batch_is(
+    model_dir: Path, tmp_path: Path, traces: list[Trace], verdicts: str, chains: str
+) -> None:
+    """What is made without saying where lands on another device, and cannot be computed with."""
+    loss = f"forward_kl=1,reverse_kl=1,acceptance=1,policy_gradient=1,discard=1,verdicts={verdicts},chains={chains}"
+    draft = fresh_draft(model_dir, draft_vocab_size=40, seed=0)
+    learner = Learner(draft, config_for(model_dir, tmp_path, loss=loss))
+    batch = batch_of([with_trees(trace, seed=0) for trace in traces[:2]], draft)
+    with torch.device("meta"):
+        assert learner.step(batch).applied
+        learner.step(None)
+        found = accept_probabilities(learner.draft, batch, depth=2, min_confidence=0.1, greedy=False)
+    assert {tensor.device.type for tensor in (*learner.state().values(), *found)} == {"cpu"}
+
+
+def test_a_batch_moves_as_a_whole(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
+    draft = fresh_draft(model_dir, draft_vocab_size=40, seed=0)
+    batch = batch_of(traces[:1], draft)
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    parts = (moved, moved.context, moved.labels, moved.verdicts)
+    tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 7 + 3 + 5 + 6
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_gpus", "found"), [("auto", 0, "cpu"), ("auto", 2, "cuda:1"), ("cpu", 2, "cpu")]
+)
+def test_each_process_has_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, setting: DeviceSetting, num_gpus: int, found: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert str(choose_device(setting)) == found
+    if num_gpus:
+        monkeypatch.setenv("LOCAL_RANK", "2")
+    if setting != "cpu":
+        with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_DEVICE=cpu"):
+            choose_device("cuda")
 
 
 def test_a_restored_learner_takes_the_same_next_step(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:

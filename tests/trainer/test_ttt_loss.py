@@ -22,7 +22,8 @@ from tests.trainer.examples import batch_of, config_for
 from tests.trainer.test_batch import served_as, with_trees
 from tests.trainer.test_unroll import attend_causally
 from trainer.config import load_config
-from trainer.step import Learner, ttt_loss
+from trainer.step import Learner
+from trainer.ttt import ttt_loss
 
 DEPTH = 3
 BASELINE = 0.3

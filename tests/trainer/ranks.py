@@ -1,0 +1,131 @@
+"""What each of two processes does in test_distributed.py: `python -m tests.trainer.ranks MODEL FOLDER REDIS_URL`.
+
+Every process writes what it saw to FOLDER/<rank>.json, and weights beside it; the test compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from prometheus_client import CollectorRegistry
+
+from speculator.codec import decode_trace
+from speculator.errors import ConfigError, StoreError
+from speculator.fresh import fresh_draft
+from speculator.trace import Trace
+from tests.trainer.examples import batch_of, config_for
+from trainer.batch import Batch
+from trainer.distributed import Ranks, join_ranks
+from trainer.service import Trainer
+from trainer.step import Learner
+
+SHARES = (slice(0, 1), slice(1, 4))
+"""The traces of each rank: very different counts of labels and verdicts."""
+SETTINGS = {"autocast": False, "loss": "forward_kl=1,policy_gradient=0.3,discard=0.5,correction=cispo"}
+NUM_STEPS = 3
+KEY = "two-ranks"
+
+
+def new_learner(model_dir: Path, folder: Path, ranks: Ranks | None = None) -> Learner:
+    return Learner(
+        fresh_draft(model_dir, draft_vocab_size=40, seed=0), config_for(model_dir, folder, **SETTINGS), ranks
+    )
+
+
+def read_traces(folder: Path) -> list[Trace]:
+    return [decode_trace(path.read_bytes()) for path in sorted(folder.glob("*.trace"))]
+
+
+def words(ranks: Ranks) -> dict[str, Any]:
+    """Everything that `Ranks` says besides gradients."""
+    own = ranks.rank
+
+    def refuse() -> int:
+        raise ConfigError("no")
+
+    seen: dict[str, Any] = {
+        "sum": ranks.sum([own + 1, 0.5]),
+        "any": [ranks.any(own == 1), ranks.any(False)],
+        "max": ranks.max(7 * own),
+        "agree": [ranks.agree(1, 2.0), ranks.agree(own)],
+        "gather": [part.decode() for part in ranks.gather(b"x" * 1000 if own else b"")],
+        "lead": ranks.lead(lambda: 40 + own),
+    }
+    try:
+        ranks.lead(refuse)
+    except (ConfigError, StoreError) as error:
+        seen["refused"] = type(error).__name__
+    return seen
+
+
+def unlabelled(batch: Batch) -> Batch:
+    return dataclasses.replace(
+        batch, labels=dataclasses.replace(batch.labels, labelled=torch.zeros_like(batch.labels.labelled))
+    )
+
+
+def uneven_steps(learner: Learner, batch: Batch, rank: int) -> dict[str, Any]:
+    """Steps in which one rank has nothing to give, or harm."""
+    spoilt = dataclasses.replace(batch, aux=torch.full_like(batch.aux, float("nan")))
+    before = {name: tensor.clone() for name, tensor in learner.state().items()}
+    bad = learner.step(spoilt if rank == 1 else batch)
+    untouched = all(torch.equal(tensor, before[name]) for name, tensor in learner.state().items())
+    return {
+        "bad": dataclasses.asdict(bad),
+        "untouched": untouched,
+        "no_batch": dataclasses.asdict(learner.step(None if rank == 1 else batch)),
+        "no_label": dataclasses.asdict(learner.step(unlabelled(batch) if rank == 0 else batch)),
+        "nothing": dataclasses.asdict(learner.step(None)),
+    }
+
+
+def trainers(config_values: dict[str, Any], model_dir: Path, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Two traces each, one of which is bad on rank 1, through a real stream."""
+    config = config_for(model_dir, folder, model_key=KEY, max_waiting_traces=2, batch_tokens=200, **config_values)
+    trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
+    trainer.read(block_ms=0)
+    if ranks.rank == 1:
+        trainer._replay._waiting[-1].stored.example.aux.fill_(float("nan"))
+    waiting = trainer._replay.num_waiting
+    trainer.step()
+    skipped = trainer.learner.num_steps
+    kept = sorted(trainer._replay.members)
+    trainer.step()
+    trainer.checkpoint()
+    trainer.ack()
+    due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
+    trainer.publish()
+    trainer.close()
+    return {
+        "waiting": waiting,
+        "kept": kept,
+        "steps": [skipped, trainer.learner.num_steps],
+        "due": due,
+        "version": trainer._version,
+        "weights": [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()],
+    }
+
+
+def main(model_dir: Path, folder: Path, redis_url: str) -> None:
+    torch.set_num_threads(1)
+    ranks = join_ranks(torch.device("cpu"))
+    seen: dict[str, Any] = {"words": words(ranks)}
+    learner = new_learner(model_dir, folder, ranks)
+    batch = batch_of(read_traces(folder)[SHARES[ranks.rank]], learner.draft)
+    seen["steps"] = [dataclasses.asdict(learner.step(batch)) for _ in range(NUM_STEPS)]
+    safetensors.torch.save_file(learner.state(), folder / f"together-{ranks.rank}.safetensors")
+    seen |= uneven_steps(learner, batch, ranks.rank)
+    safetensors.torch.save_file(learner.state(), folder / f"uneven-{ranks.rank}.safetensors")
+    seen["trainer"] = trainers({"redis_url": redis_url}, model_dir, folder, ranks)
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(seen))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

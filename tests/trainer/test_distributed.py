@@ -1,0 +1,253 @@
+"""Two real processes that learn as one, over gloo; and `torchrun` on the command line, with a real Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import safetensors.torch
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from slipstream.layout import model_key
+from speculator.checkpoint import target_fingerprint
+from speculator.codec import encode_trace
+from speculator.errors import ConfigError
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.trace import Trace
+from tests.trainer.examples import batch_of, config_for
+from tests.trainer.ranks import KEY, NUM_STEPS, new_learner, read_traces
+from tests.trainer.test_batch import with_trees
+from tests.waiting import wait_until
+from trainer.checkpoint import Progress, load_checkpoint
+from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.distributed import Ranks, join_ranks
+from trainer.service import Trainer
+from trainer.shares import joined, share_of
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "SLIPSTREAM_TRAINER_DEVICE": "cpu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the two processes of tests/trainer/ranks.py saw, by rank, and the folder that they wrote to."""
+
+    seen: list[dict[str, Any]]
+    folder: Path
+
+    def weights(self, name: str) -> list[dict[str, Tensor]]:
+        return [safetensors.torch.load_file(self.folder / f"{name}-{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def run(model_dir: Path, traces: list[Trace], redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    for index, trace in enumerate(traces[:4]):
+        (folder / f"{index}.trace").write_bytes(encode_trace(with_trees(trace, seed=index)))
+    with connect(redis_url) as client:
+        client.flushall()
+        stream = TraceStream(client, KEY, max_bytes=10**8)
+        for trace in traces[:4]:
+            stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.trainer.ranks", model_dir, folder, redis_url],
+                env={**os.environ, **ENVIRONMENT, **_as_rank(rank, port)},
+                cwd=REPOSITORY,
+            )
+            for rank in range(2)
+        ]
+        try:
+            assert [process.wait(60) for process in processes] == [0, 0]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert (stream.lag().acked, stream.lag().pending) == (4, 0)
+    return Run(seen=[json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder=folder)
+
+
+def _as_rank(rank: int, port: int) -> dict[str, str]:
+    """The part of torchrun's environment that counts."""
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_every_rank_hears_the_same(run: Run) -> None:
+    first, second = (seen["words"] for seen in run.seen)
+    assert first["sum"] == second["sum"] == [3.0, 1.0]
+    assert first["any"] == second["any"] == [True, False]
+    assert first["max"] == second["max"] == 7
+    assert first["agree"] == second["agree"] == [True, False]
+    assert (first["gather"], second["gather"]) == (["", "x" * 1000], [])
+    assert first["lead"] == second["lead"] == 40
+    assert (first["refused"], second["refused"]) == ("ConfigError", "StoreError")
+
+
+def test_two_ranks_take_the_step_of_one_process_with_both_batches(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    """Uneven shares and all three kinds of terms: every mean is over what both ranks have."""
+    learner = new_learner(model_dir, tmp_path)
+    batch = batch_of(read_traces(run.folder), learner.draft)
+    reports = [learner.step(batch) for _ in range(NUM_STEPS)]
+    assert reports[0].num_verdicts > reports[0].num_rewarded > 0, "the case must have both kinds of verdicts"
+    for seen in run.seen:
+        for report, together in zip(reports, seen["steps"], strict=True):
+            assert together["applied"]
+            assert together["loss"] == pytest.approx(report.loss, rel=1e-5)
+            for name in ("num_bases", "num_labels", "num_accepted", "num_verdicts", "num_rewarded"):
+                assert together[name] == getattr(report, name)
+    first, second = run.weights("together")
+    for name, tensor in learner.state().items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_without_a_batch_or_a_label_takes_the_others_step(run: Run) -> None:
+    for seen in run.seen:
+        for name in ("no_batch", "no_label"):
+            assert seen[name]["applied"]
+            assert seen[name] == run.seen[0][name]
+        assert not seen["nothing"]["applied"]
+        assert not seen["nothing"]["is_culprit"]
+    no_batch, no_label = run.seen[0]["no_batch"], run.seen[0]["no_label"]
+    assert no_batch["num_bases"] + no_label["num_bases"] > no_label["num_bases"] > no_label["num_labels"] > 0
+    first, second = run.weights("uneven")
+    assert first["num_steps"] == NUM_STEPS + 2
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(run: Run) -> None:
+    assert [seen["bad"]["applied"] for seen in run.seen] == [False, False]
+    assert [seen["untouched"] for seen in run.seen] == [True, True]
+    assert [seen["bad"]["is_culprit"] for seen in run.seen] == [False, True], "each knows whose batch it was"
+
+
+def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run) -> None:
+    first, second = (seen["trainer"] for seen in run.seen)
+    assert (first["waiting"], second["waiting"]) == (2, 2)
+    assert (len(first["kept"]), len(second["kept"])) == (2, 1)
+    assert first["steps"] == second["steps"]
+    assert first["steps"][1] > first["steps"][0]
+    assert first["due"] == second["due"]
+    assert first["weights"] == second["weights"]
+    assert first["version"] == second["version"] == 2
+    saved = load_checkpoint(run.folder / "state")
+    assert saved is not None
+    progress = saved[1]
+    assert (progress.num_traces, len(progress.used_trace_ids)) == (4, 4)
+    assert progress.replay is not None
+    assert set(progress.replay) == {*first["kept"], *second["kept"]}
+    manifest = DraftStore(run.folder / "store").manifest(2)
+    assert manifest.info["num_traces"] == 4
+
+
+def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() -> None:
+    parts = [
+        Progress(
+            target_fingerprint="f", learnt_tokens=90, new_tokens=10 + rank, num_traces=2, num_repeated=rank,
+            used_trace_ids=["before", *(f"{rank}-{n}" for n in range(2 + rank))],
+            replay={f"{rank}-0": 1.5}, domains=["a", f"only-{rank}"],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    whole = joined(parts)
+    assert (whole.new_tokens, whole.num_traces, whole.num_repeated, whole.learnt_tokens) == (21, 4, 1, 90)
+    assert sorted(whole.used_trace_ids) == ["0-0", "0-1", "1-0", "1-1", "1-2", "before"]
+    assert set(whole.used_trace_ids[:2]) == {"before", "1-0"}, "the oldest are forgotten first"
+    assert set(whole.used_trace_ids[-2:]) == {"0-1", "1-2"}
+    assert whole.replay == {"0-0": 1.5, "1-0": 1.5}
+    assert whole.domains == ["a", "only-0", "only-1"]
+    shares = [share_of(whole, rank) for rank in range(3)]
+    assert joined(shares) == whole
+    for size in (1, 2, 3):
+        for trace_id in whole.used_trace_ids:
+            assert sum(Ranks(rank, size).owns(trace_id) for rank in range(size)) == 1
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    ranks, gradient = Ranks(), torch.ones(3)
+    assert ranks.add_up([gradient])[0] is gradient
+    assert (ranks.sum([2, 3]), ranks.max(4), ranks.any(False), ranks.agree(1)) == ([2, 3], 4, False, True)
+    assert ranks.gather(b"all") == [b"all"]
+
+
+def test_an_incomplete_environment_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="torchrun"):
+        join_ranks(torch.device("cpu"))
+
+
+def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
+    model_dir: Path, traces: list[Trace], redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    key, log_path = model_key(model_dir, target_fingerprint(model_dir)), tmp_path / "log"
+    stream, store = TraceStream(redis_client, key, max_bytes=10**8), DraftStore(tmp_path / "store")
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    config = config_for(
+        model_dir, tmp_path, redis_url=redis_url, model_key=key, max_waiting_traces=4, max_passes=1000,
+        checkpoint_interval_s=0.2, publish_interval_s=0.2, publish_min_tokens=200,
+    )  # fmt: skip
+    with log_path.open("wb") as log_file:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+                *("-m", "slipstream", "train", "--model", model_dir, "--redis-url", redis_url),
+                *("--store", config.store_dir, "--state", config.state_dir),
+            ],
+            env={**os.environ, **ENVIRONMENT, **_as_environment(config)},
+            cwd=REPOSITORY,
+            stderr=log_file,
+        )
+    try:
+        wait_until(lambda: stream.lag().acked == len(traces), timeout_s=60)
+        wait_until(lambda: (store.latest() or 0) >= 3, timeout_s=60)
+        process.send_signal(signal.SIGTERM)
+        process.wait(40)
+    finally:
+        process.kill()
+        process.wait()
+
+    rows = [json.loads(line) for line in log_path.read_text().splitlines() if line.startswith('{"')]
+    assert {row["rank"] for row in rows if row["event"] == "trainer ended"} == {0, 1}
+    assert (stream.lag().acked, stream.lag().pending, stream.lag().dead_lettered) == (len(traces), 0, 0)
+    assert DraftPointer(redis_client, key).desired() == store.latest()
+    saved = load_checkpoint(config.state_dir)
+    assert saved is not None
+    state, progress = saved
+    ids = {trace.header.trace_id for trace in traces}
+    assert (len(progress.used_trace_ids), set(progress.used_trace_ids)) == (len(ids), ids)
+    assert set(progress.replay or {}) == ids
+    assert (progress.num_traces, progress.new_tokens) == (len(traces), 40 * len(traces))
+
+    resumed = Trainer(config, CollectorRegistry())
+    assert resumed.learner.num_steps == int(state["num_steps"])
+    assert set(resumed._replay.members) == ids, "of both ranks"
+    resumed.step()
+    resumed.checkpoint()
+    resumed.close()
+    saved = load_checkpoint(config.state_dir)
+    assert saved is not None
+    assert (saved[1].num_traces, saved[1].new_tokens) == (progress.num_traces, progress.new_tokens)
+
+
+def _as_environment(config: TrainerConfig) -> dict[str, str]:
+    """What the command line does not say itself."""
+    names = config.model_fields_set - {"model_dir", "redis_url", "model_key", "store_dir", "state_dir"}
+    return {f"{ENV_PREFIX}{name.upper()}": str(getattr(config, name)) for name in names}

@@ -1,0 +1,129 @@
+"""Several trainer processes that learn as one: data parallel under `torchrun`, or a single process, with the same code.
+
+Each rank reads its own share of the stream into its own replay and computes the gradient of its own batch. The sum of
+all gradients is every rank's step, so their weights stay the same. (A rank that had nothing to learn from adds zeros.)
+
+Whatever decides how the loop goes on is the same on every rank to the last bit: a sum over the ranks, added up in the
+order of their numbers, or rank 0's word. Ranks that disagreed once would wait for each other for ever. So every method
+of `Ranks` must be called by all of them, in the same order; alone, each costs nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speculator.errors import ConfigError, StoreError
+
+# For the slowest that one rank may do while the others wait: write a large checkpoint to a slow disk.
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Ranks:
+    """This process's number among all that train together. The default is a process that trains alone."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0: it alone writes the checkpoint, the store and the pointer."""
+        return self.rank == 0
+
+    def owns(self, trace_id: str) -> bool:
+        """Whose replay takes a trace again after a restart: exactly one rank's, however many there are now."""
+        return zlib.crc32(trace_id.encode()) % self.size == self.rank
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over the ranks of some numbers, integers below 2⁵³ exactly."""
+        return list(values) if self.size == 1 else [sum(column) for column in zip(*self._rows(values), strict=True)]
+
+    def max(self, value: int) -> int:
+        return value if self.size == 1 else int(max(row[0] for row in self._rows([value])))
+
+    def any(self, value: bool) -> bool:
+        return self.sum([value])[0] > 0
+
+    def agree(self, *values: float) -> bool:
+        """All ranks gave the same numbers."""
+        return self.size == 1 or all(row == list(map(float, values)) for row in self._rows(values))
+
+    def lead(self, action: Callable[[], int]) -> int:
+        """Rank 0 acts while the others wait; returns what it returned.
+
+        Raises what it raised on rank 0, and StoreError on the others, so that none goes on as if it were done.
+        """
+        if self.size == 1:
+            return action()
+        result, error = 0, None
+        if self.leads:
+            try:
+                result = action()
+            except Exception as raised:
+                error = raised
+        failed, result = map(int, self._rows([error is not None, result])[0])
+        if error is not None:
+            raise error
+        if failed:
+            raise StoreError("rank 0 cannot go on: its own message says why")
+        return result
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; only on rank 0, [] elsewhere."""
+        if self.size == 1:
+            return [data]
+        sizes = [int(row[0]) for row in self._rows([len(data)])]
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        received = [torch.empty_like(padded) for _ in sizes] if self.leads else None
+        dist.gather(padded, received)
+        return [part.numpy().tobytes()[:size] for part, size in zip(received or [], sizes, strict=False)]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each tensor's sum over the ranks, as views of one new buffer; the given ones stay. Alone: the given ones.
+
+        DistributedDataParallel is no fit: it reduces while one forward is differentiated, and expects the same from
+        every rank. Here a step calls parts of the draft (`fuse`, the keys of the context, the layer, the logits) a
+        number of times that depends on the data, and not at all on a rank without a batch. One reduction after the
+        backward pass needs none of that; to overlap the two would gain little in a network of one layer.
+        """
+        if self.size == 1:
+            return list(tensors)
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    def _rows(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, by rank. Tensors on the CPU travel over gloo, wherever the gradients are."""
+        own = torch.tensor(list(values), dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own)
+        return [row.tolist() for row in rows]
+
+
+def join_ranks(device: torch.device) -> Ranks:
+    """Meet the other processes that `torchrun` started, as its environment says; alone where it says nothing.
+
+    Raises ConfigError where the environment is incomplete or the others do not come.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    # One group with both: the tensor's device picks the way.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"WORLD_SIZE asks for several processes, and they do not find each other: start with torchrun ({error})"
+        ) from error
+    return Ranks(dist.get_rank(), dist.get_world_size())
