@@ -20,11 +20,13 @@ import argparse
 import asyncio
 import hashlib
 import itertools
+import multiprocessing
 import os
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +75,8 @@ LOSSES = (
 QUICK_LOSSES = (BASELINE, "forward_kl=1,log_acceptance=1", "forward_kl=1,discard=1,correction=topr")
 # Answers that are generated at the same time, between two updates of the draft.
 GROUP = 8
+Key = tuple[str, str, int]
+"""Workload, loss, seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +273,7 @@ class Cell:
         return {**vars(self), "lengths": [round(length, 4) for length in self.lengths], "token_ratios": finite}
 
 
-def cells_of(runs: dict[tuple[str, str, int], dict[str, Any]], depths: Sequence[int]) -> list[Cell]:
+def cells_of(runs: dict[Key, dict[str, Any]], depths: Sequence[int]) -> list[Cell]:
     """The table from runs by (workload, loss, seed)."""
     workloads = dict.fromkeys(workload for workload, _, _ in runs)
     losses = dict.fromkeys(loss for _, loss, _ in runs)
@@ -311,28 +315,40 @@ def main() -> None:
         if not path.exists():
             print(f"recording {workload}: {len(chosen)} answers", flush=True)
             record_workload(path, chosen, record, note=f"workload {workload}")
-    torch.set_num_threads(1)
-    runs: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for workload, path in recordings.items():
-        for seed in range(arguments.seeds):
-            for loss in arguments.losses:
-                run = runs[workload, loss, seed] = replay(
-                    ReplayOptions(
-                        recordings=[path],
-                        model_dir=model_dir,
-                        depths=arguments.depths,
-                        loss=loss,
-                        num_steps=arguments.steps,
-                        seed=seed,
-                        num_points=arguments.points,
-                    )
-                )
-                print(f"{workload}, seed {seed}, {loss}: {run['accept_length']} in {run['seconds']} s", flush=True)
-    cells = cells_of(runs, arguments.depths)
-    _finish(cells, runs, arguments)
+    asked = {
+        (workload, loss, seed): ReplayOptions(
+            recordings=[path],
+            model_dir=model_dir,
+            depths=arguments.depths,
+            loss=loss,
+            num_steps=arguments.steps,
+            seed=seed,
+            num_points=arguments.points,
+        )
+        for workload, path in recordings.items()
+        for seed in range(arguments.seeds)
+        for loss in arguments.losses
+    }
+    runs = replay_all(asked, num_processes=arguments.jobs)
+    _finish(cells_of(runs, arguments.depths), runs, arguments)
 
 
-def _finish(cells: list[Cell], runs: dict[tuple[str, str, int], dict[str, Any]], arguments: argparse.Namespace) -> None:
+def replay_all(asked: dict[Key, ReplayOptions], *, num_processes: int) -> dict[Key, dict[str, Any]]:
+    """Every run, some at a time, each on one thread; they do not depend on each other or on how many run."""
+    with ProcessPoolExecutor(
+        num_processes, multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        running = {pool.submit(replay, options): key for key, options in asked.items()}
+        runs = {}
+        for done in as_completed(running):
+            workload, loss, seed = key = running[done]
+            runs[key] = done.result()
+            length, seconds = runs[key]["accept_length"], runs[key]["seconds"]
+            print(f"{workload}, seed {seed}, {loss}: {length} in {seconds} s", flush=True)
+    return {key: runs[key] for key in asked}
+
+
+def _finish(cells: list[Cell], runs: dict[Key, dict[str, Any]], arguments: argparse.Namespace) -> None:
     overall = {
         loss: statistics.median(ratio for cell in cells if cell.loss == loss for ratio in cell.token_ratios)
         for loss in arguments.losses
@@ -369,6 +385,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--points", type=int, default=12, help="points of each curve")
     options.add_argument("--losses", nargs="+", help=f"the baseline {BASELINE} is always among them")
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the recording engine")
+    options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time")
     options.add_argument("--target", type=float, default=0.7)
     arguments = options.parse_args()
     quick = arguments.quick

@@ -1,0 +1,582 @@
+"""What the trainer learns a second beside an ordinary EAGLE-3 trainer, and the memory that its process holds.
+
+    python -m benchmarks.trainer [--quick] [--json FILE] [--prompts FILE.jsonl] [--reference SCRIPT] [--threads 2] …
+
+Throughput, same target, same draft vocabulary, same training-time-test steps, same answers in the same batches:
+
+    own           the trainer's step as it is: packed answers, chains that go on while they are right, K kept targets
+    own, all      the same step with `forward_kl,chains=all`: every step from every position, the reference's work
+    padded        the ordinary step, written here: answers padded side by side, every step on all positions, the full
+                  distribution over the draft vocabulary from the target's final hidden state, bfloat16 autocast, AdamW
+    script        with `--reference`: a program of its own, see below
+
+Methods alternate in chunks of a few steps; every chunk begins with the same weights and takes the same batches, so that
+chunks are repeats of one measurement. Packing and padding are part of a step; recordings, hidden states and copies of
+weights are not. Trained tokens are base positions with a label, the same ones for every method: an answer's tokens but
+the first. Answers are at most 256 tokens long with their prompt, because padded trainers cut there.
+
+Part of what is saved belongs to the method and not to its implementation. A chain ends at the first wrong proposal, so
+a fresh draft pays for hardly more than the first step and a good one for more. Both are measured, at the fresh draft
+and after some learning, and the smaller median is the figure. `own, all` says how much of it is left without that.
+Another difference is told without a target: the service also learns the last prompt positions, which a padded step
+computes anyway and only needs to count. The rows `with prompts` do so in both.
+
+The script is started as `SCRIPT MODEL TRACES.pt OUT_DIR DRAFT_VOCAB TTT_STEPS MINUTES` and prints lines
+`STEP SECONDS tok TOKENS loss …`, with some line of its own right before its first step. It is timed between the
+arrivals of that line and of the first such line, then ended: loading counts nothing, and one of its evaluations, on
+spans of eight tokens that are put behind the answers for it, counts with the steps. It draws its own random pairs of
+the same answers, counts two tokens more for each, and chooses its own number of threads.
+
+Memory: a process with the service's modules, environment and settings holds a replay of 50,000 completion tokens,
+decoded from the recording again for every copy, learns 60 batches drawn from it, and saves a checkpoint. The figure is
+the largest resident size that the kernel saw (VmHWM), above what it is in between (VmRSS).
+
+Targets: own at least 1.5 times padded, and script where there is one; at most 2.5 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.common import Spread, Target, finish, parser
+from slipstream.models import cache_root, resolve_model
+from slipstream.topics import built_in_prompts, read_prompts
+from speculator.checkpoint import read_target_tensor
+from speculator.errors import ConfigError, TraceError
+from speculator.fresh import fresh_draft
+from speculator.labels import draft_ids_by_target_id
+from speculator.model import Eagle3Draft
+from speculator.recording import RecordingReader
+from trainer.batch import Batch, Example, Window, cut, make_example, pack
+from trainer.checkpoint import Progress, save_checkpoint
+from trainer.config import TrainerConfig, load_config
+from trainer.provenance import Stored, provenance_of
+from trainer.replay import Replay
+from trainer.step import Learner
+
+DRAFT_VOCAB = 8192
+MAX_SPAN = 256
+NUM_MEMORY_TOKENS = 50_000
+NUM_MEMORY_STEPS = 60
+# What the launcher and trainer/run.py set for the service.
+SERVICE_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+_GB = 1e9
+_STEP_LINE = re.compile(r"\s*(\d+) +\d+ +tok +(\d+) ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One span with the final normed hidden states [T, d] that a padded trainer learns from; `first_base` is the first
+    position that is learnt from where the prompt is left out.
+    """
+
+    example: Example
+    last_hidden: Tensor
+    first_base: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padded:
+    """B spans of at most T tokens side by side: `token_ids` [B, T], `aux` [B, T, 3d], `last_hidden` [B, T, d],
+    `lengths` [B], `first_bases` [B].
+    """
+
+    token_ids: Tensor
+    aux: Tensor
+    last_hidden: Tensor
+    lengths: Tensor
+    first_bases: Tensor
+
+    def states(self, step: int) -> Tensor:
+        """[B, T] bool: positions from which step `step` has a distribution to learn and a token that follows it.
+
+        Example: 6 tokens, first base 2. Position t predicts token t + 2 + step, so step 0 learns at 2 and 3.
+        """
+        positions_T = torch.arange(self.token_ids.shape[1])
+        return (positions_T >= self.first_bases[:, None]) & (positions_T + 2 + step < self.lengths[:, None])
+
+
+def pad(answers: Sequence[Answer], *, with_prompts: bool) -> Padded:
+    T = max(len(answer.example.token_ids) for answer in answers)
+
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack([F.pad(one, (0, 0) * (one.dim() - 1) + (0, T - len(one))) for one in tensors])
+
+    examples = [answer.example for answer in answers]
+    return Padded(
+        token_ids=padded([example.token_ids for example in examples]),
+        aux=padded([example.aux.float() for example in examples]),
+        last_hidden=padded([answer.last_hidden for answer in answers]),
+        lengths=torch.tensor([len(example.token_ids) for example in examples]),
+        first_bases=torch.tensor(
+            [answer.example.first_base if with_prompts else answer.first_base for answer in answers]
+        ),
+    )
+
+
+class _PaddedAttention:
+    """Step 0 is causal; a deeper step sees the same keys, and besides them those of its position's deeper steps."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._future_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads_per_key = query.shape[1] // key.shape[1]
+        self._keys.append(key.repeat_interleave(heads_per_key, 1))
+        self._values.append(value.repeat_interleave(heads_per_key, 1))
+        T, scale = query.shape[2], query.shape[-1] ** -0.5
+        scores_BHTT = (query @ self._keys[0].transpose(-1, -2) * scale).masked_fill(self._future_TT, float("-inf"))
+        own = [(query * key).sum(-1, keepdim=True) * scale for key in self._keys[1:]]
+        weights = torch.cat([scores_BHTT, *own], -1).softmax(-1)
+        out = weights[..., :T] @ self._values[0]
+        for index, value_BHTh in enumerate(self._values[1:]):
+            out = out + weights[..., T + index, None] * value_BHTh
+        return out
+
+
+class PaddedTrainer:
+    """An ordinary EAGLE-3 trainer of a padded batch."""
+
+    def __init__(self, draft: Eagle3Draft, head_Dd: Tensor, *, num_steps: int, learning_rate: float) -> None:
+        self._draft, self._head_Dd, self._num_steps = draft, head_Dd, num_steps
+        self._optimizer = torch.optim.AdamW(draft.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, batch: Padded) -> float:
+        """Learn from one batch; returns the loss."""
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.loss(batch)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._draft.parameters(), 1.0)
+        self._optimizer.step()
+        return loss.item()
+
+    def loss(self, batch: Padded) -> Tensor:
+        """Mean cross-entropy with the target of each step's states, deeper steps weighing less."""
+        draft = self._draft
+        B, T = batch.token_ids.shape
+        with torch.no_grad():
+            probs_BTD = (batch.last_hidden @ self._head_Dd.T).softmax(-1)
+        # Back from autocast's bfloat16: norms of mixed types would take a slow path.
+        feature_BTd = draft.fuse(batch.aux).float()
+        attention, positions_BT = _PaddedAttention(T), torch.arange(T).expand(B, T)
+        loss = feature_BTd.new_zeros((), dtype=torch.float32)
+        for step in range(self._num_steps):
+            # What stands one place further in this step; the places that come in at the end are no states.
+            tokens_BT, labels_BTD = (rows.roll(-1 - step, 1) for rows in (batch.token_ids, probs_BTD))
+            feature_BTd = draft(tokens_BT, feature_BTd, positions_BT + step, attention)
+            logits_BTD = draft.logits(feature_BTd)
+            states_BT = batch.states(step)
+            log_q_SD = logits_BTD[states_BT].float().log_softmax(-1)
+            loss = loss - 0.8**step * (labels_BTD[states_BT] * log_q_SD).sum(-1).mean()
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A few steps: how long, on how many trained tokens, and the acceptance length that they saw (own steps only)."""
+
+    seconds: float
+    num_tokens: int
+    accept_length: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to take a step. `loss` None is the padded one."""
+
+    name: str
+    loss: str | None
+    with_prompts: bool = False
+
+    def window(self, answer: Answer) -> Window:
+        start = 0 if self.with_prompts else answer.first_base - answer.example.first_base
+        return Window(example=answer.example, start=start, num_bases=answer.example.num_bases - start)
+
+
+class Bench:
+    """The draft to begin with, and chunks of any method from it."""
+
+    def __init__(self, draft: Eagle3Draft, config: TrainerConfig) -> None:
+        self._fresh, self._config = draft, config
+        rows = read_target_tensor(config.model_dir, "lm_head.weight")
+        self._head_Dd = rows[draft.target_ids].float()
+
+    def learner(self, loss: str, state: dict[str, Tensor] | None) -> Learner:
+        learner = Learner(self._copy(), self._config.model_copy(update={"loss": loss}))
+        if state is not None:
+            learner.load_state(state)
+        return learner
+
+    def learn(self, method: Method, batches: Sequence[Sequence[Answer]]) -> dict[str, Tensor]:
+        """The state of a learner after these batches."""
+        assert method.loss is not None
+        learner = self.learner(method.loss, None)
+        for batch in batches:
+            learner.step(self._packed(method, batch))
+        return learner.state()
+
+    def chunk(self, method: Method, batches: Sequence[Sequence[Answer]], state: dict[str, Tensor] | None) -> Chunk:
+        """Steps on these batches from `state`, or from the fresh draft, after an untimed one on the first of them."""
+        num_tokens = sum(method.window(answer).num_bases for batch in batches for answer in batch)
+        if method.loss is None:
+            return Chunk(seconds=self._time_padded(method, batches, state), num_tokens=num_tokens)
+        learner = self.learner(method.loss, state)
+        learner.step(self._packed(method, batches[0]))
+        lengths = []
+        start_s = time.perf_counter()
+        for batch in batches:
+            lengths.append(learner.step(self._packed(method, batch)).accept_length)
+        seconds = time.perf_counter() - start_s
+        return Chunk(seconds=seconds, num_tokens=num_tokens, accept_length=sum(lengths) / len(lengths))
+
+    def _time_padded(
+        self, method: Method, batches: Sequence[Sequence[Answer]], state: dict[str, Tensor] | None
+    ) -> float:
+        draft = self._copy()
+        if state is not None:
+            draft.load_state_dict({name: state[f"weight.{name}"] for name, _ in draft.named_parameters()})
+        padded = PaddedTrainer(
+            draft, self._head_Dd, num_steps=self._config.ttt_steps, learning_rate=self._config.learning_rate
+        )
+        padded.step(pad(batches[0], with_prompts=method.with_prompts))
+        start_s = time.perf_counter()
+        for batch in batches:
+            padded.step(pad(batch, with_prompts=method.with_prompts))
+        return time.perf_counter() - start_s
+
+    def _packed(self, method: Method, batch: Sequence[Answer]) -> Batch:
+        return pack([method.window(answer) for answer in batch], max_context=self._config.max_context)
+
+    def _copy(self) -> Eagle3Draft:
+        # The embedding is the target's, large and frozen.
+        return copy.deepcopy(self._fresh, {id(self._fresh.embed): self._fresh.embed})
+
+
+def time_script(
+    script: Path, model_dir: Path, answers: Sequence[Answer], *, ttt_steps: int, answers_per_step: int
+) -> Chunk:
+    """The steps up to the script's first step line. Raises ConfigError where it ends before."""
+    with tempfile.TemporaryDirectory() as scratch:
+        traces = Path(scratch) / "traces.pt"
+        torch.save(_script_traces(answers), traces)
+        command = [script, model_dir, traces, Path(scratch) / "out", DRAFT_VOCAB, ttt_steps, 60]
+        with subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ) as process:
+            try:
+                return timed_lines(process.stdout or (), answers_per_step=answers_per_step)
+            finally:
+                process.kill()
+
+
+def timed_lines(
+    lines: Iterable[str], *, answers_per_step: int, clock: Callable[[], float] = time.perf_counter
+) -> Chunk:
+    """The chunk between the line before the first step line, and that. Raises ConfigError where there is none."""
+    start_s = clock()
+    last = ""
+    for line in lines:
+        if found := _STEP_LINE.match(line):
+            num_steps, counted = map(int, found.groups())
+            return Chunk(seconds=clock() - start_s, num_tokens=counted - 2 * num_steps * answers_per_step)
+        start_s, last = clock(), line.strip()
+    raise ConfigError(f"the reference ended before a line `STEP SECONDS tok TOKENS`, after {last!r}: check --reference")
+
+
+def _script_traces(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The answers, and forty spans of eight tokens behind them, which the script holds out and evaluates."""
+
+    def entry(answer: Answer, tokens: slice, num_prompt_tokens: int) -> dict[str, Any]:
+        example = answer.example
+        return {
+            "ids": example.token_ids[tokens].clone(),
+            "pl": num_prompt_tokens,
+            "aux": example.aux[tokens].clone(),
+            "last": answer.last_hidden[tokens].clone(),
+        }
+
+    short = entry(answers[0], slice(answers[0].first_base - 3, answers[0].first_base + 5), 4)
+    return [*(entry(answer, slice(None), answer.first_base + 1) for answer in answers), *[short] * 40]
+
+
+def memory_child(recording: Path, model_dir: Path, num_tokens: int, num_steps: int) -> dict[str, float]:
+    """Be like the trainer's process; what it holds at the end and held at most, in GB."""
+    import trainer.run  # noqa: F401 - the service's own modules take memory too
+
+    config = _config(model_dir)
+    torch.set_num_threads(config.num_threads)
+    draft = fresh_draft(model_dir, draft_vocab_size=config.draft_vocab_size, seed=config.seed)
+    rng = random.Random(config.seed)
+    replay = Replay(
+        max_bytes=1 << 40,  # whatever the tokens take: how many there are is the question here
+        max_waiting=config.max_waiting_traces,
+        recent_share=config.replay_recent_share,
+        max_tenant_share=config.max_tenant_share,
+        max_draft_lag=config.max_draft_lag,
+        rng=rng,
+    )
+    for number, stored in enumerate(_copies(recording, draft)):
+        provenance = dataclasses.replace(stored.provenance, text_hash=number.to_bytes(16))
+        replay.restore(Stored(example=stored.example, provenance=provenance), domain=provenance.domain)
+        num_tokens -= provenance.num_completion_tokens
+        if num_tokens <= 0:
+            break
+    learner = Learner(draft, config)
+    with tempfile.TemporaryDirectory() as scratch:
+        for _ in range(num_steps):
+            draw = replay.draw(config.batch_tokens, published=1)
+            windows = [cut(one.stored.example, max_bases=config.max_bases, rng=rng) for one in draw.batch]
+            learner.step(pack(windows, max_context=config.max_context))
+        progress = Progress(target_fingerprint="", learnt_tokens=0, new_tokens=0, num_traces=0, used_trace_ids=[])
+        save_checkpoint(Path(scratch), {**learner.state(), "d2t": draft.d2t}, progress)
+    sizes = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line[:2] == "Vm")
+    resident, peak = (1024 * int(sizes[name].split()[0]) / _GB for name in ("VmRSS", "VmHWM"))
+    return {"resident_gb": resident, "peak_gb": peak, "replay_gb": replay.num_bytes / _GB}
+
+
+def _copies(recording: Path, draft: Eagle3Draft) -> Iterator[Stored]:
+    """The recording's traces, again and again, each decoded anew as it would arrive."""
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    while True:
+        with RecordingReader(recording) as reader:
+            for trace in reader.traces():
+                try:
+                    example = make_example(trace, draft_ids_V, feature_width=draft.fc.in_features)
+                except TraceError:
+                    continue
+                yield Stored(example=example, provenance=provenance_of(trace))
+
+
+def _memory(recording: Path, model_dir: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    counts = (arguments.memory_tokens, arguments.memory_steps)
+    command = [sys.executable, "-m", "benchmarks.trainer", "--memory-child", recording, model_dir, *counts]
+    done = subprocess.run(
+        [str(part) for part in command], env={**os.environ, **SERVICE_ENV}, check=True, stdout=subprocess.PIPE
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _config(model_dir: Path, **values: Any) -> TrainerConfig:
+    unused = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
+    return load_config(model_dir=model_dir, draft_vocab_size=DRAFT_VOCAB, **unused, **values)
+
+
+def _recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
+    """The given recording, or one of all domains of the prompts from the cache, made now where it is not there."""
+    if arguments.recording:
+        return Path(arguments.recording)
+    # Here, because the process whose memory is measured must not hold an engine.
+    from benchmarks.ablation import RecordOptions, record_workload, workload_prompts
+
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    workload = "+".join(dict.fromkeys(prompt.domain for prompt in prompts))
+    chosen = workload_prompts(workload, prompts, arguments.answers, seed=0)
+    options = RecordOptions(
+        model_dir=model_dir, max_tokens=arguments.max_tokens, temperature=0.0, num_threads=arguments.threads
+    )
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    path: Path = arguments.cache / f"{options.key(chosen)}.rec"
+    if not path.exists():
+        print(f"recording {workload}: {len(chosen)} answers", flush=True)
+        record_workload(path, chosen, options, note=f"workload {workload}")
+    return path
+
+
+@torch.inference_mode()
+def _answers(recording: Path, model_dir: Path, draft: Eagle3Draft) -> list[Answer]:
+    """The recording's answers of up to MAX_SPAN tokens, with hidden states from one pass of the target each."""
+    from transformers import AutoModel
+
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    target = AutoModel.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    answers = []
+    with RecordingReader(recording) as reader:
+        for trace in reader.traces():
+            header = trace.header
+            # Eight tokens of an answer and four before it: enough for a held-out span, too.
+            fits = trace.num_tokens <= MAX_SPAN and trace.num_completion_tokens >= 8 and header.num_prompt_tokens >= 4
+            if header.first_position or not fits:
+                continue
+            example = make_example(trace, draft_ids_V, feature_width=draft.fc.in_features)
+            last_hidden = target(example.token_ids[None]).last_hidden_state[0].float()
+            answers.append(Answer(example=example, last_hidden=last_hidden, first_base=header.num_prompt_tokens - 1))
+    if len(answers) < 2:
+        raise ConfigError(f"{recording} has {len(answers)} answers of up to {MAX_SPAN} tokens: record more, --answers")
+    return answers
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--memory-child"]:
+        recording, model, num_tokens, num_steps = sys.argv[2:]
+        print(json.dumps(memory_child(Path(recording), Path(model), int(num_tokens), int(num_steps))))
+        return
+    arguments = _arguments()
+    # Before the first product of matrices, as the service has it: shapes differ in every batch.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", SERVICE_ENV["ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
+    model_dir = resolve_model(arguments.model)
+    traces = _recording(arguments, model_dir)
+    torch.set_num_threads(arguments.threads)
+    config = _config(model_dir, ttt_steps=arguments.ttt_steps)
+    draft = fresh_draft(model_dir, draft_vocab_size=DRAFT_VOCAB, seed=config.seed)
+    answers = _answers(traces, model_dir, draft)
+    bench = Bench(draft, config)
+    own = Method(name="own", loss=config.loss)
+    methods = (
+        own,
+        Method(name="own, all", loss="forward_kl,chains=all"),
+        Method(name="padded", loss=None),
+        Method(name="own, with prompts", loss=config.loss, with_prompts=True),
+        Method(name="padded, with prompts", loss=None, with_prompts=True),
+    )
+    batches = _batches(answers, arguments.answers_per_step)
+    print(f"learning {arguments.learn_steps} steps", flush=True)
+    learnt = bench.learn(own, list(itertools.islice(batches, arguments.learn_steps)))
+    starts = {"fresh draft": None, f"after {arguments.learn_steps} steps": learnt}
+    chunks: dict[tuple[str, str], list[Chunk]] = {(phase, one.name): [] for phase in starts for one in methods}
+    scripts: list[Chunk] = []
+    for repeat in range(arguments.repeats):
+        print(f"repeat {repeat + 1} of {arguments.repeats}", flush=True)
+        chosen = list(itertools.islice(batches, arguments.chunk_steps))
+        for (phase, state), method in itertools.product(starts.items(), methods):
+            chunks[phase, method.name].append(bench.chunk(method, chosen, state))
+        if arguments.reference and repeat < arguments.script_runs:
+            per_step = arguments.answers_per_step
+            scripts.append(
+                time_script(
+                    arguments.reference, model_dir, answers, ttt_steps=arguments.ttt_steps, answers_per_step=per_step
+                )
+            )
+    _finish(chunks, scripts, _memory(traces, model_dir, arguments), arguments)
+
+
+def _batches(answers: Sequence[Answer], size: int) -> Iterator[list[Answer]]:
+    """Random batches without end; every answer comes once before any comes again."""
+    rng = random.Random(0)
+    while True:
+        order = rng.sample(answers, len(answers))
+        for start in range(0, len(order) - size + 1, size):
+            yield order[start : start + size]
+
+
+def ratios(mine: Sequence[Chunk], theirs: Sequence[Chunk]) -> Spread:
+    """How many times the tokens a second, chunk by chunk of the same repeat."""
+    return Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, theirs, strict=False)])
+
+
+def _finish(
+    chunks: dict[tuple[str, str], list[Chunk]],
+    scripts: list[Chunk],
+    memory: dict[str, float],
+    arguments: argparse.Namespace,
+) -> None:
+    rows: list[tuple[str, object]] = [("", "trained tokens a second, median (min … max)")]
+    speeds = {key: Spread.of([chunk.tokens_per_s for chunk in found]) for key, found in chunks.items()}
+    for (phase, name), speed in speeds.items():
+        lengths = [chunk.accept_length for chunk in chunks[phase, name] if chunk.accept_length is not None]
+        told = f"   acceptance length {Spread.of(lengths).median:.2f}" if lengths else ""
+        rows.append((f"{phase}, {name}", f"{speed}{told}"))
+    compared: dict[tuple[str, str], Spread] = {}
+    pairs = [
+        ("own", "padded"), ("own, all", "padded"), ("own, with prompts", "padded, with prompts")
+    ]  # fmt: skip
+    for phase in dict.fromkeys(phase for phase, _ in chunks):
+        for name, other in pairs:
+            compared[phase, f"{name} ÷ {other}"] = ratios(chunks[phase, name], chunks[phase, other])
+        if scripts:
+            compared[phase, "own ÷ script"] = ratios(chunks[phase, "own"], scripts)
+            compared[phase, "padded ÷ script"] = ratios(chunks[phase, "padded"], scripts)
+    if scripts:
+        rows.append(("script", Spread.of([chunk.tokens_per_s for chunk in scripts])))
+    rows += [(f"{phase}, {name}", f"{spread} ×") for (phase, name), spread in compared.items()]
+    rows += [(f"memory with {arguments.memory_tokens} tokens, {name}", f"{gb:8.2f}") for name, gb in memory.items()]
+
+    def least(pair: str) -> float:
+        return min(spread.median for (_, name), spread in compared.items() if name == pair)
+
+    targets = [Target("own_over_padded", least("own ÷ padded"), arguments.target)]
+    if scripts:
+        targets.append(Target("own_over_script", least("own ÷ script"), arguments.target))
+    targets.append(Target("peak_gb", memory["peak_gb"], arguments.memory_target, at_least=False))
+    document = {
+        "threads": arguments.threads,
+        "draft_vocab": DRAFT_VOCAB,
+        "ttt_steps": arguments.ttt_steps,
+        "answers_per_step": arguments.answers_per_step,
+        "chunk_steps": arguments.chunk_steps,
+        "tokens_per_s": _nested(speeds),
+        "script_tokens_per_s": Spread.of([chunk.tokens_per_s for chunk in scripts]).to_dict() if scripts else None,
+        "ratios": _nested(compared),
+        "memory_tokens": arguments.memory_tokens,
+        "memory": {name: round(gb, 3) for name, gb in memory.items()},
+    }
+    finish(rows, targets, document, arguments.json)
+
+
+def _nested(spreads: dict[tuple[str, str], Spread]) -> dict[str, dict[str, dict[str, float]]]:
+    nested: dict[str, dict[str, dict[str, float]]] = {}
+    for (phase, name), spread in spreads.items():
+        nested.setdefault(phase, {})[name] = spread.to_dict()
+    return nested
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser("The trainer's throughput and memory")
+    options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
+    options.add_argument("--recording", type=Path, metavar="FILE", help="instead of answering the prompts")
+    options.add_argument("--reference", type=Path, metavar="SCRIPT", help="another trainer to compare with, see above")
+    options.add_argument("--script-runs", type=int, help="of the reference")
+    options.add_argument("--answers", type=int, help="answers to record")
+    options.add_argument("--max-tokens", type=int, help="completion tokens an answer")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--ttt-steps", type=int, default=3)
+    options.add_argument("--answers-per-step", type=int, default=2)
+    options.add_argument("--chunk-steps", type=int)
+    options.add_argument("--repeats", type=int)
+    options.add_argument("--learn-steps", type=int)
+    options.add_argument("--memory-tokens", type=int, default=NUM_MEMORY_TOKENS)
+    options.add_argument("--memory-steps", type=int, default=NUM_MEMORY_STEPS)
+    options.add_argument("--target", type=float, default=1.5)
+    options.add_argument("--memory-target", type=float, default=2.5, metavar="GB")
+    arguments = options.parse_args()
+    quick = arguments.quick
+    arguments.answers = arguments.answers or (24 if quick else 160)
+    arguments.max_tokens = arguments.max_tokens or (48 if quick else 128)
+    arguments.chunk_steps = arguments.chunk_steps or (5 if quick else 20)
+    arguments.repeats = arguments.repeats or (2 if quick else 5)
+    arguments.learn_steps = arguments.learn_steps or (40 if quick else 150)
+    arguments.script_runs = arguments.script_runs or (1 if quick else 3)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
