@@ -10,8 +10,8 @@ which is what a distillation term can teach; `tail` is the share r of the served
 At temperature 1 the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the
 tail is taken for n = r₁ / p_K tokens as likely as the least likely kept one, so that it weighs r₁ · p_K^(1/T − 1): too
 much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends within them leave no
-tail; the nucleus is cut by served, not by renormalised, mass. Greedy requests are labelled at temperature 1: their
-served distribution is one token, which teaches far less.
+tail; the nucleus is cut by served, not by renormalised, mass. The served distribution of a greedy request is one token;
+`probs` are the target's at temperature 1, which say more, and `greedy` marks the row.
 
 **Temperature.** The engine draws proposals from softmax(z / T) with the request's T, so that is the q to be compared
 with p: `temperature` is T for sampled requests and 1 for greedy ones.
@@ -71,13 +71,15 @@ class Labels:
     `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 served
     probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on rows without a label),
     `tail` [R] float32 the served mass of all other tokens, `temperature` [R] float32 at which the draft proposes here,
-    `labelled` [R] bool: the target's own distribution is known.
+    `greedy` [R] bool: the request takes the likeliest token, whatever `probs` say, `labelled` [R] bool: the target's own
+    distribution is known.
     """
 
     draft_ids: Tensor
     probs: Tensor
     tail: Tensor
     temperature: Tensor
+    greedy: Tensor
     labelled: Tensor
 
     def __getitem__(self, rows: Tensor | slice) -> Labels:
@@ -130,7 +132,8 @@ def make_labels(
     Constrained rows (a grammar or a penalty changed the distribution) get no label.
     """
     labelled_R = (topk_ids_RK[:, 0] >= 0) & ~constrained_R
-    if sampling.temperature == 0:
+    is_greedy = sampling.temperature == 0
+    if is_greedy:
         sampling = msgspec.structs.replace(sampling, temperature=GREEDY_LABEL_TEMPERATURE, top_p=1.0, top_k=0)
     logits_RK, tail_R = _served_topk(topk_logprobs_RK.float(), sampling)
     draft_ids_RK = draft_ids_V[topk_ids_RK.long().clamp_min(0)]
@@ -142,6 +145,7 @@ def make_labels(
         probs=probs_RK,
         tail=tail_R.masked_fill(~labelled_R, 0.0),
         temperature=torch.full_like(tail_R, sampling.temperature),
+        greedy=torch.full_like(labelled_R, is_greedy),
         labelled=labelled_R,
     )
 

@@ -12,6 +12,7 @@ from speculator.checkpoint import apply_state, config_from_json, draft_config_js
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE, fresh_draft
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
+from speculator.stream import DraftPointer
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +45,14 @@ def ensure_lineage(
     )
     log.info("fresh draft written", version=manifest.version)
     return manifest.version
+
+
+def version_to_serve(store: DraftStore, pointer: DraftPointer, newest: int) -> int:
+    """The version that an engine starts with: the one that the pointer names, else the last good one, else the newest.
+
+    Raises StreamError when Redis cannot be asked.
+    """
+    return pointer.desired() or store.last_good() or newest
 
 
 def load_draft(store: DraftStore, version: int, *, embed: Tensor, target_fingerprint: str) -> Eagle3Draft:

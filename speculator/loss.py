@@ -11,7 +11,7 @@ every position, as EAGLE-3 is published):
     reverse_kl       m · Σ_{x ∈ D} q (log q − log p̃)                      p̃ = p with its tail spread out, see there
     acceptance       1 − Σ_x min(p, q)                                    1 − acceptance rate of rejection sampling
     log_acceptance   −log Σ_x min(p, q)                                   LK losses, 2602.23881
-    cross_entropy    −log q(argmax p)                                     a greedy request accepts argmax p alone
+    cross_entropy    −log q(argmax p) for a greedy request, which accepts nothing else; forward_kl for a sampled one
 
 On proposals, from the trace's verdicts or the draft's own:
 
@@ -89,11 +89,14 @@ def acceptance_rate(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, t
     return torch.minimum((1 - tail_S)[:, None] * probs_SK, q_SK).sum(-1)
 
 
-def cross_entropy(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor) -> Tensor:
-    """[S] float32 −log q of the target's likeliest token; 0 where the draft cannot propose it."""
-    logits_SD = logits_SD.float()
-    log_q_S = logits_SD.gather(1, draft_ids_SK[:, :1])[:, 0] - logits_SD.logsumexp(-1)
-    return -log_q_S * (probs_SK[:, 0] > 0)
+def cross_entropy(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, greedy_S: Tensor) -> Tensor:
+    """[S] float32 −Σ p̂ log q in nats, p̂ the served distribution: for a greedy request the target's likeliest token.
+
+    0 where the draft cannot propose that token.
+    """
+    likeliest_SK = torch.zeros_like(probs_SK)
+    likeliest_SK[:, 0] = (probs_SK[:, 0] > 0).to(probs_SK.dtype)
+    return forward_kl(logits_SD, draft_ids_SK, torch.where(greedy_S[:, None], likeliest_SK, probs_SK))
 
 
 def policy_gradient(log_q_J: Tensor, advantages_J: Tensor, weights_J: Tensor) -> Tensor:
@@ -207,7 +210,7 @@ class LossMix:
         if self.reverse_kl:
             loss_S = loss_S + self.reverse_kl * reverse_kl(logits_SD, ids_SK, probs_SK, tail_S)
         if self.cross_entropy:
-            loss_S = loss_S + self.cross_entropy * cross_entropy(logits_SD, ids_SK, probs_SK)
+            loss_S = loss_S + self.cross_entropy * cross_entropy(logits_SD, ids_SK, probs_SK, labels.greedy)
         if self.acceptance or self.log_acceptance:
             rate_S = acceptance_rate(logits_SD, ids_SK, probs_SK, tail_S)
             loss_S = loss_S + self.acceptance * (1 - rate_S)

@@ -87,15 +87,21 @@ def test_the_acceptance_rate_is_the_overlap_of_served_probabilities(sampling: Sa
         assert rate_R[row].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_cross_entropy_is_about_the_targets_likeliest_token_if_the_draft_has_it() -> None:
-    labels, logits_RD = labels_of(20), random_logits(20)
-    loss_R = cross_entropy(logits_RD, labels.draft_ids, labels.probs)
+def test_cross_entropy_of_a_greedy_request_is_about_the_likeliest_token_if_the_draft_has_it() -> None:
+    labels, logits_RD = labels_of(20, sampling=SamplingParams(temperature=0.0)), random_logits(20)
+    loss_R = cross_entropy(logits_RD, labels.draft_ids, labels.probs, labels.greedy)
     first = random_rows(20, 5, seed=4)[0][:, 0].tolist()
     assert any(token in TARGET_IDS for token in first)
     assert any(token not in TARGET_IDS for token in first)
     for row, token in enumerate(first):
         expected = -math.log(q_of(logits_RD[row])[TARGET_IDS.index(token)]) if token in TARGET_IDS else 0.0
         assert loss_R[row].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_cross_entropy_of_a_sampled_request_is_about_its_whole_served_distribution() -> None:
+    labels, logits_RD = labels_of(20, sampling=SAMPLED), random_logits(20)
+    loss_R = cross_entropy(logits_RD, labels.draft_ids, labels.probs, labels.greedy)
+    assert torch.equal(loss_R, forward_kl(logits_RD, labels.draft_ids, labels.probs))
 
 
 def test_policy_gradient_raises_what_was_accepted_and_lowers_what_was_not() -> None:
