@@ -82,15 +82,7 @@ class ServingCollector(Collector):
         self._meter, self._recorder = meter, recorder
 
     def collect(self) -> Iterator[Metric]:
-        measured = self._meter.measure()
-        ratio = GaugeMetricFamily(
-            "slipstream_speedup_measured_ratio",
-            "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
-            labels=["baseline"],
-        )
-        if measured.ratio is not None:
-            ratio.add_metric([BASELINE], measured.ratio)
-        yield ratio
+        yield speedup_gauge(self._meter.measure().ratio)
         if self._recorder is None:
             return
         stats = self._recorder()
@@ -103,3 +95,15 @@ class ServingCollector(Collector):
         yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", value=stats.pending)
         yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of appended traces", value=stats.bytes_appended)
         yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of appended traces", value=stats.tokens_appended)
+
+
+def speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
+    """The measured speedup under its baseline's name; without a sample while there is none."""
+    gauge = GaugeMetricFamily(
+        "slipstream_speedup_measured_ratio",
+        "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
+        labels=["baseline"],
+    )
+    if ratio is not None:
+        gauge.add_metric([BASELINE], ratio)
+    return gauge

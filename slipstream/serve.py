@@ -29,7 +29,7 @@ from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
 from slipstream.layout import model_key
 from speculator.checkpoint import expected_shapes, target_fingerprint
-from speculator.lineage import ensure_lineage, load_draft
+from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
 
@@ -95,7 +95,7 @@ def _build_engine(
     registry: CollectorRegistry,
     recorder: TraceRecorder | None,
 ) -> LocalEngine:
-    """The engine with the version that the pointer names, else the last good one, else the newest."""
+    """The engine with `version_to_serve`."""
     config = options.engine
     newest = ensure_lineage(
         store,
@@ -105,7 +105,7 @@ def _build_engine(
         seed=options.seed,
         texts=options.vocab_texts,
     )
-    version = pointer.desired() or store.last_good() or newest
+    version = version_to_serve(store, pointer, newest)
     torch.set_num_threads(config.num_threads)
     target = Target(
         config.model_dir,

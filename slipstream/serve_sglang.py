@@ -32,7 +32,7 @@ from serving.sglang.launcher import SglangOptions, SglangProcess
 from slipstream.draft import version_folder
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError, StoreError
-from speculator.lineage import ensure_lineage
+from speculator.lineage import ensure_lineage, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, connect
 
@@ -116,7 +116,7 @@ def _remember(store: DraftStore, version: int) -> None:
 
 
 def _first_version(options: SglangServeOptions, store: DraftStore, fingerprint: str, pointer: DraftPointer) -> int:
-    """The version that the pointer names, else the last good one, else the newest; verified before SGLang loads it."""
+    """`version_to_serve`, verified before SGLang loads it."""
     newest = ensure_lineage(
         store,
         options.model_dir,
@@ -125,7 +125,7 @@ def _first_version(options: SglangServeOptions, store: DraftStore, fingerprint: 
         seed=options.seed,
         texts=options.vocab_texts,
     )
-    version = pointer.desired() or store.last_good() or newest
+    version = version_to_serve(store, pointer, newest)
     store.load(version, expected_fingerprint=fingerprint)
     return version
 

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serving.metrics import speedup_gauge
 from serving.sglang.client import EngineReport
-from serving.speedup import BASELINE
 
 
 class SglangCollector(Collector):
@@ -61,14 +61,7 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
         "Tokens that verifications earned, bonus included; over verifications = acceptance length",
         report.verified_tokens,
     )
-    ratio = GaugeMetricFamily(
-        "slipstream_speedup_measured_ratio",
-        "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
-        labels=["baseline"],
-    )
-    if report.speedup is not None:
-        ratio.add_metric([BASELINE], report.speedup)
-    yield ratio
+    yield speedup_gauge(report.speedup)
     baseline_s = None if report.baseline_ms_per_token is None else report.baseline_ms_per_token / 1000
     yield _gauge("slipstream_baseline_seconds_per_token", "Time a token at depth 0", baseline_s)
 

@@ -74,6 +74,8 @@ def extend_attention_cpu(
     among the new tokens. `start_B` is where each request's tokens begin in the batch.
     """
     _refuse_unsupported(key_scale, value_scale, logit_cap, is_cross_attention or not is_causal, sliding_window, sinks)
+    if max_num_new == 1:
+        tree_mask = None  # a tree of one node is a chain: a round at depth 0 is as cheap as plain decoding
     if len(query_THD) == max_num_new * len(num_new_B):
         # As many new tokens in each: the usual case, and its tensors are the same ones in every layer.
         parts = [(slice(0, len(query_THD)), max_num_new, rows_B, seq_lens_B)]
