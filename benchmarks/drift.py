@@ -3,7 +3,7 @@
     python -m benchmarks.drift [--quick] [--json FILE] [--prompts FILE.jsonl] [--a DOMAIN] [--b DOMAIN] …
 
 The answers are real, their order is drawn. Both domains are answered once by the local engine and kept as recordings
-(benchmarks/ablation.py). While they were recorded the draft learnt, so the recorded rounds improve from answer to
+(benchmarks/workloads.py). While they were recorded the draft learnt, so the recorded rounds improve from answer to
 answer and are no stationary traffic. Instead one draft learns from a share of the home domain's answers and then stays
 as it is, and every other answer is decoded again with it (trainer/evaluate.py) at the engine's default depth and
 confidence: accepted proposals of its completion tokens, the same measure as `trainer.provenance.Provenance.acceptance`.
@@ -44,8 +44,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.ablation import RecordOptions, record_workload, workload_prompts
 from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
 from serving.local.config import LocalEngineConfig
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import PASSES, Feed

@@ -5,7 +5,7 @@
     A ──▶ before ──▶ B ──▶ on return ──▶ A again (answers that were not shown) ──▶ after
           the static draft stays here
 
-Both domains are answered once by the local engine and kept as recordings (benchmarks/ablation.py). A fifth of the
+Both domains are answered once by the local engine and kept as recordings (benchmarks/workloads.py). A fifth of the
 answers is held out; the others arrive evenly over the steps of their phase, and each step is the service's own: offer
 what arrived to the replay, draw, learn. The policies differ in the replay's memory and in nothing else:
 
@@ -39,8 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ablation import RecordOptions, record_workload, workload_prompts
 from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import HELD_OUT_SHARE
 from slipstream.topics import Prompt, built_in_prompts, read_prompts

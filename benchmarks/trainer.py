@@ -28,8 +28,8 @@ spans of eight tokens that are put behind the answers for it, counts with the st
 the same answers, counts two tokens more for each, and chooses its own number of threads.
 
 Memory: a process with the service's modules, environment and settings holds a replay of 50,000 completion tokens,
-decoded from the recording again for every copy, learns 60 batches drawn from it, and saves a checkpoint. The figure is
-the largest resident size that the kernel saw (VmHWM), above what it is in between (VmRSS).
+decoded from the recording again for every copy (benchmarks/resident.py), learns 300 batches drawn from it, and saves a
+checkpoint. The figure is the largest resident size that the kernel saw (VmHWM), above what it is in between (VmRSS).
 
 Targets: own at least 1.5 times padded, and script where there is one; at most 2.5 GB.
 """
@@ -38,9 +38,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import itertools
-import json
 import os
 import random
 import re
@@ -54,143 +52,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.padded import Answer, PaddedTrainer, pad
+from benchmarks.resident import SERVICE_ENV, measure_resident
+from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
 from slipstream.models import cache_root, resolve_model
 from slipstream.topics import built_in_prompts, read_prompts
 from speculator.checkpoint import read_target_tensor
-from speculator.errors import ConfigError, TraceError
+from speculator.errors import ConfigError
 from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
 from speculator.model import Eagle3Draft
 from speculator.recording import RecordingReader
-from trainer.batch import Batch, Example, Window, cut, make_example, pack
-from trainer.checkpoint import Progress, save_checkpoint
+from trainer.batch import Batch, Window, make_example, pack
 from trainer.config import TrainerConfig, load_config
-from trainer.provenance import Stored, provenance_of
-from trainer.replay import Replay
 from trainer.step import Learner
 
 DRAFT_VOCAB = 8192
 MAX_SPAN = 256
-NUM_MEMORY_TOKENS = 50_000
-NUM_MEMORY_STEPS = 60
-# What the launcher and trainer/run.py set for the service.
-SERVICE_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
-_GB = 1e9
 _STEP_LINE = re.compile(r"\s*(\d+) +\d+ +tok +(\d+) ")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One span with the final normed hidden states [T, d] that a padded trainer learns from; `first_base` is the first
-    position that is learnt from where the prompt is left out.
-    """
-
-    example: Example
-    last_hidden: Tensor
-    first_base: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Padded:
-    """B spans of at most T tokens side by side: `token_ids` [B, T], `aux` [B, T, 3d], `last_hidden` [B, T, d],
-    `lengths` [B], `first_bases` [B].
-    """
-
-    token_ids: Tensor
-    aux: Tensor
-    last_hidden: Tensor
-    lengths: Tensor
-    first_bases: Tensor
-
-    def states(self, step: int) -> Tensor:
-        """[B, T] bool: positions from which step `step` has a distribution to learn and a token that follows it.
-
-        Example: 6 tokens, first base 2. Position t predicts token t + 2 + step, so step 0 learns at 2 and 3.
-        """
-        positions_T = torch.arange(self.token_ids.shape[1])
-        return (positions_T >= self.first_bases[:, None]) & (positions_T + 2 + step < self.lengths[:, None])
-
-
-def pad(answers: Sequence[Answer], *, with_prompts: bool) -> Padded:
-    T = max(len(answer.example.token_ids) for answer in answers)
-
-    def padded(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack([F.pad(one, (0, 0) * (one.dim() - 1) + (0, T - len(one))) for one in tensors])
-
-    examples = [answer.example for answer in answers]
-    return Padded(
-        token_ids=padded([example.token_ids for example in examples]),
-        aux=padded([example.aux.float() for example in examples]),
-        last_hidden=padded([answer.last_hidden for answer in answers]),
-        lengths=torch.tensor([len(example.token_ids) for example in examples]),
-        first_bases=torch.tensor(
-            [answer.example.first_base if with_prompts else answer.first_base for answer in answers]
-        ),
-    )
-
-
-class _PaddedAttention:
-    """Step 0 is causal; a deeper step sees the same keys, and besides them those of its position's deeper steps."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._future_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads_per_key = query.shape[1] // key.shape[1]
-        self._keys.append(key.repeat_interleave(heads_per_key, 1))
-        self._values.append(value.repeat_interleave(heads_per_key, 1))
-        T, scale = query.shape[2], query.shape[-1] ** -0.5
-        scores_BHTT = (query @ self._keys[0].transpose(-1, -2) * scale).masked_fill(self._future_TT, float("-inf"))
-        own = [(query * key).sum(-1, keepdim=True) * scale for key in self._keys[1:]]
-        weights = torch.cat([scores_BHTT, *own], -1).softmax(-1)
-        out = weights[..., :T] @ self._values[0]
-        for index, value_BHTh in enumerate(self._values[1:]):
-            out = out + weights[..., T + index, None] * value_BHTh
-        return out
-
-
-class PaddedTrainer:
-    """An ordinary EAGLE-3 trainer of a padded batch."""
-
-    def __init__(self, draft: Eagle3Draft, head_Dd: Tensor, *, num_steps: int, learning_rate: float) -> None:
-        self._draft, self._head_Dd, self._num_steps = draft, head_Dd, num_steps
-        self._optimizer = torch.optim.AdamW(draft.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def step(self, batch: Padded) -> float:
-        """Learn from one batch; returns the loss."""
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.loss(batch)
-        self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._draft.parameters(), 1.0)
-        self._optimizer.step()
-        return loss.item()
-
-    def loss(self, batch: Padded) -> Tensor:
-        """Mean cross-entropy with the target of each step's states, deeper steps weighing less."""
-        draft = self._draft
-        B, T = batch.token_ids.shape
-        with torch.no_grad():
-            probs_BTD = (batch.last_hidden @ self._head_Dd.T).softmax(-1)
-        # Back from autocast's bfloat16: norms of mixed types would take a slow path.
-        feature_BTd = draft.fuse(batch.aux).float()
-        attention, positions_BT = _PaddedAttention(T), torch.arange(T).expand(B, T)
-        loss = feature_BTd.new_zeros((), dtype=torch.float32)
-        for step in range(self._num_steps):
-            # What stands one place further in this step; the places that come in at the end are no states.
-            tokens_BT, labels_BTD = (rows.roll(-1 - step, 1) for rows in (batch.token_ids, probs_BTD))
-            feature_BTd = draft(tokens_BT, feature_BTd, positions_BT + step, attention)
-            logits_BTD = draft.logits(feature_BTd)
-            states_BT = batch.states(step)
-            log_q_SD = logits_BTD[states_BT].float().log_softmax(-1)
-            loss = loss - 0.8**step * (labels_BTD[states_BT] * log_q_SD).sum(-1).mean()
-        return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,64 +210,6 @@ def _script_traces(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return [*(entry(answer, slice(None), answer.first_base + 1) for answer in answers), *[short] * 40]
 
 
-def memory_child(recording: Path, model_dir: Path, num_tokens: int, num_steps: int) -> dict[str, float]:
-    """Be like the trainer's process; what it holds at the end and held at most, in GB."""
-    import trainer.run  # noqa: F401 - the service's own modules take memory too
-
-    config = _config(model_dir)
-    torch.set_num_threads(config.num_threads)
-    draft = fresh_draft(model_dir, draft_vocab_size=config.draft_vocab_size, seed=config.seed)
-    rng = random.Random(config.seed)
-    replay = Replay(
-        max_bytes=1 << 40,  # whatever the tokens take: how many there are is the question here
-        max_waiting=config.max_waiting_traces,
-        recent_share=config.replay_recent_share,
-        max_tenant_share=config.max_tenant_share,
-        max_draft_lag=config.max_draft_lag,
-        rng=rng,
-    )
-    for number, stored in enumerate(_copies(recording, draft)):
-        provenance = dataclasses.replace(stored.provenance, text_hash=number.to_bytes(16))
-        replay.restore(Stored(example=stored.example, provenance=provenance), domain=provenance.domain)
-        num_tokens -= provenance.num_completion_tokens
-        if num_tokens <= 0:
-            break
-    learner = Learner(draft, config)
-    with tempfile.TemporaryDirectory() as scratch:
-        for _ in range(num_steps):
-            draw = replay.draw(config.batch_tokens, published=1)
-            windows = [cut(one.stored.example, max_bases=config.max_bases, rng=rng) for one in draw.batch]
-            learner.step(pack(windows, max_context=config.max_context))
-        progress = Progress(target_fingerprint="", learnt_tokens=0, new_tokens=0, num_traces=0, used_trace_ids=[])
-        save_checkpoint(Path(scratch), {**learner.state(), "d2t": draft.d2t}, progress)
-    sizes = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line[:2] == "Vm")
-    resident, peak = (1024 * int(sizes[name].split()[0]) / _GB for name in ("VmRSS", "VmHWM"))
-    return {"resident_gb": resident, "peak_gb": peak, "replay_gb": replay.num_bytes / _GB}
-
-
-def _copies(recording: Path, draft: Eagle3Draft) -> Iterator[Stored]:
-    """The recording's traces, again and again, each decoded anew as it would arrive."""
-    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
-    while True:
-        with RecordingReader(recording) as reader:
-            for trace in reader.traces():
-                try:
-                    example = make_example(trace, draft_ids_V, feature_width=draft.fc.in_features)
-                except TraceError:
-                    continue
-                yield Stored(example=example, provenance=provenance_of(trace))
-
-
-def _memory(recording: Path, model_dir: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    counts = (arguments.memory_tokens, arguments.memory_steps)
-    command = [sys.executable, "-m", "benchmarks.trainer", "--memory-child", recording, model_dir, *counts]
-    done = subprocess.run(
-        [str(part) for part in command], env={**os.environ, **SERVICE_ENV}, check=True, stdout=subprocess.PIPE
-    )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
 def _config(model_dir: Path, **values: Any) -> TrainerConfig:
     unused = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
     return load_config(model_dir=model_dir, draft_vocab_size=DRAFT_VOCAB, **unused, **values)
@@ -395,9 +219,6 @@ def _recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
     """The given recording, or one of all domains of the prompts from the cache, made now where it is not there."""
     if arguments.recording:
         return Path(arguments.recording)
-    # Here, because the process whose memory is measured must not hold an engine.
-    from benchmarks.ablation import RecordOptions, record_workload, workload_prompts
-
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
     workload = "+".join(dict.fromkeys(prompt.domain for prompt in prompts))
     chosen = workload_prompts(workload, prompts, arguments.answers, seed=0)
@@ -436,10 +257,6 @@ def _answers(recording: Path, model_dir: Path, draft: Eagle3Draft) -> list[Answe
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--memory-child"]:
-        recording, model, num_tokens, num_steps = sys.argv[2:]
-        print(json.dumps(memory_child(Path(recording), Path(model), int(num_tokens), int(num_steps))))
-        return
     arguments = _arguments()
     # Before the first product of matrices, as the service has it: shapes differ in every batch.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", SERVICE_ENV["ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
@@ -476,7 +293,8 @@ def main() -> None:
                     arguments.reference, model_dir, answers, ttt_steps=arguments.ttt_steps, answers_per_step=per_step
                 )
             )
-    _finish(chunks, scripts, _memory(traces, model_dir, arguments), arguments)
+    memory = measure_resident(traces, model_dir, num_tokens=arguments.memory_tokens, num_steps=arguments.memory_steps)
+    _finish(chunks, scripts, memory, arguments)
 
 
 def _batches(answers: Sequence[Answer], size: int) -> Iterator[list[Answer]]:
@@ -563,8 +381,8 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--chunk-steps", type=int)
     options.add_argument("--repeats", type=int)
     options.add_argument("--learn-steps", type=int)
-    options.add_argument("--memory-tokens", type=int, default=NUM_MEMORY_TOKENS)
-    options.add_argument("--memory-steps", type=int, default=NUM_MEMORY_STEPS)
+    options.add_argument("--memory-tokens", type=int, default=50_000)
+    options.add_argument("--memory-steps", type=int, default=300)
     options.add_argument("--target", type=float, default=1.5)
     options.add_argument("--memory-target", type=float, default=2.5, metavar="GB")
     arguments = options.parse_args()

@@ -71,8 +71,8 @@ class Labels:
     `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 served
     probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on rows without a label),
     `tail` [R] float32 the served mass of all other tokens, `temperature` [R] float32 at which the draft proposes here,
-    `greedy` [R] bool: the request takes the likeliest token, whatever `probs` say, `labelled` [R] bool: the target's own
-    distribution is known.
+    `greedy` [R] bool: the request takes the likeliest token, whatever `probs` say, `labelled` [R] bool: the target's
+    own distribution is known.
     """
 
     draft_ids: Tensor

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ablation import RecordOptions, cells_of, record_workload, tokens_to_reach, workload_prompts
+from benchmarks.ablation import cells_of, tokens_to_reach
+from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
 from slipstream.replay import ReplayOptions, replay
 from slipstream.topics import Prompt
 from slipstream.traces import summary

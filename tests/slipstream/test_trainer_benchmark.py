@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.trainer import Answer, Chunk, Method, PaddedTrainer, pad, ratios, timed_lines
+from benchmarks.padded import Answer, PaddedTrainer, pad
+from benchmarks.trainer import Chunk, Method, ratios, timed_lines
 from speculator.errors import ConfigError
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
