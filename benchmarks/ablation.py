@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, Target, finish, parser
-from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
+from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import ReplayOptions, replay
 from slipstream.topics import built_in_prompts, read_prompts
@@ -121,14 +121,9 @@ def main() -> None:
         temperature=arguments.temperature,
         num_threads=arguments.threads,
     )
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    recordings = {}
-    for workload in workloads:
-        chosen = workload_prompts(workload, prompts, arguments.answers, seed=0)
-        path = recordings[workload] = arguments.cache / f"{record.key(chosen)}.rec"
-        if not path.exists():
-            print(f"recording {workload}: {len(chosen)} answers", flush=True)
-            record_workload(path, chosen, record, note=f"workload {workload}")
+    recordings = {
+        workload: recorded(workload, prompts, arguments.answers, record, arguments.cache) for workload in workloads
+    }
     asked = {
         (workload, loss, seed): ReplayOptions(
             recordings=[path],

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, Target, finish, parser
-from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
+from benchmarks.workloads import RecordOptions, recorded
 from serving.local.config import LocalEngineConfig
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import PASSES, Feed
@@ -265,16 +265,11 @@ def _recordings(arguments: argparse.Namespace, model_dir: Path) -> dict[str, Pat
     options = RecordOptions(
         model_dir=model_dir, max_tokens=arguments.max_tokens, temperature=0.0, num_threads=arguments.threads
     )
-    arguments.cache.mkdir(parents=True, exist_ok=True)
     domains = list(dict.fromkeys(prompt.domain for prompt in prompts))
-    found = {}
-    for domain in (arguments.a or domains[0], arguments.b or domains[1]):
-        chosen = workload_prompts(domain, prompts, arguments.answers, seed=0)
-        path = found[domain] = arguments.cache / f"{options.key(chosen)}.rec"
-        if not path.exists():
-            print(f"recording {domain}: {len(chosen)} answers", flush=True)
-            record_workload(path, chosen, options, note=f"workload {domain}")
-    return found
+    return {
+        domain: recorded(domain, prompts, arguments.answers, options, arguments.cache)
+        for domain in (arguments.a or domains[0], arguments.b or domains[1])
+    }
 
 
 def _examples(path: Path, config: TrainerConfig) -> list[Example]:

@@ -40,10 +40,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Spread, Target, finish, parser
-from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
+from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import HELD_OUT_SHARE
-from slipstream.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.topics import built_in_prompts, read_prompts
 from speculator.errors import ConfigError, TraceError
 from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
@@ -321,16 +321,6 @@ def _path(found: Mapping[str, Spread], *names: str) -> str:
     return f"{names[0][0].upper()} " + " → ".join(f"{found[name].median:.2f}" for name in names)
 
 
-def record(domain: str, prompts: Sequence[Prompt], options: RecordOptions, arguments: argparse.Namespace) -> Path:
-    """The recording of one domain's answers, from the cache where it has been made before."""
-    chosen = workload_prompts(domain, prompts, arguments.answers, seed=0)
-    path: Path = arguments.cache / f"{options.key(chosen)}.rec"
-    if not path.exists():
-        print(f"recording {domain}: {len(chosen)} answers", flush=True)
-        record_workload(path, chosen, options, note=f"workload {domain}")
-    return path
-
-
 def run_all(tasks: Sequence[ShiftOptions], jobs: int) -> Iterator[dict[str, Any]]:
     """The runs in the order of the tasks, `jobs` at a time in processes of their own."""
     if jobs == 1:
@@ -351,8 +341,9 @@ def main() -> None:
     options = RecordOptions(
         model_dir=model_dir, max_tokens=arguments.max_tokens, temperature=0.0, num_threads=arguments.threads
     )
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    recording_a, recording_b = (record(domain, prompts, options, arguments) for domain in (arguments.a, arguments.b))
+    recording_a, recording_b = (
+        recorded(domain, prompts, arguments.answers, options, arguments.cache) for domain in (arguments.a, arguments.b)
+    )
     tasks = [
         ShiftOptions(
             recording_a=recording_a,

@@ -57,7 +57,7 @@ from torch import Tensor
 from benchmarks.common import Spread, Target, finish, parser
 from benchmarks.padded import Answer, PaddedTrainer, pad
 from benchmarks.resident import SERVICE_ENV, measure_resident
-from benchmarks.workloads import RecordOptions, record_workload, workload_prompts
+from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.topics import built_in_prompts, read_prompts
 from speculator.checkpoint import read_target_tensor
@@ -221,16 +221,10 @@ def _recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
         return Path(arguments.recording)
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
     workload = "+".join(dict.fromkeys(prompt.domain for prompt in prompts))
-    chosen = workload_prompts(workload, prompts, arguments.answers, seed=0)
     options = RecordOptions(
         model_dir=model_dir, max_tokens=arguments.max_tokens, temperature=0.0, num_threads=arguments.threads
     )
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    path: Path = arguments.cache / f"{options.key(chosen)}.rec"
-    if not path.exists():
-        print(f"recording {workload}: {len(chosen)} answers", flush=True)
-        record_workload(path, chosen, options, note=f"workload {workload}")
-    return path
+    return recorded(workload, prompts, arguments.answers, options, arguments.cache)
 
 
 @torch.inference_mode()

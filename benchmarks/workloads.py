@@ -200,3 +200,14 @@ def workload_prompts(name: str, prompts: Sequence[Prompt], count: int, seed: int
         share = min(count // len(phases), len(of_phase))
         chosen += random.Random(seed).sample(of_phase, share)
     return chosen
+
+
+def recorded(name: str, prompts: Sequence[Prompt], count: int, options: RecordOptions, cache: Path) -> Path:
+    """The recording of a workload of at most `count` answers, made now where the cache has none."""
+    chosen = workload_prompts(name, prompts, count, seed=0)
+    path = cache / f"{options.key(chosen)}.rec"
+    if not path.exists():
+        print(f"recording {name}: {len(chosen)} answers", flush=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        record_workload(path, chosen, options, note=f"workload {name}")
+    return path
