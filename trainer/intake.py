@@ -51,12 +51,13 @@ class Intake:
         self.domains = DomainNames(config.max_domains, progress.domains)
         self.drift = DriftMonitor(progress.drift)
         self._priorities = progress.replay or {}
-        for stored in source.history(config.stream_max_bytes, progress.replay):
+        wanted = None if progress.replay is None else [one for one in progress.replay if ranks.owns(one)]
+        for stored in source.history(config.stream_max_bytes, wanted):
             if ranks.owns(stored.trace_id):
                 self._restore(stored)
-        if progress.replay:
-            # Pending ones come again with the next reads; what was trimmed from the stream is gone.
-            missing = sum(map(ranks.owns, progress.replay)) - len(replay.members)
+        if wanted:
+            # Pending ones come again with the next reads.
+            missing = len(wanted) - len(replay.members)
             log.info("replay filled again", num_traces=len(replay), num_missing=missing)
 
     def read(self, block_ms: int) -> Arrivals:

@@ -31,6 +31,7 @@ from trainer.provenance import Stored
 from trainer.publish import Publisher
 from trainer.replay import Drawn, Replay
 from trainer.shares import joined, share_of
+from trainer.shelf import Shelf
 from trainer.source import TraceSource, consumer_name
 from trainer.staleness import without_stale
 from trainer.step import Learner, StepReport
@@ -90,6 +91,7 @@ class Trainer:
         self._suspects: list[Stored] = []
 
         draft = self.learner.draft
+        self._shelf = Shelf(config.state_dir / "replay")
         self._source = TraceSource(
             TraceStream(
                 self._redis,
@@ -104,10 +106,10 @@ class Trainer:
             ),
             target_fingerprint=self._fingerprint,
             used_trace_ids=progress.used_trace_ids,
+            shelf=self._shelf,
             metrics=self.metrics,
         )
-        if self.ranks.leads:
-            self._source.take_over()
+        self.ranks.lead(lambda: self._tidy(progress))
         self._replay = Replay(
             max_bytes=config.replay_max_bytes,
             max_waiting=config.max_waiting_traces,
@@ -187,13 +189,14 @@ class Trainer:
         start_s = time.monotonic()
         if self.ranks.any(not all_finite(self.learner.state())):
             self._restore_weights()
+        members = self._replay.members
         progress = Progress(
             target_fingerprint=self._fingerprint,
             learnt_tokens=self._learnt_tokens,
             new_tokens=self.intake.new_tokens,
             num_traces=self.intake.num_traces,
             used_trace_ids=self._source.used_trace_ids,
-            replay=self._replay.members,
+            replay=members,
             domains=self.intake.domains.known,
             drift=self.intake.drift.states,
             curve=self._curve.points,
@@ -202,6 +205,7 @@ class Trainer:
         )
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
         self.ranks.lead(lambda: self._save(joined(parts)))
+        self._shelf.keep(members.keys() | self._source.trace_ids_in_hand)
         self._checkpoint_s = time.monotonic()
         self._checkpointed_steps = self.learner.num_steps
         self.metrics.checkpoint_seconds.set(self._checkpoint_s - start_s)
@@ -239,6 +243,12 @@ class Trainer:
         """Look over all replays: what is in them decides whether all ranks go on."""
         counts = (self._replay.num_waiting, self._replay.num_tokens, self.intake.drift.alarm)
         self._stock = _Stock(*map(int, self.ranks.sum(counts)))
+
+    def _tidy(self, progress: Progress) -> int:
+        """Before any rank reads: what processes had that are gone for good is found again, or removed."""
+        self._source.take_over()
+        self._shelf.sweep(progress.replay or ())
+        return 0
 
     def _save(self, progress: Progress) -> int:
         state = {**self.learner.state(), "d2t": self.learner.draft.d2t}

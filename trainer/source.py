@@ -26,6 +26,7 @@ from speculator.trace import Trace
 from trainer.batch import Example
 from trainer.metrics import TrainerMetrics
 from trainer.provenance import Stored, provenance_of
+from trainer.shelf import Shelf
 
 # Far more than can be pending at once, so that every redelivered trace is still known.
 MAX_KNOWN_TRACES = 20_000
@@ -51,12 +52,16 @@ class TraceSource:
         *,
         target_fingerprint: str,
         used_trace_ids: Iterable[str],
+        shelf: Shelf,
         metrics: TrainerMetrics,
     ) -> None:
-        """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError."""
+        """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
+        arrives goes on the `shelf`, whose owner takes it off again.
+        """
         self._stream = stream
         self._make_example = make_example
         self._fingerprint = target_fingerprint
+        self._shelf = shelf
         self._metrics = metrics
         # Insertion order is age. Trace ids that were used, or are in hand to be.
         self._known: dict[str, None] = dict.fromkeys(used_trace_ids)
@@ -105,6 +110,11 @@ class TraceSource:
                 self._settled.append(entry_id)
 
     @property
+    def trace_ids_in_hand(self) -> Collection[str]:
+        """Traces that no step has learnt from yet."""
+        return self._in_hand.keys()
+
+    @property
     def has_used(self) -> bool:
         """Some entries wait for a checkpoint."""
         return bool(self._settled)
@@ -124,10 +134,18 @@ class TraceSource:
             self._report("ack", error)
 
     def history(self, max_bytes: int, wanted: Collection[str] | None = None) -> Iterator[Stored]:
-        """Traces that were learnt from before a restart, oldest first, to fill the replay again: those of the newest
-        `max_bytes` in the stream, or the `wanted` trace ids among them.
+        """Traces that were learnt from before a restart, to fill the replay again: the `wanted` trace ids in their
+        order, as far as the shelf has them, then those of the newest `max_bytes` of the stream; without `wanted` all of
+        the latter, oldest first.
         """
         self._wanted = set(wanted or ())
+        for trace_id in wanted or ():
+            payload = self._shelf.take_over(trace_id)
+            if payload is not None and (stored := self._decode_again(payload)) is not None:
+                self._wanted.discard(trace_id)
+                yield stored
+        if wanted is not None and not self._wanted:
+            return
         try:
             entries = self._stream.recent(max_bytes)
         except StreamError as error:
@@ -136,16 +154,14 @@ class TraceSource:
         for entry in entries:
             if wanted is not None and entry.trace_id not in self._wanted:
                 continue
-            try:
-                stored = self._decode(entry)
-            except TraceError:
-                continue  # a dead letter that the stream still holds; it was counted when it was set aside
-            self._wanted.discard(stored.trace_id)
-            yield stored
+            if (stored := self._decode_again(entry.payload)) is not None:
+                self._wanted.discard(stored.trace_id)
+                self._shelf.put(stored.trace_id, entry.payload)
+                yield stored
 
     def _admit(self, entry: StreamEntry) -> Stored | None:
         try:
-            stored = self._decode(entry)
+            stored = self._decode(entry.payload)
         except TraceError as error:
             self._unusable[entry.id] = (entry, str(error))
             return None
@@ -157,17 +173,25 @@ class TraceSource:
             self._metrics.traces.labels("duplicate").inc()
             if trace_id in self._wanted:
                 self._wanted.remove(trace_id)
+                self._shelf.put(trace_id, entry.payload)
                 self._found.append(stored)
             return None
         self._known[trace_id] = None
         while len(self._known) > MAX_KNOWN_TRACES:
             del self._known[next(iter(self._known))]
         self._in_hand[trace_id] = entry.id
+        self._shelf.put(trace_id, entry.payload)
         self._metrics.observe_arrival(stored.num_bases, entry.created_ms)
         return stored
 
-    def _decode(self, entry: StreamEntry) -> Stored:
-        trace = decode_trace(entry.payload)
+    def _decode_again(self, payload: bytes) -> Stored | None:
+        try:
+            return self._decode(payload)
+        except TraceError:
+            return None  # a dead letter that the stream still holds and that was counted, or a damaged file
+
+    def _decode(self, payload: bytes) -> Stored:
+        trace = decode_trace(payload)
         fingerprint = trace.header.target_fingerprint
         if fingerprint != self._fingerprint:
             raise TraceError(f"the trace is of target {fingerprint[:12]}, this trainer's is {self._fingerprint[:12]}")

@@ -217,6 +217,28 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     resumed.close()
 
 
+def test_the_memory_survives_a_restart_without_the_stream(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    send(stream, traces)
+    small = {"replay_max_bytes": 1 << 20, "replay_recent_share": 0.5}
+    first = start(**small)
+    learn(first, len(traces) + 2)
+    first.checkpoint()
+    first.ack()
+    first.close()
+    [folder] = (path for path in tmp_path.rglob("replay") if path.is_dir())
+    assert len(list(folder.iterdir())) == len(members(first))
+    (folder / "left-over.trace").write_bytes(b"of a process that was killed")
+
+    redis_client.flushall()
+    resumed = start(**small)
+    assert resumed._replay.members == first._replay.members
+    assert not (folder / "left-over.trace").exists()
+    resumed.step()
+    resumed.close()
+
+
 def renamed(trace: Trace, trace_id: str, **header: str) -> Trace:
     return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, trace_id=trace_id, **header))
 

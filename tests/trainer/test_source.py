@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -23,14 +24,15 @@ from speculator.stream import StreamKeys, StreamLag, TraceStream
 from speculator.trace import Trace, TraceHeader
 from trainer.batch import make_example
 from trainer.metrics import TrainerMetrics
+from trainer.shelf import Shelf
 from trainer.source import TraceSource, consumer_name
 
 
 class Desk:
     """A producer, a consumer, and the consumer's counters."""
 
-    def __init__(self, client: redis.Redis, model_dir: Path, fingerprint: str) -> None:
-        self._client, self._fingerprint = client, fingerprint
+    def __init__(self, client: redis.Redis, model_dir: Path, fingerprint: str, folder: Path) -> None:
+        self._client, self._fingerprint, self.folder = client, fingerprint, folder
         draft = fresh_draft(model_dir, draft_vocab_size=40, seed=0)
         self._make_example = functools.partial(
             make_example,
@@ -51,6 +53,7 @@ class Desk:
             self._make_example,
             target_fingerprint=self._fingerprint,
             used_trace_ids=used_trace_ids or [],
+            shelf=Shelf(self.folder),
             metrics=self.metrics,
         )
 
@@ -66,8 +69,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(redis_client: redis.Redis, model_dir: Path, traces: list[Trace]) -> Desk:
-    return Desk(redis_client, model_dir, traces[0].header.target_fingerprint)
+def desk(redis_client: redis.Redis, model_dir: Path, traces: list[Trace], tmp_path: Path) -> Desk:
+    return Desk(redis_client, model_dir, traces[0].header.target_fingerprint, tmp_path / "replay")
 
 
 def test_an_entry_is_acked_when_it_was_used_and_saved(desk: Desk, traces: list[Trace]) -> None:
@@ -186,12 +189,26 @@ def test_history_has_what_is_wanted_and_what_was_not_acked_comes_later(desk: Des
     source.mark_used(examples[2:3])
     saved = source.used_trace_ids  # the checkpoint is written, and then the process dies before the ack
 
+    shutil.rmtree(desk.folder)
     after = desk.source(saved)
     wanted = ["trace-1", "trace-2", "trimmed"]
     assert [stored.trace_id for stored in after.history(10**8, wanted)] == ["trace-1"]
     assert [stored.trace_id for stored in after.read(10, 0)] == ["trace-3"]
     assert [stored.trace_id for stored in after.take_found()] == ["trace-2"]
     assert after.take_found() == []
+
+
+def test_history_comes_from_the_shelf_where_the_stream_has_it_no_more(
+    desk: Desk, traces: list[Trace], redis_client: redis.Redis
+) -> None:
+    source = desk.source()
+    for trace in traces[:3]:
+        desk.send(trace)
+    source.mark_used(source.read(10, 0))
+    source.ack_used()
+    redis_client.flushall()
+    after = desk.source(source.used_trace_ids)
+    assert [stored.trace_id for stored in after.history(10**8, ["trace-2", "trace-0"])] == ["trace-2", "trace-0"]
 
 
 def test_what_a_trace_says_about_itself_travels_along(desk: Desk, traces: list[Trace]) -> None:
