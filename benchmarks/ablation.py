@@ -38,17 +38,14 @@ from slipstream.topics import built_in_prompts, read_prompts
 BASELINE = "forward_kl"
 LOSSES = (
     BASELINE,
-    "reverse_kl",
-    "acceptance",
-    "log_acceptance",
-    "forward_kl=0.7,cross_entropy=0.3",
+    "cross_entropy",
+    "forward_kl=0.5,cross_entropy=0.5",
+    "cross_entropy=1,log_acceptance=1,step_discount=1",
     "forward_kl=1,log_acceptance=1",
+    "forward_kl,step_discount=1",
     "forward_kl=1,discard=1",
-    "forward_kl=1,discard=1,correction=topr",
     "forward_kl=1,discard=1,verdicts=fresh",
-    "forward_kl=1,policy_gradient=0.1,correction=tis",
     "forward_kl=1,policy_gradient=0.1,correction=cispo",
-    "forward_kl=1,policy_gradient=0.1,discard=0.5,correction=weighted_topr,negative=0.5",
 )
 QUICK_LOSSES = (BASELINE, "forward_kl=1,log_acceptance=1", "forward_kl=1,discard=1,correction=topr")
 Key = tuple[str, str, int]

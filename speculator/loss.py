@@ -45,7 +45,7 @@ from speculator.errors import ConfigError
 from speculator.labels import Labels, Verdicts
 from speculator.offpolicy import Correction
 
-DEFAULT_LOSS = "forward_kl"
+DEFAULT_LOSS = "cross_entropy=1,log_acceptance=1,step_discount=1"
 # Reverse KL is infinite where q has mass and p has none; an overlap of nothing has no logarithm.
 _LEAST_PROB = 1e-6
 _LEAST_OVERLAP = 1e-8

@@ -19,6 +19,7 @@ from speculator.codec import encode_trace
 from speculator.errors import ConfigError
 from speculator.fresh import fresh_draft
 from speculator.lineage import ensure_lineage
+from speculator.loss import DEFAULT_LOSS, LossMix
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.store import DraftStore
 from speculator.trace import Trace, check_trace
@@ -149,7 +150,7 @@ def test_every_loss_replays_the_same_data_in_the_same_steps(toy_recording: Path,
 def test_without_a_loss_the_trainers_own_setting_counts(
     toy_recording: Path, toy_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(toy_recording, toy_model)["loss"].startswith("forward_kl=1,")
+    assert run(toy_recording, toy_model)["loss"] == str(LossMix.parse(DEFAULT_LOSS))
     monkeypatch.setenv("SLIPSTREAM_TRAINER_LOSS", "acceptance=1")
     assert run(toy_recording, toy_model)["loss"].startswith("acceptance=1,")
 
