@@ -51,14 +51,14 @@ _LEAST_PROB = 1e-6
 _LEAST_OVERLAP = 1e-8
 
 
-def forward_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor) -> Tensor:
+def forward_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, *, log_z_S: Tensor | None = None) -> Tensor:
     """[S] float32 forward KL of each row in nats, without its constant (see the module's formula).
 
-    A row whose token the draft cannot propose weighs nothing; the full distribution over D is never stored.
+    A row whose token the draft cannot propose weighs nothing; the full distribution over D is never stored. `log_z_S`
+    is log Σ_D exp z where it is known already, here and below: among the dear things of a step.
     """
-    logits_SD = logits_SD.float()
-    chosen_SK = logits_SD.gather(1, draft_ids_SK)
-    return probs_SK.sum(-1) * logits_SD.logsumexp(-1) - (probs_SK * chosen_SK).sum(-1)
+    chosen_SK = logits_SD.gather(1, draft_ids_SK).float()
+    return probs_SK.sum(-1) * _log_z(logits_SD, log_z_S) - (probs_SK * chosen_SK).sum(-1)
 
 
 def reverse_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S: Tensor) -> Tensor:
@@ -78,25 +78,32 @@ def reverse_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S
     return probs_SK.sum(-1) * (cross_S - entropy_S)
 
 
-def acceptance_rate(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S: Tensor) -> Tensor:
+def acceptance_rate(
+    logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S: Tensor, *, log_z_S: Tensor | None = None
+) -> Tensor:
     """[S] float32 Σ_x min(p, q): how often rejection sampling accepts a proposal drawn from q.
 
     Tokens below the kept ones add nothing, so it is too low by at most the tail. Verification with shared noise accepts
     between (1 − TV) / (1 + TV) and this, 1 − TV (speculator/verify.py).
     """
-    logits_SD = logits_SD.float()
-    q_SK = (logits_SD.gather(1, draft_ids_SK) - logits_SD.logsumexp(-1, keepdim=True)).exp()
+    q_SK = (logits_SD.gather(1, draft_ids_SK).float() - _log_z(logits_SD, log_z_S)[:, None]).exp()
     return torch.minimum((1 - tail_S)[:, None] * probs_SK, q_SK).sum(-1)
 
 
-def cross_entropy(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, greedy_S: Tensor) -> Tensor:
+def cross_entropy(
+    logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, greedy_S: Tensor, *, log_z_S: Tensor | None = None
+) -> Tensor:
     """[S] float32 −Σ p̂ log q in nats, p̂ the served distribution: for a greedy request the target's likeliest token.
 
     0 where the draft cannot propose that token.
     """
     likeliest_SK = torch.zeros_like(probs_SK)
     likeliest_SK[:, 0] = (probs_SK[:, 0] > 0).to(probs_SK.dtype)
-    return forward_kl(logits_SD, draft_ids_SK, torch.where(greedy_S[:, None], likeliest_SK, probs_SK))
+    return forward_kl(logits_SD, draft_ids_SK, torch.where(greedy_S[:, None], likeliest_SK, probs_SK), log_z_S=log_z_S)
+
+
+def _log_z(logits_SD: Tensor, known_S: Tensor | None) -> Tensor:
+    return logits_SD.float().logsumexp(-1) if known_S is None else known_S
 
 
 def policy_gradient(log_q_J: Tensor, advantages_J: Tensor, weights_J: Tensor) -> Tensor:
@@ -205,14 +212,17 @@ class LossMix:
             # Nothing to learn here, yet part of the graph: a batch without verdicts is then a step without a gradient.
             return logits_SD[:, 0].float() * 0.0
         loss_S = logits_SD.new_zeros(len(logits_SD), dtype=torch.float32)
+        log_z_S = _log_z(logits_SD, None)
         if self.forward_kl:
-            loss_S = loss_S + self.forward_kl * forward_kl(logits_SD, ids_SK, probs_SK)
+            loss_S = loss_S + self.forward_kl * forward_kl(logits_SD, ids_SK, probs_SK, log_z_S=log_z_S)
         if self.reverse_kl:
             loss_S = loss_S + self.reverse_kl * reverse_kl(logits_SD, ids_SK, probs_SK, tail_S)
         if self.cross_entropy:
-            loss_S = loss_S + self.cross_entropy * cross_entropy(logits_SD, ids_SK, probs_SK, labels.greedy)
+            loss_S = loss_S + self.cross_entropy * cross_entropy(
+                logits_SD, ids_SK, probs_SK, labels.greedy, log_z_S=log_z_S
+            )
         if self.acceptance or self.log_acceptance:
-            rate_S = acceptance_rate(logits_SD, ids_SK, probs_SK, tail_S)
+            rate_S = acceptance_rate(logits_SD, ids_SK, probs_SK, tail_S, log_z_S=log_z_S)
             loss_S = loss_S + self.acceptance * (1 - rate_S)
             if self.log_acceptance:
                 loss_S = loss_S - self.log_acceptance * rate_S.clamp_min(_LEAST_OVERLAP).log()
