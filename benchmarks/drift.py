@@ -26,7 +26,7 @@ The alarm is about a fall by more than a margin of at least 0.02 of an answer's 
 draft accepts as well as before is no reason to train harder, so shifts by less than that margin are told without a
 target too.
 
-Targets: no false alarm in any stationary trial, nor in the requests before any shift; in every trial of a whole shift
+Targets: at most one false alarm in a hundred stretches of 2,000 stationary requests; in every trial of a whole shift
 the alarm within 200 requests.
 """
 
@@ -63,6 +63,7 @@ from trainer.step import Learner
 
 LEAD = 300
 STATIONARY = 2000
+FALSE_ALARMS = 0.01
 WITHIN = 200
 # A shift that was not noticed after so many requests counts as never noticed.
 HORIZON = 1000
@@ -241,7 +242,15 @@ def _finish(
     early = sum(one.early_alarms for one in delays)
     rows.append(("before all shifts", f"{early} alarms in {len(delays) * arguments.trials * LEAD} requests"))
     with_target = [one for one in delays if one.has_target]
-    targets = [Target("false_alarms", early + sum(num_false.values()), 0, at_least=False)]
+    num_stretches = len(num_false) * num_requests / STATIONARY
+    targets = [
+        Target(
+            f"false_alarms_per_{STATIONARY}_requests",
+            sum(num_false.values()) / num_stretches,
+            FALSE_ALARMS,
+            at_least=False,
+        )
+    ]
     # Without a domain whose text is harder for the other's draft there is nothing to notice, and that is no success.
     slowest = max((max(one.requests) for one in with_target), default=math.inf)
     targets.append(Target("slowest_alarm_requests", slowest, WITHIN, at_least=False))
