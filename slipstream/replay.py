@@ -135,7 +135,7 @@ def _first_draft(options: ReplayOptions, config: TrainerConfig) -> Eagle3Draft:
     if options.store is None:
         return fresh_draft(options.model_dir, draft_vocab_size=config.draft_vocab_size, seed=options.seed)
     store = DraftStore(options.store)
-    version = store.latest()
+    version = store.lifecycle.newest_servable()
     if version is None:
         raise ConfigError(f"{options.store} holds no draft: set --store to a store that serve or train has used")
     embed_Vd = read_target_tensor(options.model_dir, "model.embed_tokens.weight")

@@ -29,7 +29,7 @@ from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
 from slipstream.layout import model_key
 from speculator.checkpoint import expected_shapes, target_fingerprint
-from speculator.lineage import ensure_lineage, load_draft, version_to_serve
+from speculator.lineage import ensure_lineage, in_service, load_draft, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
 
@@ -78,8 +78,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             engine,
             pointer,
             engine_id=config.engine_id,
-            # What was verified and came into service is what the next start falls back to without a pointer.
-            on_swap=lambda report: store.set_last_good(report.version),
+            on_swap=lambda report: in_service(store, report.version, engine_id=config.engine_id),
         )
         follower.start()
         opened.callback(follower.stop)
@@ -105,7 +104,7 @@ def _build_engine(
         seed=options.seed,
         texts=options.vocab_texts,
     )
-    version = version_to_serve(store, pointer, newest)
+    version = version_to_serve(store, newest)
     torch.set_num_threads(config.num_threads)
     target = Target(
         config.model_dir,

@@ -31,8 +31,8 @@ from serving.sglang.interpreter import check_interpreter, find_interpreter
 from serving.sglang.launcher import SglangOptions, SglangProcess
 from slipstream.draft import version_folder
 from speculator.checkpoint import model_key, target_fingerprint
-from speculator.errors import ConfigError, StoreError
-from speculator.lineage import ensure_lineage, version_to_serve
+from speculator.errors import ConfigError
+from speculator.lineage import ensure_lineage, in_service, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, connect
 
@@ -84,7 +84,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         key = model_key(options.model_dir, fingerprint)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         store = DraftStore(options.store)
-        version = _first_version(options, store, fingerprint, pointer)
+        version = _first_version(options, store, fingerprint)
         # Of this start alone: an order that was given to an earlier one ends with it.
         engine_id = f"{socket.gethostname()}-{os.getpid()}"
         folder = version_folder(store, version)
@@ -100,22 +100,14 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
             max_depth=options.depth,
             draft_version=version,
             is_process_alive=lambda: process.is_alive,
-            on_swap=partial(_remember, store),
+            on_swap=partial(in_service, store, engine_id=engine_id),
         )
         opened.callback(client.stop)
         client.start()
         asyncio.run(_serve(options, settings, listener, client, process))
 
 
-def _remember(store: DraftStore, version: int) -> None:
-    """What came into service is what the next start falls back to without a pointer."""
-    try:
-        store.set_last_good(version)
-    except StoreError as error:
-        log.warning("last good version not written", version=version, reason=str(error))
-
-
-def _first_version(options: SglangServeOptions, store: DraftStore, fingerprint: str, pointer: DraftPointer) -> int:
+def _first_version(options: SglangServeOptions, store: DraftStore, fingerprint: str) -> int:
     """`version_to_serve`, verified before SGLang loads it."""
     newest = ensure_lineage(
         store,
@@ -125,7 +117,7 @@ def _first_version(options: SglangServeOptions, store: DraftStore, fingerprint: 
         seed=options.seed,
         texts=options.vocab_texts,
     )
-    version = version_to_serve(store, pointer, newest)
+    version = version_to_serve(store, newest)
     store.load(version, expected_fingerprint=fingerprint)
     return version
 

@@ -8,6 +8,7 @@ SlipstreamError
 │   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
 │   └── DraftMismatchError   made for another target or another draft vocabulary
 ├── StoreError             the draft store cannot be read or written
+├── LifecycleError         a draft version is not in a state that allows what is asked
 ├── StreamError            Redis refuses or cannot be reached
 └── EngineError            the engine cannot serve
     ├── RequestError         this request can never be served (400)
@@ -48,6 +49,10 @@ class DraftMismatchError(DraftError):
 
 class StoreError(SlipstreamError):
     """The draft store cannot be read or written."""
+
+
+class LifecycleError(SlipstreamError):
+    """A draft version is not in a state from which it may go where it is asked to."""
 
 
 class StreamError(SlipstreamError):

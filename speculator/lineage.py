@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import structlog
 from torch import Tensor
 
 from speculator.checkpoint import apply_state, config_from_json, draft_config_json, draft_state, expected_shapes
+from speculator.errors import DraftError, LifecycleError, StoreError
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE, fresh_draft
+from speculator.lifecycle import BARRED, Number, State
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 
 log = structlog.get_logger(__name__)
+
+_ACTOR = "lineage"
 
 
 def ensure_lineage(
@@ -26,33 +29,82 @@ def ensure_lineage(
     seed: int = 0,
     texts: Iterable[str] = (),
 ) -> int:
-    """The newest version in the store; writes a fresh draft as the first one where there is none.
+    """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
 
     `texts` like those to be served choose the fresh draft's vocabulary.
 
-    Raises StoreError when the store cannot be read or written, and what `fresh_draft` raises.
+    Raises StoreError when the store cannot be read or written or every version is barred, DraftFileError or
+    DraftMismatchError for a version that nothing is known of and that does not fit, and what `fresh_draft` raises.
     """
-    latest = store.latest()
-    if latest is not None:
-        return latest
-    draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
-    manifest = store.write(
-        draft_state(draft),
-        draft_config_json(draft.config),
-        parent=None,
-        target_fingerprint=target_fingerprint,
-        info={"origin": "fresh", "seed": seed},
-    )
-    log.info("fresh draft written", version=manifest.version)
-    return manifest.version
+    servable = store.lifecycle.newest_servable()
+    if servable is not None:
+        return servable
+    newest = store.latest()
+    if newest is None:
+        draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+        newest = store.write(
+            draft_state(draft),
+            draft_config_json(draft.config),
+            parent=None,
+            target_fingerprint=target_fingerprint,
+            info={"origin": "fresh", "seed": seed},
+            actor=_ACTOR,
+        ).version
+        log.info("fresh draft written", version=newest)
+    if store.lifecycle.state(newest) in BARRED:
+        raise StoreError(f"no draft in {store.root} may be served: `slipstream drafts promote` releases one of them")
+    # Also where a crash came between two of these: nothing else is there to be served.
+    admit(store, newest, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
+    for state in (State.LIVE, State.PROMOTED):
+        store.lifecycle.move(newest, state, actor=_ACTOR, reason="the first of its lineage")
+    return newest
 
 
-def version_to_serve(store: DraftStore, pointer: DraftPointer, newest: int) -> int:
-    """The version that an engine starts with: the one that the pointer names, else the last good one, else the newest.
+def admit(
+    store: DraftStore,
+    version: int,
+    *,
+    target_fingerprint: str,
+    actor: str,
+    reason: str,
+    numbers: Mapping[str, Number] | None = None,
+) -> None:
+    """Take a written version to `scored`, by way of reading it back and verifying it; goes on where a crash ended it.
 
-    Raises StreamError when Redis cannot be asked.
+    Raises DraftFileError or DraftMismatchError, with the version in quarantine, or StoreError.
     """
-    return pointer.desired() or store.last_good() or newest
+    states = store.lifecycle
+    if states.state(version) is None:
+        states.move(version, State.WRITTEN, actor=actor)
+    if states.state(version) is State.WRITTEN:
+        try:
+            shapes = expected_shapes(config_from_json(store.config(version)))
+            store.load(version, expected_fingerprint=target_fingerprint, expected_shapes=shapes)
+        except DraftError as error:
+            states.move(version, State.QUARANTINED, actor=actor, reason=str(error))
+            raise
+        states.move(version, State.VALIDATED, actor=actor)
+    if states.state(version) is State.VALIDATED:
+        states.move(version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
+
+
+def in_service(store: DraftStore, version: int, *, engine_id: str) -> None:
+    """An engine has put a version into service; a failure to note that is logged and changes nothing for the engine."""
+    try:
+        if store.lifecycle.state(version) is not State.PROMOTED:
+            for state in (State.LIVE, State.PROMOTED):
+                store.lifecycle.move(version, state, actor=f"engine:{engine_id}", reason="in service")
+    except (StoreError, LifecycleError) as error:
+        log.warning("the version's state was not written", version=version, reason=str(error))
+
+
+def version_to_serve(store: DraftStore, newest: int) -> int:
+    """The version that an engine starts with: the last good one, else `newest`.
+
+    Not what the pointer names: that may still be on trial, and an engine that has just started has nothing to compare
+    it with. It comes by the same way as every other version (serving/hotswap.py).
+    """
+    return store.lifecycle.last_good() or newest
 
 
 def load_draft(store: DraftStore, version: int, *, embed: Tensor, target_fingerprint: str) -> Eagle3Draft:

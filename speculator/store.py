@@ -1,10 +1,10 @@
 """The draft store: a folder of immutable versions, each with its tensors, its config and where it came from.
 
     versions/000042/{model.safetensors, config.json, manifest.json}
-    last_good
 
 A version is written under a temporary name, fsynced and renamed: it is there completely or not at all. Nothing is
-ever changed afterwards; the store can be shared over NFS by one trainer and many engines.
+ever changed afterwards; the store can be shared over NFS by one trainer and many engines. What becomes of a version is
+kept beside it (speculator/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from speculator.errors import DraftFileError, DraftMismatchError, StoreError
+from speculator.lifecycle import Lifecycle, State
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _VERSION_NAME = re.compile(r"\d{6,}")
@@ -60,6 +61,7 @@ class DraftStore:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
+        self.lifecycle = Lifecycle(self.root)
         self._versions = self.root / "versions"
 
     def write(
@@ -70,8 +72,9 @@ class DraftStore:
         parent: int | None,
         target_fingerprint: str,
         info: dict[str, Any],
+        actor: str = "trainer",
     ) -> Manifest:
-        """Store a new version under the next free number; safe beside other writers.
+        """Store a new version under the next free number, in the state `written`; safe beside other writers.
 
         Raises DraftFileError for tensors that no engine may load, StoreError when the folder cannot be written.
         """
@@ -94,7 +97,9 @@ class DraftStore:
                     d2t_sha256=d2t_sha256(weights["d2t"]),
                     info=info,
                 )
-                return self._commit(folder, manifest)
+                manifest = self._commit(folder, manifest)
+        self.lifecycle.move(manifest.version, State.WRITTEN, actor=actor)
+        return manifest
 
     def manifest(self, version: int) -> Manifest:
         """Raises StoreError when the version is not there, DraftFileError when its manifest is damaged."""
@@ -158,37 +163,18 @@ class DraftStore:
             raise DraftMismatchError(f"draft version {version} has another draft vocabulary (d2t)")
         return weights
 
-    def last_good(self) -> int | None:
-        """The version to fall back to; None where none was named yet."""
-        with _store_errors(self.root):
-            try:
-                text = (self.root / "last_good").read_text()
-            except FileNotFoundError:
-                return None
-        if not text.strip().isdigit():
-            raise StoreError(f"{self.root / 'last_good'} is damaged: write the number of a version into it")
-        return int(text)
-
-    def set_last_good(self, version: int) -> None:
-        """Name the version to fall back to; raises StoreError when it is not there."""
-        if version not in self.versions():
-            raise StoreError(f"draft version {version} is not in {self.root}")
-        with _store_errors(self.root):
-            with self._temporary() as folder:
-                _write(folder / "last_good", f"{version}\n".encode())
-                (folder / "last_good").rename(self.root / "last_good")
-            _sync(self.root)
-
     def prune(self, keep: int) -> list[int]:
-        """Remove all but the newest `keep` versions and return the removed ones; the newest and last-good stay."""
+        """Remove all but the newest `keep` versions and return the removed ones; the last good and live ones stay."""
         versions = self.versions()
-        kept = {*versions[-max(keep, 1) :], self.last_good()}
+        live = {version for version, state in self.lifecycle.states().items() if state is State.LIVE}
+        kept = {*versions[-max(keep, 1) :], self.lifecycle.last_good(), *live}
         removed = [version for version in versions if version not in kept]
         with _store_errors(self.root):
             for version in removed:
                 # Renamed first: a reader finds the version complete or not at all.
                 with self._temporary() as folder:
                     self._folder(version).rename(folder / "pruned")
+                self.lifecycle.forget(version)
         return removed
 
     def _commit(self, folder: Path, manifest: Manifest) -> Manifest:

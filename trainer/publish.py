@@ -9,6 +9,7 @@ import structlog
 
 from speculator.checkpoint import draft_config_json, draft_state
 from speculator.errors import DraftError, StoreError, StreamError
+from speculator.lineage import admit
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
@@ -53,9 +54,16 @@ class Publisher:
             manifest = self._store.write(
                 draft_state(draft),
                 draft_config_json(draft.config),
-                parent=self._store.latest(),
+                parent=self._store.lifecycle.newest_servable(),
                 target_fingerprint=self._fingerprint,
                 info=info,
+            )
+            admit(
+                self._store,
+                manifest.version,
+                target_fingerprint=self._fingerprint,
+                actor="trainer",
+                reason="finite and fitting",
             )
             self._pointer.publish(manifest.version)
             self._store.prune(self._config.keep_versions)

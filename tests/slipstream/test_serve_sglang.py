@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 import redis
 
 from speculator.checkpoint import model_key, target_fingerprint
+from speculator.lineage import admit
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
 from tests.serving.sglang_client.conftest import fake_install, started
@@ -89,11 +89,12 @@ def test_from_an_empty_store_to_answers_and_back(
         assert httpx.get(f"{url}/ready").json()["draft_version"] == 1
 
         pointer = DraftPointer(redis_client, model_key(toy_model, fingerprint))
-        shutil.copytree(folder, tmp_path / "drafts" / "versions" / "000002")
+        second = store.write(store.load(1), store.config(1), parent=1, target_fingerprint=fingerprint, info={})
+        admit(store, second.version, target_fingerprint=fingerprint, actor="test", reason="a copy")
         pointer.report_engine(environment["SLIPSTREAM_ENGINE_ID"], {"version": 2, "swaps": 4})
         wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(f"{url}/metrics").text)
         assert httpx.get(f"{url}/ready").json()["draft_version"] == 2
-        wait_until(lambda: store.last_good() == 2)
+        wait_until(lambda: store.lifecycle.last_good() == 2)
 
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

@@ -24,6 +24,7 @@ from torch import Tensor
 from speculator import store as store_module
 from speculator.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
 from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
+from speculator.lifecycle import State
 from speculator.store import DraftStore, Manifest
 from tests.drafts import CONFIG, make_draft
 
@@ -50,14 +51,12 @@ def store(tmp_path: Path) -> DraftStore:
 
 
 def test_an_empty_store_is_empty(store: DraftStore) -> None:
-    assert (store.versions(), store.latest(), store.last_good(), store.prune(1)) == ([], None, None, [])
+    assert (store.versions(), store.latest(), store.lifecycle.last_good(), store.prune(1)) == ([], None, None, [])
     assert not store.root.exists()
     with pytest.raises(StoreError, match="version 7 is not in"):
         store.manifest(7)
     with pytest.raises(StoreError, match="version 7 is not in"):
         store.load(7)
-    with pytest.raises(StoreError, match="version 7 is not in"):
-        store.set_last_good(7)
 
 
 def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
@@ -80,24 +79,14 @@ def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
     ]
 
 
-def test_last_good_is_remembered(store: DraftStore) -> None:
-    write(store)
-    write(store)
-    store.set_last_good(1)
-    assert DraftStore(store.root).last_good() == 1
-    store.set_last_good(2)
-    assert store.last_good() == 2
-    (store.root / "last_good").write_text("two")
-    with pytest.raises(StoreError, match="damaged"):
-        store.last_good()
-
-
 def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
     for _ in range(6):
         write(store)
-    store.set_last_good(2)
+    for state in (State.VALIDATED, State.SCORED, State.LIVE, State.PROMOTED):
+        store.lifecycle.move(2, state, actor="test")
     assert store.prune(keep=2) == [1, 3, 4]
     assert store.prune(keep=0) == [5]
+    assert store.lifecycle.states() == {2: State.PROMOTED, 6: State.WRITTEN}
     assert store.versions() == [2, 6]
     assert write(store).version == 7
     load(store, 2)
@@ -300,11 +289,9 @@ def test_a_full_disk_leaves_the_store_as_it_was(store: DraftStore, monkeypatch: 
         patch.setattr(store_module, "_write", full)
         with pytest.raises(StoreError, match="No space left"):
             write(store)
-        with pytest.raises(StoreError, match="No space left"):
-            store.set_last_good(1)
     assert [path.name for path in (store.root / "versions").iterdir()] == ["000001"]
     load(store)
-    assert store.last_good() is None
+    assert store.lifecycle.states() == {1: State.WRITTEN}
 
 
 def test_the_source_is_known_without_git(store: DraftStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

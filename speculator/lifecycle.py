@@ -1,0 +1,223 @@
+"""What became of each draft version: one state machine, one small file a version, every change with its reason.
+
+    written ─▶ validated ─▶ scored ─▶ live ─▶ promoted
+                                        │        │
+                                        └────────┴──▶ rolled back ─▶ quarantined ─▶ scored (released by an operator)
+
+From every state but the last two a version can also be quarantined at once: its file is damaged, or an engine refuses
+it. The files lie beside the versions in the draft store, since a state must not be lost with Redis:
+
+    states/000042.json     all transitions of version 42, oldest first; the last one is its state
+    states/lock            held while a transition is made, by whichever process makes it
+    events.jsonl           the same transitions, and what operators and the gate did, in the order they happened
+
+A transition is a file written under a temporary name, fsynced and renamed: after a crash it was made or it was not.
+The event is written after it and may be missing then; the state never is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from speculator.errors import LifecycleError, StoreError
+from speculator.events import EventLog
+
+Number = float | int | str | bool | None
+
+
+class State(enum.Enum):
+    """Where a version stands."""
+
+    WRITTEN = "written"
+    """Its files are complete on disk."""
+    VALIDATED = "validated"
+    """Read back and verified: hash, names, shapes, types, finite values, target and draft vocabulary."""
+    SCORED = "scored"
+    """The gate found it fit to serve."""
+    LIVE = "live"
+    """An engine has it in service and compares it with the version before."""
+    PROMOTED = "promoted"
+    """Live traffic confirmed it: what engines fall back to and start with."""
+    ROLLED_BACK = "rolled_back"
+    """Live traffic, or an operator, spoke against it."""
+    QUARANTINED = "quarantined"
+    """No engine takes it any more."""
+
+
+SERVABLE = frozenset({State.SCORED, State.LIVE, State.PROMOTED})
+BARRED = frozenset({State.ROLLED_BACK, State.QUARANTINED})
+
+ALLOWED: Mapping[State | None, frozenset[State]] = {
+    None: frozenset({State.WRITTEN}),
+    State.WRITTEN: frozenset({State.VALIDATED, State.QUARANTINED}),
+    State.VALIDATED: frozenset({State.SCORED, State.QUARANTINED}),
+    State.SCORED: frozenset({State.LIVE, State.QUARANTINED}),
+    # A version may be promoted again: it is then the last one that was.
+    State.LIVE: frozenset({State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED}),
+    State.PROMOTED: frozenset({State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED}),
+    State.ROLLED_BACK: frozenset({State.QUARANTINED}),
+    State.QUARANTINED: frozenset({State.SCORED}),
+}
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of one version's state."""
+
+    state: State
+    sequence: int
+    """Its place among the transitions of all versions of the store, from 1."""
+    at_ms: int
+    actor: str
+    """`trainer`, `engine:<id>`, or `operator:<who>`."""
+    reason: str = ""
+    numbers: dict[str, Number] = {}
+    """What the decision rests on."""
+
+
+class Lifecycle:
+    """The states of one store's versions; safe from several threads, processes and, where flock works, machines."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self._states = self.root / "states"
+        self.events = EventLog(self.root)
+
+    def state(self, version: int) -> State | None:
+        """None for a version that nothing is known of. Raises StoreError."""
+        history = self.history(version)
+        return history[-1].state if history else None
+
+    def states(self) -> dict[int, State]:
+        """The state of every known version, oldest first. Raises StoreError."""
+        return {version: history[-1].state for version, history in self._histories().items()}
+
+    def history(self, version: int) -> list[Transition]:
+        """Its transitions, oldest first. Raises StoreError."""
+        with _state_errors(self.root):
+            try:
+                return msgspec.json.decode(self._path(version).read_bytes(), type=list[Transition])
+            except FileNotFoundError:
+                return []
+
+    def move(
+        self,
+        version: int,
+        state: State,
+        *,
+        actor: str,
+        reason: str = "",
+        numbers: Mapping[str, Number] | None = None,
+    ) -> bool:
+        """Make a transition durable; False where the version is in that state already.
+
+        Raises LifecycleError where no way leads there from its state, StoreError when it cannot be written.
+        """
+        with self._locked():
+            history = self.history(version)
+            before = history[-1].state if history else None
+            if state not in ALLOWED[before]:
+                if state is before:
+                    return False
+                known = "unknown" if before is None else before.value
+                raise LifecycleError(f"draft version {version} is {known} and cannot become {state.value}")
+            transition = Transition(
+                state=state,
+                sequence=self._last_sequence() + 1,
+                at_ms=time.time_ns() // 1_000_000,
+                actor=actor,
+                reason=reason,
+                numbers=dict(numbers or {}),
+            )
+            self._replace(version, [*history, transition])
+            fields: dict[str, Any] = {"version": version, "reason": reason, **transition.numbers}
+            self.events.append(state.value, actor=actor, **fields)
+        return True
+
+    def last_good(self) -> int | None:
+        """The version that was promoted last, of those that still are; None where none is. Raises StoreError."""
+        promoted = {
+            version: history[-1].sequence
+            for version, history in self._histories().items()
+            if history[-1].state is State.PROMOTED
+        }
+        return max(promoted, key=promoted.__getitem__, default=None)
+
+    def newest_servable(self) -> int | None:
+        """The highest version that may be served. Raises StoreError."""
+        return max((version for version, state in self.states().items() if state in SERVABLE), default=None)
+
+    def rollbacks_in_a_row(self) -> list[Transition]:
+        """The rollbacks by engines since a version was last promoted, oldest first. Raises StoreError.
+
+        Not among them: versions that were released again.
+        """
+        rollbacks, promoted_at = [], 0
+        for history in self._histories().values():
+            barred = history[-1].state in BARRED
+            for transition in history:
+                if transition.state is State.PROMOTED:
+                    promoted_at = max(promoted_at, transition.sequence)
+                elif transition.state is State.ROLLED_BACK and barred and transition.actor.startswith("engine:"):
+                    rollbacks.append(transition)
+        rollbacks.sort(key=lambda transition: transition.sequence)
+        return [transition for transition in rollbacks if transition.sequence > promoted_at]
+
+    def forget(self, version: int) -> None:
+        """Its files were removed from the store. Raises StoreError."""
+        with self._locked():
+            self._path(version).unlink(missing_ok=True)
+
+    def _histories(self) -> dict[int, list[Transition]]:
+        with _state_errors(self.root):
+            versions = sorted(int(path.stem) for path in self._states.glob("*.json") if path.stem.isdigit())
+        histories = {version: self.history(version) for version in versions}
+        # One may have been forgotten in between.
+        return {version: history for version, history in histories.items() if history}
+
+    def _last_sequence(self) -> int:
+        return max((history[-1].sequence for history in self._histories().values()), default=0)
+
+    def _replace(self, version: int, history: list[Transition]) -> None:
+        path = self._path(version)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(history)))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        descriptor = os.open(self._states, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with _state_errors(self.root):
+            self._states.mkdir(parents=True, exist_ok=True)
+            # A lock of its own file description: threads of one process exclude each other too. A crash releases it.
+            with (self._states / "lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+
+    def _path(self, version: int) -> Path:
+        return self._states / f"{version:06d}.json"
+
+
+@contextlib.contextmanager
+def _state_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(
+            f"cannot use the states of the draft store {root}: check its permissions and free space ({error})"
+        ) from error
