@@ -25,7 +25,7 @@ from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanRequest
 from serving.sglang.transfer import HostCopier, HostCopy
-from serving.sglang.verdicts import committed, in_order, top_tokens
+from serving.sglang.verdicts import TopTokens, committed, in_order
 from speculator.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Capture:
         self._settings = settings
         self._engine_id, self._fingerprint = engine_id, target_fingerprint
         self._copier, self._probe, self._budget, self._on_trace = HostCopier(device), probe, budget, on_trace
+        self._top_tokens = TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Prefill | _Verified | _End | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._held_bytes = 0  # queued copies and the rows of open spans
@@ -107,8 +108,8 @@ class Capture:
                     last.append(index)
             offset += length
         if rows:
-            tensors = {"features": torch.cat(features).to(torch.bfloat16), **self._reduced(logits[last])}
-            self._put(_Prefill(self._copier.start(tensors), tuple(rows)))
+            own = {"features": torch.cat(features).to(torch.bfloat16), **self._reduced(logits[last])}
+            self._put(_Prefill(self._copier.start({}, own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
         """What only the input of a verification tells; give it to `after_verify`."""
@@ -146,9 +147,11 @@ class Capture:
         else:
             tensors["first_node"] = torch.arange(num_requests, device=tensors["seq_lens"].device) * num_nodes
         tensors["features"] = tensors["features"].to(torch.bfloat16)
-        tensors |= self._reduced(tensors.pop("logits"))
+        # On a CPU SGLang makes new logits in every step, and has done with these.
+        reduced = self._reduced(tensors.pop("logits"))
+        copy = self._copier.start(tensors, reduced)
         tickets = tuple(ticket for _, ticket in chosen)
-        self._put(_Verified(self._copier.start(tensors), tickets, draft_version, is_tree=verify.topk > 1))
+        self._put(_Verified(copy, tickets, draft_version, is_tree=verify.topk > 1))
 
     def on_release(self, request: Any) -> None:
         """The request gives up its cache: it has ended, was aborted, or was retracted and will be prefilled again."""
@@ -191,7 +194,7 @@ class Capture:
 
     def _reduced(self, logits: Tensor) -> dict[str, Tensor]:
         """What to copy of logits [..., V]: on a GPU their top tokens; on a CPU all, and the assembler reduces them."""
-        return top_tokens(logits, self._settings.capture_topk) if logits.is_cuda else {"logits": logits}
+        return self._top_tokens(logits) if logits.is_cuda else {"logits": logits}
 
     def _put(self, event: _Prefill | _Verified) -> None:
         with self._lock:
@@ -259,7 +262,7 @@ class Capture:
     def _host(self, copy: HostCopy) -> dict[str, Tensor]:
         host = copy.wait()
         if "logits" in host:
-            host |= top_tokens(host.pop("logits"), self._settings.capture_topk)
+            host |= self._top_tokens(host.pop("logits"))
         return host
 
     def _end(self, event: _End) -> None:

@@ -27,10 +27,13 @@ class HostCopier:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def start(self, tensors: Mapping[str, Tensor]) -> HostCopy:
-        """Copy tensors as they are at this point of the current stream; they may be overwritten right afterwards."""
+    def start(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> HostCopy:
+        """Copy tensors as they are at this point of the current stream.
+
+        `shared` ones may be overwritten right afterwards; nobody writes to the `own` ones any more.
+        """
         # A graph overwrites its outputs at the next replay: a copy on the device is cheap, waiting for the host is not.
-        staged = {name: tensor.clone() for name, tensor in tensors.items()}
+        staged = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
         if self._stream is None:
             return HostCopy(staged, None)
         self._stream.wait_stream(torch.cuda.current_stream())

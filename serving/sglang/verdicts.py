@@ -54,10 +54,28 @@ def committed(host: Mapping[str, Tensor], *, draft_version: int, is_tree: bool) 
         )
 
 
-def top_tokens(logits: Tensor, count: int) -> dict[str, Tensor]:
-    """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
-    top = logits.log_softmax(-1, dtype=torch.float32).topk(min(count, logits.shape[-1]), -1)
-    return {"topk_ids": top.indices.int(), "topk_logprobs": top.values}
+class TopTokens:
+    """Reduces logits to their likeliest tokens; used by one thread.
+
+    On a CPU it keeps the memory that it computes in: the kernel takes longer to hand out fresh pages than the softmax
+    takes to fill them. On a GPU PyTorch keeps it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._memory = torch.empty(0)
+
+    def __call__(self, logits: Tensor) -> dict[str, Tensor]:
+        """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
+        out = None if logits.is_cuda else self._room(logits)
+        logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
+        top = logprobs.topk(min(self._count, logits.shape[-1]), -1)
+        return {"topk_ids": top.indices.int(), "topk_logprobs": top.values}
+
+    def _room(self, logits: Tensor) -> Tensor:
+        if self._memory.numel() < logits.numel():
+            self._memory = torch.empty(logits.numel())
+        return self._memory[: logits.numel()].view(logits.shape)
 
 
 def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
