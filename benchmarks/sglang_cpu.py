@@ -33,7 +33,7 @@ from slipstream.topics import Prompt
 from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
-from speculator.lineage import ensure_lineage
+from speculator.lineage import admit, ensure_lineage
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, connect
 from tests.sglang.server import SglangServer, speculative_flags
@@ -88,6 +88,8 @@ class Bench:
                 "SLIPSTREAM_STORE": str(self.store.root),
                 "SLIPSTREAM_ENGINE_ID": ENGINE_ID,
                 "SLIPSTREAM_CAPTURE": "1",
+                # Swaps are measured here, and come in quick succession.
+                "SLIPSTREAM_WATCH": "0",
             },
         )
 
@@ -191,7 +193,9 @@ def _another_random_version(bench: Bench) -> int:
     fingerprint = bench.store.manifest(1).target_fingerprint
     state = {**draft_state(draft), "d2t": bench.store.load(1)["d2t"], "t2d": bench.store.load(1)["t2d"]}
     config = draft_config_json(draft.config)
-    return bench.store.write(state, config, parent=1, target_fingerprint=fingerprint, info={}).version
+    version = bench.store.write(state, config, parent=1, target_fingerprint=fingerprint, info={}).version
+    admit(bench.store, version, target_fingerprint=fingerprint, actor="benchmark", reason="random weights")
+    return version
 
 
 def _learn(bench: Bench, live: SglangServer, minutes: float, document: dict[str, Any]) -> int:

@@ -1,7 +1,17 @@
-"""Keeps the draft in service equal to the draft that is desired: reads the pointer, swaps, reports what happened.
+"""Keeps the draft in service equal to the draft that is desired, and takes a version back that does not keep up.
 
 A loop on its own thread. It waits for the poll interval or the stop; when Redis is away it keeps the version in
-service and asks again with growing pauses; a version whose file is refused is remembered and not tried again.
+service and asks again with growing pauses, while a version on trial is judged at every poll.
+
+A published version goes its way (states as in speculator/lifecycle.py):
+
+    waits until the version in service is known well enough (serving/watch.py)
+    installed ─▶ live, on trial ─▶ promoted
+                               └─▶ the version before is installed again ─▶ rolled back, quarantined, pointer moved
+
+One that is published meanwhile waits for the verdict. A version that the operator has pinned, or that is promoted
+already, is taken at once and not tried; a version that is barred while it is in service is left at once. A version
+whose file is refused is quarantined, remembered and not tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +24,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.engine import SwapReport
+from serving.versions import VersionRecord
+from serving.watch import LiveWatch, Outcome, Verdict
 from speculator.errors import DraftError, EngineBusyError, EngineError, StoreError, StreamError
+from speculator.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +49,10 @@ class Pointer(Protocol):
 
     def desired(self) -> int | None: ...
 
+    def pinned(self) -> int | None: ...
+
+    def replace(self, old: int, new: int) -> bool: ...
+
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None: ...
 
 
@@ -50,17 +67,29 @@ class SwapLog:
     num_installed: int = 0
     num_failed: int = 0
     """Attempts that left the version before in service: refused files, and files or engines that could not be used."""
+    verdicts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("promoted", "rolled_back", "withdrawn"), 0))
+    """How trials ended; withdrawn are those that an operator, or another engine, has ended."""
+    last_verdict: str = ""
+    watched: int = 0
+    """The version on trial; 0 where none is."""
 
     def add(self, report: SwapReport) -> None:
         self.num_installed += 1
         self.installed.append((time.time(), report))
         del self.installed[:-100]
 
+    def end_trial(self, version: int, outcome: str, reason: str) -> None:
+        # One assignment: another thread may be reading it.
+        self.verdicts = {**self.verdicts, outcome: self.verdicts[outcome] + 1}
+        self.last_verdict = f"version {version} {outcome}: {reason}"
+        self.watched = 0
+
 
 class DraftFollower:
     """Drives one engine towards the pointer's version.
 
-    `on_swap` is told of each swap; `status` adds to what the engine reports.
+    `on_swap` is told of each swap; `status` adds to what the engine reports. Without a `watch` every version is taken
+    as it comes; without a `lifecycle` its state is not asked for and not written.
     """
 
     def __init__(
@@ -72,9 +101,17 @@ class DraftFollower:
         poll_s: float = 0.5,
         on_swap: Callable[[SwapReport], None] | None = None,
         status: Callable[[], Mapping[str, str | int | float]] = dict,
+        watch: LiveWatch | None = None,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         self._engine, self._pointer, self._engine_id = engine, pointer, engine_id
         self._poll_s, self._on_swap, self._status = poll_s, on_swap, status
+        self._watch, self._record = watch, VersionRecord(lifecycle, pointer, engine_id=engine_id)
+        self._pinned: int | None = None
+        self._incumbent = engine.draft_version
+        self._verdict: Verdict | None = None
+        """A rollback that has been decided and not yet been carried out."""
+        self._turned_away: set[int] = set()
         self._reported_s: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-follower", daemon=True)
@@ -89,7 +126,7 @@ class DraftFollower:
 
     def _run(self) -> None:
         pause_s = self._poll_s
-        while not self._stop.wait(pause_s):
+        while not self._stop.wait(self._poll_s if self.log.watched else pause_s):
             try:
                 self.follow()
                 pause_s = self._poll_s
@@ -98,18 +135,126 @@ class DraftFollower:
                 log.warning("draft pointer not followed: %s (next look in %.1f s)", error, pause_s)
 
     def follow(self) -> None:
-        """One look at the pointer, and a swap when it names another version than the one in service.
+        """One look at the trial and at the pointer, and a swap where one of them asks for it.
 
         Raises StreamError, StoreError or EngineError when this look came to nothing and the next may succeed.
         """
-        desired = self._pointer.desired()
         try:
+            self._record.flush()
+            self._look_at_trial()
+            self._leave_barred()
+            self._pinned = self._pointer.pinned()
+            desired = self._pointer.desired()
             if desired is not None and desired != self._engine.draft_version and desired not in self.log.refused:
-                self._reported_s = None
-                self._install(desired)
+                self._towards(desired)
         finally:
             # Also where it came to nothing: an engine that falls silent would pass for dead.
             self._report()
+
+    def _look_at_trial(self) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        version = watch.watched
+        if version is None:
+            self._look_back(watch)
+            return
+        if version == self._pinned:
+            self._withdraw("pinned by the operator")
+            watch.restart(version)
+            return
+        verdict = self._verdict or watch.judge()
+        if verdict.outcome is Outcome.PROMOTED:
+            watch.settle(verdict)
+            self.log.end_trial(version, "promoted", verdict.reason)
+            self._record.promoted(version, verdict.reason, verdict.numbers)
+            log.info("draft version %d promoted: %s, %s", version, verdict.reason, verdict.numbers)
+        elif verdict.outcome is Outcome.ROLLED_BACK:
+            self._verdict = verdict
+            self._roll_back(watch, version, verdict)
+
+    def _roll_back(self, watch: LiveWatch, version: int, verdict: Verdict) -> None:
+        good = self._fallback(version)
+        if good is None or not self._install(good):
+            log.error("draft version %d %s, and no other can be installed", version, verdict.reason)
+            return
+        self._verdict = None
+        log.warning("draft version %d rolled back, %d in service: %s", version, good, verdict.reason)
+        if good == self._incumbent:
+            watch.settle(verdict)
+        else:
+            watch.restart(good)
+        self.log.end_trial(version, "rolled_back", verdict.reason)
+        self._record.barred(version, good, verdict.reason, {**verdict.numbers, "back_to": good})
+
+    def _look_back(self, watch: LiveWatch) -> None:
+        """Where the incumbent does as badly as the version that was rolled back, the traffic changed."""
+        change = watch.rollback_doubt()
+        if change is not None:
+            log.warning("the accept length has changed by %.1f%% with the incumbent, too", 100 * change)
+            in_service = self._engine.draft_version
+            self._record.event("rollback_unconfirmed", version=in_service, accept_change=round(change, 4))
+
+    def _leave_barred(self) -> None:
+        """Whoever barred the version in service, it goes."""
+        version = self._engine.draft_version
+        if not self._record.is_barred(version):
+            return
+        good = self._fallback(version)
+        if good is None:
+            return
+        if self._install(good):
+            self._taken(good, "barred while in service")
+            self._record.barred(version, good, "barred while in service")
+
+    def _towards(self, desired: int) -> None:
+        if not self._record.may_serve(desired):
+            self._turn_away(desired)
+            return
+        watch = self._watch
+        if watch is None or desired == self._pinned or self._record.is_promoted(desired):
+            if self._install(desired):
+                self._taken(desired, f"version {desired} taken in its place")
+        elif watch.watched is None and watch.is_ready_for(desired):
+            self._try_out(watch, desired)
+
+    def _turn_away(self, version: int) -> None:
+        """Barred, and whoever barred it has perhaps not come to the pointer; or nobody has verified it yet."""
+        if version not in self._turned_away:
+            self._turned_away.add(version)
+            log.warning("draft version %d may not serve, `slipstream drafts show` says why", version)
+        if self._record.is_barred(version):
+            good = self._record.last_good(other_than=version) or self._engine.draft_version
+            self._record.barred(version, good, "barred before it came into service")
+
+    def _taken(self, version: int, why: str) -> None:
+        """A version is in service without a trial."""
+        self._withdraw(why)
+        if self._watch is not None:
+            self._watch.restart(version)
+            return
+        self._record.live(version)
+        self._record.promoted(version, "in service without a watch", {})
+
+    def _try_out(self, watch: LiveWatch, version: int) -> None:
+        self._incumbent = self._engine.draft_version
+        if self._install(version):
+            watch.begin(version)
+            self.log.watched = version
+            self._record.live(version)
+
+    def _withdraw(self, why: str) -> None:
+        if self.log.watched:
+            self._verdict = None
+            self.log.end_trial(self.log.watched, "withdrawn", why)
+
+    def _fallback(self, bad: int) -> int | None:
+        """The version before, else the last good one."""
+        for version in (self._incumbent, self._record.last_good(other_than=bad)):
+            if version is None or version == bad or version in self.log.refused or self._record.is_barred(version):
+                continue
+            return version
+        return None
 
     def _report(self) -> None:
         """Tell what is in service: at once after an attempt to change it, now and then otherwise."""
@@ -121,20 +266,37 @@ class DraftFollower:
             {
                 "version": self._engine.draft_version,
                 "refused": ",".join(map(str, sorted(self.log.refused))),
+                **self._watch_status(),
                 **self._status(),
             },
         )
         self._reported_s = now_s
 
-    def _install(self, desired: int) -> None:
+    def _watch_status(self) -> dict[str, str | int | float]:
+        if self._watch is None:
+            return {}
+        return {
+            "watched": self.log.watched,
+            "baseline_verifications": self._watch.baseline_verifications,
+            "verdicts": ",".join(f"{outcome}={count}" for outcome, count in self.log.verdicts.items()),
+            "last_verdict": self.log.last_verdict,
+        }
+
+    def _install(self, version: int) -> bool:
+        """Whether the version is in service now; False where its file is refused, for good.
+
+        Raises StoreError or EngineError when a later attempt may succeed.
+        """
+        self._reported_s = None
         try:
-            report = self._engine.install_draft(desired)
+            report = self._engine.install_draft(version)
         except DraftError as error:
             self.log.num_failed += 1
-            self.log.refused[desired] = str(error)
+            self.log.refused[version] = str(error)
             in_service = self._engine.draft_version
-            log.error("draft version %d refused, %d stays in service: %s", desired, in_service, error)
-            return
+            log.error("draft version %d refused, %d stays in service: %s", version, in_service, error)
+            self._record.barred(version, in_service, str(error))
+            return False
         except EngineBusyError:
             raise
         except (StoreError, EngineError):
@@ -144,3 +306,4 @@ class DraftFollower:
         log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
         if self._on_swap is not None:
             self._on_swap(report)
+        return True

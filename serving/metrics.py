@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serving.estimate import MODEL
+from serving.hotswap import SwapLog
 from serving.recorder import RecorderStats
-from serving.speedup import BASELINE, SpeedupMeter
+from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
 
 _STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
@@ -76,13 +78,22 @@ class EngineMetrics:
 
 
 class ServingCollector(Collector):
-    """Figures that are computed when scraped: the measured speedup and the recorder's accounts."""
+    """Figures that are computed when scraped: the speedup, measured and estimated, and the recorder's accounts."""
 
-    def __init__(self, meter: SpeedupMeter, recorder: Callable[[], RecorderStats] | None) -> None:
-        self._meter, self._recorder = meter, recorder
+    def __init__(
+        self,
+        meter: SpeedupMeter,
+        recorder: Callable[[], RecorderStats] | None,
+        estimate: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._meter, self._recorder, self._estimate = meter, recorder, estimate
 
     def collect(self) -> Iterator[Metric]:
-        yield speedup_gauge(self._meter.measure().ratio)
+        measured = self._meter.measure()
+        yield speedup_gauge(measured.ratio)
+        yield from speedup_bounds(measured.lower, measured.upper)
+        yield from group_speedups(self._meter.measure_groups())
+        yield estimated_speedup_gauge(self._estimate())
         if self._recorder is None:
             return
         stats = self._recorder()
@@ -107,3 +118,69 @@ def speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
     if ratio is not None:
         gauge.add_metric([BASELINE], ratio)
     return gauge
+
+
+def speedup_bounds(lower: float | None, upper: float | None) -> Iterator[Metric]:
+    """The ends of the measured speedup's 95% interval; without a sample while there is none."""
+    for name, value in (("lower", lower), ("upper", upper)):
+        gauge = GaugeMetricFamily(
+            f"slipstream_speedup_measured_ratio_{name}",
+            f"The {name} end of the measured speedup's 95% interval",
+            labels=["baseline"],
+        )
+        if value is not None:
+            gauge.add_metric([BASELINE], value)
+        yield gauge
+
+
+def group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
+    """The measured speedup of tenants and domains with enough traffic, under a name of its own: they overlap all."""
+    labels = ["baseline", "tenant", "domain"]
+    name = "slipstream_speedup_measured_group_ratio"
+    gauges = {
+        "ratio": GaugeMetricFamily(name, "Measured speedup of one tenant's requests of one domain", labels=labels),
+        "lower": GaugeMetricFamily(f"{name}_lower", "The lower end of its 95% interval", labels=labels),
+        "upper": GaugeMetricFamily(f"{name}_upper", "The upper end of its 95% interval", labels=labels),
+    }
+    for (tenant, domain), speedup in measured.items():
+        for bound, gauge in gauges.items():
+            value = getattr(speedup, bound)
+            if value is not None:
+                gauge.add_metric([BASELINE, tenant, domain], value)
+    yield from gauges.values()
+
+
+def estimated_speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
+    """The speedup that a cost model expects, under the model's name; never mixed with the measured one."""
+    gauge = GaugeMetricFamily(
+        "slipstream_speedup_estimated_ratio",
+        "Accept length over what rounds cost, from the medians of measured rounds",
+        labels=["model"],
+    )
+    if ratio is not None:
+        gauge.add_metric([MODEL], ratio)
+    return gauge
+
+
+def verdict_metrics(verdicts: Mapping[str, int], watched: int | None) -> Iterator[Metric]:
+    """How trials of draft versions ended, and which version is on trial now."""
+    counts = CounterMetricFamily(
+        "slipstream_draft_verdicts", "Draft versions by how their trial ended", labels=["outcome"]
+    )
+    for outcome, count in verdicts.items():
+        counts.add_metric([outcome], count)
+    yield counts
+    yield GaugeMetricFamily(
+        "slipstream_watched_draft_version", "Draft version on trial; 0 where none is", value=watched
+    )
+
+
+class VerdictCollector(Collector):
+    """The follower's verdicts, computed when scraped."""
+
+    def __init__(self, log: Callable[[], SwapLog]) -> None:
+        self._log = log
+
+    def collect(self) -> Iterator[Metric]:
+        log = self._log()
+        yield from verdict_metrics(log.verdicts, log.watched)

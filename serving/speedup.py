@@ -1,65 +1,170 @@
-"""Speedup that is measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size."""
+"""Speedup that is measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size.
+
+Its interval is a jackknife over stretches of time, so that a machine that is slow for some seconds counts as one
+disturbance and not as hundreds of slow rounds.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
 
+_NUM_BLOCKS = 20
+_FEWEST_GROUPS = 5
+_MAX_GROUPS = 32
+_REST = ("other", "other")
+_ENOUGH_TOKENS = 500
+"""Tokens of drafting rounds in the window from which on a group's speedup is worth showing."""
+
+Group = tuple[str, str]
+"""(tenant, domain) of a request."""
+
 
 class ControlShare:
-    """Decides which rounds decode plainly, independently of what the round holds."""
+    """Decides which rounds decode plainly, for each batch size by itself: rare ones have a baseline too.
+
+    Every batch size collects its share round by round and spends one when it is due. The first is due at a random
+    place, so that short visits to a batch size get their share as well, on average.
+    """
 
     def __init__(self, share: float, seed: int = 0) -> None:
         self._share, self._random = share, random.Random(seed)
+        self._due: dict[int, float] = {}
 
-    def is_control(self) -> bool:
-        return self._random.random() < self._share
+    def is_control(self, batch: int) -> bool:
+        due = self._due.get(batch)
+        due = (self._random.random() if due is None else due) + self._share
+        self._due[batch] = due - 1 if due >= 1 else due
+        return due >= 1
+
+
+class Sums:
+    """Seconds, tokens and rounds by (batch size, drafted?)."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[int, bool], float] = {}
+        self.tokens: dict[tuple[int, bool], int] = {}
+        self.rounds: dict[tuple[int, bool], int] = {}
+
+    def add(self, batch: int, drafted: bool, seconds: float, tokens: int, rounds: int = 1) -> None:
+        key = batch, drafted
+        self.seconds[key] = self.seconds.get(key, 0.0) + seconds
+        self.tokens[key] = self.tokens.get(key, 0) + tokens
+        self.rounds[key] = self.rounds.get(key, 0) + rounds
+
+    def merge(self, other: Sums, sign: int = 1) -> Sums:
+        """Add another's sums, or take them away again, and return this."""
+        for key, seconds in other.seconds.items():
+            self.add(*key, sign * seconds, sign * other.tokens[key], sign * other.rounds[key])
+        return self
+
+    def num_rounds(self, *, drafted: bool) -> int:
+        return sum(count for (_, kind), count in self.rounds.items() if kind == drafted)
+
+    @classmethod
+    def over(cls, many: Iterable[Sums]) -> Sums:
+        total = cls()
+        for sums in many:
+            total.merge(sums)
+        return total
 
 
 @dataclass(frozen=True)
 class Speedup:
     """`ratio` = time a token at depth 0 over time a token with drafting; None until both were seen.
 
-    Compared batch size by batch size and weighted by the time that drafting rounds spent in each.
+    Compared batch size by batch size and weighted by the time that drafting rounds spent in each. `lower` and `upper`
+    bound the 95% interval; None where there is too little to tell.
     """
 
     ratio: float | None
     baseline_ms_per_token: float | None
     baseline_rounds: int
     speculative_rounds: int
+    lower: float | None = None
+    upper: float | None = None
+
+
+@dataclass
+class _Block:
+    started_s: float
+    sums: Sums = field(default_factory=Sums)
+    groups: dict[Group, Sums] = field(default_factory=dict)
 
 
 class SpeedupMeter:
-    """Keeps (batch, drafted?, seconds, tokens) of the rounds of the last `window_s` seconds; thread-safe."""
+    """Sums up the rounds of the last `window_s` seconds in twenty blocks of time; thread-safe."""
 
     def __init__(self, window_s: float = 120.0) -> None:
         self._window_s = window_s
-        self._rounds: deque[tuple[float, int, bool, float, int]] = deque()
+        self._blocks: deque[_Block] = deque()
+        self._known: set[Group] = set()
         self._lock = threading.Lock()
 
-    def add(self, *, batch: int, drafted: bool, seconds: float, committed: int) -> None:
+    def add(
+        self,
+        *,
+        batch: int,
+        drafted: bool,
+        seconds: float,
+        committed: int,
+        earned: Sequence[tuple[Group, int]] = (),
+    ) -> None:
+        """Count a round; `earned` says whose its tokens are. Each of its requests is charged the same time."""
         now = time.monotonic()
         with self._lock:
-            self._rounds.append((now, batch, drafted, seconds, committed))
-            while self._rounds[0][0] < now - self._window_s:
-                self._rounds.popleft()
+            block = self._block(now)
+            block.sums.add(batch, drafted, seconds, committed)
+            for group, tokens in earned if drafted else ():
+                name = self._group(group)
+                block.groups.setdefault(name, Sums()).add(batch, True, seconds / batch, tokens)
 
     def measure(self) -> Speedup:
         with self._lock:
-            rounds = list(self._rounds)
-        seconds: dict[tuple[int, bool], float] = defaultdict(float)
-        tokens: dict[tuple[int, bool], int] = defaultdict(int)
-        for _, batch, drafted, spent, committed in rounds:
-            seconds[batch, drafted] += spent
-            tokens[batch, drafted] += committed
-        num_baseline = sum(1 for row in rounds if not row[2])
-        return speedup(seconds, tokens, baseline_rounds=num_baseline, speculative_rounds=len(rounds) - num_baseline)
+            blocks = [Sums().merge(block.sums) for block in self._blocks]
+        return measure(blocks)
+
+    def measure_groups(self) -> dict[Group, Speedup]:
+        """The speedup of each tenant and domain with enough tokens in the window, against everybody's baseline."""
+        with self._lock:
+            plain = [_only(block.sums, drafted=False) for block in self._blocks]
+            names = {name for block in self._blocks for name in block.groups}
+            blocks = {
+                name: [
+                    Sums().merge(sums).merge(block.groups.get(name, Sums()))
+                    for sums, block in zip(plain, self._blocks, strict=True)
+                ]
+                for name in names
+            }
+        measured = {}
+        for name, sums in blocks.items():
+            tokens = sum(count for part in sums for (_, drafted), count in part.tokens.items() if drafted)
+            if tokens >= _ENOUGH_TOKENS:
+                measured[name] = measure(sums)
+        return measured
+
+    def _block(self, now: float) -> _Block:
+        if not self._blocks or now - self._blocks[-1].started_s >= self._window_s / _NUM_BLOCKS:
+            self._blocks.append(_Block(now))
+        while self._blocks[0].started_s < now - self._window_s:
+            self._blocks.popleft()
+        return self._blocks[-1]
+
+    def _group(self, group: Group) -> Group:
+        """Labels are bounded: whoever comes late is among the rest."""
+        if group not in self._known:
+            if len(self._known) >= _MAX_GROUPS:
+                return _REST
+            self._known.add(group)
+        return group
 
 
 def speedup(
@@ -69,7 +174,7 @@ def speedup(
     baseline_rounds: int,
     speculative_rounds: int,
 ) -> Speedup:
-    """Measured speedup from sums keyed by (batch size, drafted?).
+    """Measured speedup from sums keyed by (batch size, drafted?), without an interval.
 
     With drafting, batch size b took S_b seconds for N_b tokens; without, t_b seconds a token. The same tokens would
     have taken Σ N_b·t_b plainly, so the ratio is Σ N_b·t_b / Σ S_b over the batch sizes that have both.
@@ -85,3 +190,76 @@ def speedup(
         baseline_rounds=baseline_rounds,
         speculative_rounds=speculative_rounds,
     )
+
+
+def measure(blocks: Sequence[Sums]) -> Speedup:
+    """The speedup over all blocks, with its 95% interval."""
+    total = Sums.over(blocks)
+    found = _speedup(total)
+    interval = jackknife(blocks, lambda sums: _log(_speedup(sums).ratio))
+    if found.ratio is None or interval is None:
+        return found
+    half = _t95(interval.num_groups - 1) * interval.error
+    return Speedup(
+        found.ratio,
+        found.baseline_ms_per_token,
+        found.baseline_rounds,
+        found.speculative_rounds,
+        lower=found.ratio * math.exp(-half),
+        upper=found.ratio * math.exp(half),
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    value: float
+    error: float
+    """Standard error."""
+    num_groups: int
+
+
+def jackknife(blocks: Sequence[Sums], statistic: Callable[[Sums], float | None]) -> Estimate | None:
+    """A statistic of all blocks and its standard error, from leaving out one group of neighbouring blocks at a time.
+
+    None where the statistic, or that of too many parts, cannot be computed, or where there are fewer than five groups.
+    Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 11.
+    """
+    total = Sums.over(blocks)
+    value = statistic(total)
+    size = math.ceil(len(blocks) / _NUM_BLOCKS) or 1
+    groups = [Sums.over(blocks[first : first + size]) for first in range(0, len(blocks), size)]
+    if value is None or len(groups) < _FEWEST_GROUPS:
+        return None
+    left = [statistic(Sums().merge(total).merge(group, -1)) for group in groups]
+    known = [part for part in left if part is not None]
+    if len(known) < len(groups) - 1:
+        return None
+    mean = sum(known) / len(known)
+    variance = (len(known) - 1) / len(known) * sum((part - mean) ** 2 for part in known)
+    return Estimate(value, math.sqrt(variance), len(groups))
+
+
+def _t95(df: int) -> float:
+    """Student's t for a 95% interval, by its expansion around the normal quantile."""
+    return 1.96 + 2.37 / df + 2.82 / df**2
+
+
+def _speedup(sums: Sums) -> Speedup:
+    return speedup(
+        sums.seconds,
+        sums.tokens,
+        baseline_rounds=sums.num_rounds(drafted=False),
+        speculative_rounds=sums.num_rounds(drafted=True),
+    )
+
+
+def _only(sums: Sums, *, drafted: bool) -> Sums:
+    part = Sums()
+    for key, seconds in sums.seconds.items():
+        if key[1] == drafted:
+            part.add(*key, seconds, sums.tokens[key], sums.rounds[key])
+    return part
+
+
+def _log(ratio: float | None) -> float | None:
+    return math.log(ratio) if ratio and ratio > 0 else None

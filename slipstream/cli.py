@@ -15,13 +15,15 @@ import structlog
 import typer
 from rich.console import Console
 
+from slipstream import drafts_cli
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from speculator.errors import ConfigError, DraftError, SlipstreamError, StoreError, StreamError
+from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
 draft_app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
 app.add_typer(draft_app, name="draft")
+app.add_typer(drafts_cli.app, name="drafts")
 traces = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
 app.add_typer(traces, name="traces")
 console = Console(stderr=True)
@@ -49,7 +51,7 @@ def main() -> None:
     """Run the command line; what an operator can fix ends in one line and exit code 2."""
     try:
         app(standalone_mode=True)
-    except (ConfigError, StreamError, StoreError, DraftError) as error:
+    except (ConfigError, StreamError, StoreError, DraftError, LifecycleError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except SlipstreamError as error:

@@ -104,7 +104,8 @@ def sentences(document: dict[str, Any]) -> str:
         f"{_shown(length['last_two_minutes'])} in the last two.",
         f"Against plain decoding in the same two minutes that is a measured speedup of {_shown(ratio)} "
         f"({speed['baseline_rounds']} control rounds).",
-        f"Of {traces['captured']} traces {traces['trained']} were learned from, {traces['dropped']} dropped, "
+        f"Of {traces['captured']} traces {traces['trained']} were learned from or held out, "
+        f"{traces['dropped']} dropped, "
         f"{traces['dead_lettered']} refused, {traces['lost']} lost, {traces['waiting']} still waiting.",
     ]
     return "\n".join(lines)

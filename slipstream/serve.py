@@ -24,12 +24,14 @@ from serving.hotswap import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
-from serving.metrics import EngineMetrics, ServingCollector
+from serving.metrics import EngineMetrics, ServingCollector, VerdictCollector
 from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
+from serving.watch import LiveWatch
 from slipstream.layout import model_key
 from speculator.checkpoint import expected_shapes, target_fingerprint
-from speculator.lineage import ensure_lineage, in_service, load_draft, version_to_serve
+from speculator.drafts import DraftDesk
+from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
 
@@ -71,40 +73,48 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             recorder = TraceRecorder(lambda: stream, max_buffer_bytes=_RECORDER_BUFFER_BYTES)
             opened.callback(_close_recorder, recorder)
         store = DraftStore(options.store)
-        engine = _build_engine(options, store, fingerprint, pointer, registry, recorder)
+        version = _first_version(options, store, fingerprint)
+        watch = LiveWatch(version)
+        engine = _build_engine(options, store, version, fingerprint, registry, recorder, watch)
         engine.start()
         opened.callback(engine.stop)
         follower = DraftFollower(
             engine,
             pointer,
             engine_id=config.engine_id,
-            on_swap=lambda report: in_service(store, report.version, engine_id=config.engine_id),
+            watch=watch,
+            lifecycle=store.lifecycle,
         )
+        registry.register(VerdictCollector(lambda: follower.log))
         follower.start()
         opened.callback(follower.stop)
-        server = GatewayServer(create_app(engine, settings=settings, registry=registry), listener)
+        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
+        server = GatewayServer(create_app(engine, settings=settings, registry=registry, drafts=drafts), listener)
         asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
 
 
-def _build_engine(
-    options: ServeOptions,
-    store: DraftStore,
-    fingerprint: str,
-    pointer: DraftPointer,
-    registry: CollectorRegistry,
-    recorder: TraceRecorder | None,
-) -> LocalEngine:
-    """The engine with `version_to_serve`."""
-    config = options.engine
+def _first_version(options: ServeOptions, store: DraftStore, fingerprint: str) -> int:
     newest = ensure_lineage(
         store,
-        config.model_dir,
+        options.engine.model_dir,
         fingerprint,
         draft_vocab_size=options.draft_vocab_size,
         seed=options.seed,
         texts=options.vocab_texts,
     )
-    version = version_to_serve(store, newest)
+    return version_to_serve(store, newest)
+
+
+def _build_engine(
+    options: ServeOptions,
+    store: DraftStore,
+    version: int,
+    fingerprint: str,
+    registry: CollectorRegistry,
+    recorder: TraceRecorder | None,
+    watch: LiveWatch,
+) -> LocalEngine:
+    config = options.engine
     torch.set_num_threads(config.num_threads)
     target = Target(
         config.model_dir,
@@ -116,8 +126,7 @@ def _build_engine(
     )
     draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint).to(target.embed.dtype)
     meter = SpeedupMeter()
-    registry.register(ServingCollector(meter, recorder.stats if recorder else None))
-    return LocalEngine(
+    engine = LocalEngine(
         config,
         target=target,
         draft=draft,
@@ -132,7 +141,11 @@ def _build_engine(
         metrics=EngineMetrics(registry),
         meter=meter,
         on_trace=recorder.submit if recorder else None,
+        on_round=watch.observe,
     )
+    estimate = engine.estimated_speedup.ratio
+    registry.register(ServingCollector(meter, recorder.stats if recorder else None, estimate))
+    return engine
 
 
 def _close_recorder(recorder: TraceRecorder) -> None:

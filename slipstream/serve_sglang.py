@@ -14,7 +14,6 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -31,8 +30,9 @@ from serving.sglang.interpreter import check_interpreter, find_interpreter
 from serving.sglang.launcher import SglangOptions, SglangProcess
 from slipstream.draft import version_folder
 from speculator.checkpoint import model_key, target_fingerprint
+from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError
-from speculator.lineage import ensure_lineage, in_service, version_to_serve
+from speculator.lineage import ensure_lineage, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, connect
 
@@ -100,11 +100,11 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
             max_depth=options.depth,
             draft_version=version,
             is_process_alive=lambda: process.is_alive,
-            on_swap=partial(in_service, store, engine_id=engine_id),
         )
         opened.callback(client.stop)
         client.start()
-        asyncio.run(_serve(options, settings, listener, client, process))
+        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
+        asyncio.run(_serve(options, settings, listener, client, process, drafts))
 
 
 def _first_version(options: SglangServeOptions, store: DraftStore, fingerprint: str) -> int:
@@ -153,13 +153,14 @@ async def _serve(
     listener: socket.socket,
     client: SglangClient,
     process: SglangProcess,
+    drafts: DraftDesk,
 ) -> None:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
     upstream = Upstream(process.url)
-    app = create_passthrough_app(client, upstream, settings=settings, registry=registry)
+    app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts)
     server = GatewayServer(app, listener)
     try:
         await serve_until_signal(

@@ -8,6 +8,7 @@ SlipstreamError
 │   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
 │   └── DraftMismatchError   made for another target or another draft vocabulary
 ├── StoreError             the draft store cannot be read or written
+│   └── UnknownDraftError    it holds no such version
 ├── LifecycleError         a draft version is not in a state that allows what is asked
 ├── StreamError            Redis refuses or cannot be reached
 └── EngineError            the engine cannot serve
@@ -49,6 +50,10 @@ class DraftMismatchError(DraftError):
 
 class StoreError(SlipstreamError):
     """The draft store cannot be read or written."""
+
+
+class UnknownDraftError(StoreError):
+    """There is no such version in the draft store."""
 
 
 class LifecycleError(SlipstreamError):

@@ -1,25 +1,30 @@
 """What happened to the drafts of a store and who did it, one line of JSON an event.
 
-Appended with one write, so that processes do not mix their lines; a line that a crash cut short is passed over.
+    events.jsonl      appended by whoever holds events.lock; when it is long it becomes
+    events.1.jsonl    in place of the one before
+
+A line that a crash cut short is passed over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from speculator.errors import StoreError
+from speculator.files import exclusive, shared, sync
 
 _MAX_BYTES = 8 * 1024 * 1024
-"""Then the file becomes `events.1.jsonl`, in place of the one before."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """`fields` say what, in numbers where there are any; never a key or a text."""
+    """`fields` say what, in numbers where there are any; never a key or a user's text."""
 
     at_ms: int
     kind: str
@@ -33,43 +38,47 @@ class EventLog:
     def __init__(self, root: Path) -> None:
         self._path = root / "events.jsonl"
         self._before = root / "events.1.jsonl"
+        self._lock = root / "events.lock"
 
-    def append(self, kind: str, *, actor: str, **fields: Any) -> None:
+    def append(self, kind: str, /, *, actor: str, **fields: Any) -> None:
         """Durable when it returns. Raises StoreError."""
-        event = Event(at_ms=time.time_ns() // 1_000_000, kind=kind, actor=actor, fields=fields)
-        try:
+        line = msgspec.json.encode(Event(at_ms=time.time_ns() // 1_000_000, kind=kind, actor=actor, fields=fields))
+        with self._file_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists() and self._path.stat().st_size > _MAX_BYTES:
-                self._path.replace(self._before)
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                # The newline comes first: it ends a line that a crash cut short.
-                os.write(descriptor, b"\n" + msgspec.json.encode(event))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StoreError(f"cannot write {self._path}: check its permissions and free space ({error})") from error
+            with exclusive(self._lock):
+                if self._path.exists() and self._path.stat().st_size > _MAX_BYTES:
+                    self._path.replace(self._before)
+                _append_line(self._path, line)
 
     def tail(self, count: int) -> list[Event]:
         """The last `count` events, oldest first. Raises StoreError."""
         events: list[Event] = []
-        for path in (self._path, self._before):
-            if len(events) < count:
-                events = self._read(path)[len(events) - count :] + events
-        return events
+        with self._file_errors(), shared(self._lock):
+            for path in (self._path, self._before):
+                lines = path.read_bytes().splitlines() if path.exists() else []
+                while lines and len(events) < count:
+                    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                        events.append(msgspec.json.decode(lines.pop(), type=Event))
+        return events[::-1]
 
-    def _read(self, path: Path) -> list[Event]:
+    @contextlib.contextmanager
+    def _file_errors(self) -> Iterator[None]:
         try:
-            lines = path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
+            yield
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error}") from error
-        events = []
-        for line in lines:
-            try:
-                events.append(msgspec.json.decode(line, type=Event))
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
-        return events
+            raise StoreError(f"cannot use {self._path}: check its permissions and free space ({error})") from error
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    with path.open("a+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        if length > 0:
+            file.seek(length - 1)
+            if file.read(1) != b"\n":
+                # A crash cut the last line short: end it, so that it takes no other with it.
+                file.write(b"\n")
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if length == 0:
+        sync(path.parent)

@@ -8,28 +8,27 @@ From every state but the last two a version can also be quarantined at once: its
 it. The files lie beside the versions in the draft store, since a state must not be lost with Redis:
 
     states/000042.json     all transitions of version 42, oldest first; the last one is its state
-    states/lock            held while a transition is made, by whichever process makes it
+    states/lock            held while a transition is made, and shared while all states are read
     events.jsonl           the same transitions, and what operators and the gate did, in the order they happened
 
 A transition is a file written under a temporary name, fsynced and renamed: after a crash it was made or it was not.
-The event is written after it and may be missing then; the state never is.
+The event is written after it and may be missing then; the state never is. A version without a file here is unknown,
+and unknown versions are not served: the store writes a version's files before its state and removes them after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from speculator.errors import LifecycleError, StoreError
 from speculator.events import EventLog
+from speculator.files import exclusive, shared, sync, write_synced
 
 Number = float | int | str | bool | None
 
@@ -98,15 +97,25 @@ class Lifecycle:
 
     def states(self) -> dict[int, State]:
         """The state of every known version, oldest first. Raises StoreError."""
-        return {version: history[-1].state for version, history in self._histories().items()}
+        return {version: history[-1].state for version, history in self.histories().items()}
+
+    def histories(self) -> dict[int, list[Transition]]:
+        """The transitions of every known version as they are at one moment. Raises StoreError."""
+        with _file_errors(self.root), shared(self._lock):
+            return self._histories()
 
     def history(self, version: int) -> list[Transition]:
         """Its transitions, oldest first. Raises StoreError."""
-        with _state_errors(self.root):
+        path = self._path(version)
+        with _file_errors(self.root):
             try:
-                return msgspec.json.decode(self._path(version).read_bytes(), type=list[Transition])
+                return msgspec.json.decode(path.read_bytes(), type=list[Transition])
             except FileNotFoundError:
                 return []
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise StoreError(
+                    f"{path} is damaged ({error}): remove it, and draft version {version} counts as unknown"
+                ) from error
 
     def move(
         self,
@@ -119,37 +128,25 @@ class Lifecycle:
     ) -> bool:
         """Make a transition durable; False where the version is in that state already.
 
-        Raises LifecycleError where no way leads there from its state, StoreError when it cannot be written.
+        Raises LifecycleError where no way leads there from its state, StoreError when it cannot be written; it was
+        made all the same where only its event could not.
         """
         with self._locked():
-            history = self.history(version)
-            before = history[-1].state if history else None
-            if state not in ALLOWED[before]:
-                if state is before:
-                    return False
-                known = "unknown" if before is None else before.value
-                raise LifecycleError(f"draft version {version} is {known} and cannot become {state.value}")
-            transition = Transition(
-                state=state,
-                sequence=self._last_sequence() + 1,
-                at_ms=time.time_ns() // 1_000_000,
-                actor=actor,
-                reason=reason,
-                numbers=dict(numbers or {}),
-            )
-            self._replace(version, [*history, transition])
-            fields: dict[str, Any] = {"version": version, "reason": reason, **transition.numbers}
-            self.events.append(state.value, actor=actor, **fields)
-        return True
+            return self._move(version, state, actor, reason, dict(numbers or {}))
 
-    def last_good(self) -> int | None:
+    def bar(self, version: int, *, actor: str, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
+        """Take a version into quarantine, by way of `rolled_back` where it is in service; done already is done.
+
+        Raises LifecycleError for an unknown version, StoreError when it cannot be written.
+        """
+        with self._locked():
+            if self.state(version) in (State.LIVE, State.PROMOTED):
+                self._move(version, State.ROLLED_BACK, actor, reason, dict(numbers or {}))
+            self._move(version, State.QUARANTINED, actor, reason, dict(numbers or {}))
+
+    def last_good(self, *, other_than: int | None = None) -> int | None:
         """The version that was promoted last, of those that still are; None where none is. Raises StoreError."""
-        promoted = {
-            version: history[-1].sequence
-            for version, history in self._histories().items()
-            if history[-1].state is State.PROMOTED
-        }
-        return max(promoted, key=promoted.__getitem__, default=None)
+        return _last_good(self.histories(), other_than)
 
     def newest_servable(self) -> int | None:
         """The highest version that may be served. Raises StoreError."""
@@ -161,7 +158,7 @@ class Lifecycle:
         Not among them: versions that were released again.
         """
         rollbacks, promoted_at = [], 0
-        for history in self._histories().values():
+        for history in self.histories().values():
             barred = history[-1].state in BARRED
             for transition in history:
                 if transition.state is State.PROMOTED:
@@ -171,17 +168,44 @@ class Lifecycle:
         rollbacks.sort(key=lambda transition: transition.sequence)
         return [transition for transition in rollbacks if transition.sequence > promoted_at]
 
-    def forget(self, version: int) -> None:
-        """Its files were removed from the store. Raises StoreError."""
+    def forget(self, version: int) -> bool:
+        """Drop what is known of a version whose files are to be removed; False for one that is live or the last good.
+
+        Raises StoreError.
+        """
         with self._locked():
+            histories = self._histories()
+            state = histories[version][-1].state if version in histories else None
+            if state is State.LIVE or version == _last_good(histories):
+                return False
             self._path(version).unlink(missing_ok=True)
+            sync(self._states)
+        return True
 
     def _histories(self) -> dict[int, list[Transition]]:
-        with _state_errors(self.root):
-            versions = sorted(int(path.stem) for path in self._states.glob("*.json") if path.stem.isdigit())
-        histories = {version: self.history(version) for version in versions}
-        # One may have been forgotten in between.
-        return {version: history for version, history in histories.items() if history}
+        """Under the lock."""
+        versions = sorted(int(path.stem) for path in self._states.glob("*.json") if path.stem.isdigit())
+        return {version: history for version in versions if (history := self.history(version))}
+
+    def _move(self, version: int, state: State, actor: str, reason: str, numbers: dict[str, Number]) -> bool:
+        history = self.history(version)
+        before = history[-1].state if history else None
+        if state not in ALLOWED[before]:
+            if state is before:
+                return False
+            known = "unknown" if before is None else before.value
+            raise LifecycleError(f"draft version {version} is {known} and cannot become {state.value}")
+        transition = Transition(
+            state=state,
+            sequence=self._last_sequence() + 1,
+            at_ms=time.time_ns() // 1_000_000,
+            actor=actor,
+            reason=reason,
+            numbers=numbers,
+        )
+        self._replace(version, [*history, transition])
+        self.events.append(state.value, actor=actor, version=version, reason=reason, numbers=numbers)
+        return True
 
     def _last_sequence(self) -> int:
         return max((history[-1].sequence for history in self._histories().values()), default=0)
@@ -189,35 +213,39 @@ class Lifecycle:
     def _replace(self, version: int, history: list[Transition]) -> None:
         path = self._path(version)
         temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(history)))
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, msgspec.json.format(msgspec.json.encode(history)))
         temporary.rename(path)
-        descriptor = os.open(self._states, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self._states)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with _state_errors(self.root):
+        with _file_errors(self.root):
             self._states.mkdir(parents=True, exist_ok=True)
-            # A lock of its own file description: threads of one process exclude each other too. A crash releases it.
-            with (self._states / "lock").open("wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with exclusive(self._lock):
                 yield
+
+    @property
+    def _lock(self) -> Path:
+        return self._states / "lock"
 
     def _path(self, version: int) -> Path:
         return self._states / f"{version:06d}.json"
 
 
+def _last_good(histories: Mapping[int, list[Transition]], other_than: int | None = None) -> int | None:
+    promoted = {
+        version: history[-1].sequence
+        for version, history in histories.items()
+        if history[-1].state is State.PROMOTED and version != other_than
+    }
+    return max(promoted, key=promoted.__getitem__, default=None)
+
+
 @contextlib.contextmanager
-def _state_errors(root: Path) -> Iterator[None]:
+def _file_errors(root: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
         raise StoreError(
             f"cannot use the states of the draft store {root}: check its permissions and free space ({error})"
         ) from error

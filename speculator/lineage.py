@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def ensure_lineage(
     DraftMismatchError for a version that nothing is known of and that does not fit, and what `fresh_draft` raises.
     """
     servable = store.lifecycle.newest_servable()
-    if servable is not None:
+    if servable is not None and (store.lifecycle.last_good() is not None or store.versions() != [servable]):
         return servable
     newest = store.latest()
     if newest is None:
@@ -53,10 +54,11 @@ def ensure_lineage(
         log.info("fresh draft written", version=newest)
     if store.lifecycle.state(newest) in BARRED:
         raise StoreError(f"no draft in {store.root} may be served: `slipstream drafts promote` releases one of them")
-    # Also where a crash came between two of these: nothing else is there to be served.
+    # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
     admit(store, newest, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
     for state in (State.LIVE, State.PROMOTED):
-        store.lifecycle.move(newest, state, actor=_ACTOR, reason="the first of its lineage")
+        with contextlib.suppress(LifecycleError):
+            store.lifecycle.move(newest, state, actor=_ACTOR, reason="the first of its lineage")
     return newest
 
 
@@ -71,11 +73,14 @@ def admit(
 ) -> None:
     """Take a written version to `scored`, by way of reading it back and verifying it; goes on where a crash ended it.
 
+    Another process may do the same, or have taken the version further.
+
     Raises DraftFileError or DraftMismatchError, with the version in quarantine, or StoreError.
     """
     states = store.lifecycle
     if states.state(version) is None:
-        states.move(version, State.WRITTEN, actor=actor)
+        with contextlib.suppress(LifecycleError):
+            states.move(version, State.WRITTEN, actor=actor)
     if states.state(version) is State.WRITTEN:
         try:
             shapes = expected_shapes(config_from_json(store.config(version)))
@@ -83,19 +88,11 @@ def admit(
         except DraftError as error:
             states.move(version, State.QUARANTINED, actor=actor, reason=str(error))
             raise
-        states.move(version, State.VALIDATED, actor=actor)
+        with contextlib.suppress(LifecycleError):
+            states.move(version, State.VALIDATED, actor=actor)
     if states.state(version) is State.VALIDATED:
-        states.move(version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
-
-
-def in_service(store: DraftStore, version: int, *, engine_id: str) -> None:
-    """An engine has put a version into service; a failure to note that is logged and changes nothing for the engine."""
-    try:
-        if store.lifecycle.state(version) is not State.PROMOTED:
-            for state in (State.LIVE, State.PROMOTED):
-                store.lifecycle.move(version, state, actor=f"engine:{engine_id}", reason="in service")
-    except (StoreError, LifecycleError) as error:
-        log.warning("the version's state was not written", version=version, reason=str(error))
+        with contextlib.suppress(LifecycleError):
+            states.move(version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
 
 
 def version_to_serve(store: DraftStore, newest: int) -> int:

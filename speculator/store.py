@@ -29,7 +29,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from speculator.errors import DraftFileError, DraftMismatchError, StoreError
+from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError
+from speculator.files import sync, write_synced
 from speculator.lifecycle import Lifecycle, State
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
@@ -84,8 +85,8 @@ class DraftStore:
             self._clean()
             with self._temporary() as folder:
                 safetensors.torch.save_file(dict(weights), folder / _WEIGHTS, {"format": "pt"})
-                _sync(folder / _WEIGHTS)
-                _write(folder / _CONFIG, json.dumps(config, indent=2).encode())
+                sync(folder / _WEIGHTS)
+                write_synced(folder / _CONFIG, json.dumps(config, indent=2).encode())
                 manifest = Manifest(
                     version=0,
                     parent=parent,
@@ -163,28 +164,31 @@ class DraftStore:
             raise DraftMismatchError(f"draft version {version} has another draft vocabulary (d2t)")
         return weights
 
-    def prune(self, keep: int) -> list[int]:
-        """Remove all but the newest `keep` versions and return the removed ones; the last good and live ones stay."""
-        versions = self.versions()
-        live = {version for version, state in self.lifecycle.states().items() if state is State.LIVE}
-        kept = {*versions[-max(keep, 1) :], self.lifecycle.last_good(), *live}
-        removed = [version for version in versions if version not in kept]
-        with _store_errors(self.root):
-            for version in removed:
-                # Renamed first: a reader finds the version complete or not at all.
-                with self._temporary() as folder:
-                    self._folder(version).rename(folder / "pruned")
-                self.lifecycle.forget(version)
+    def prune(self, keep: int, *, pinned: int | None = None) -> list[int]:
+        """Remove all but the newest `keep` versions and return the removed ones.
+
+        The last good one, live ones and the pinned one stay. Raises StoreError.
+        """
+        removed = []
+        for version in self.versions()[: -max(keep, 1)]:
+            # Its state goes first: at no moment may a version be served whose files are gone.
+            if version == pinned or not self.lifecycle.forget(version):
+                continue
+            with _store_errors(self.root), self._temporary() as folder:
+                # Renamed before it is removed: a reader finds the version complete or not at all.
+                self._folder(version).rename(folder / "pruned")
+            removed.append(version)
         return removed
 
     def _commit(self, folder: Path, manifest: Manifest) -> Manifest:
         """Give the finished folder the next free number; another writer may take it first."""
-        version = max(self.versions(), default=0)
+        # Above the known ones too, whose files somebody may have removed: a number never names two drafts.
+        version = max([*self.versions(), *self.lifecycle.states()], default=0)
         while True:
             version += 1
             manifest = msgspec.structs.replace(manifest, version=version)
-            _write(folder / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-            _sync(folder)
+            write_synced(folder / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+            sync(folder)
             try:
                 # Fails on an existing version, since a version's folder is never empty.
                 folder.rename(self._folder(version))
@@ -192,7 +196,7 @@ class DraftStore:
                 if not self._folder(version).exists():
                     raise
                 continue
-            _sync(self._versions)
+            sync(self._versions)
             return manifest
 
     @contextlib.contextmanager
@@ -218,7 +222,7 @@ class DraftStore:
             try:
                 return (self._folder(version) / name).read_bytes()
             except FileNotFoundError as error:
-                raise StoreError(f"draft version {version} is not in {self.root} ({name} is missing)") from error
+                raise UnknownDraftError(f"draft version {version} is not in {self.root} ({name} is missing)") from error
 
 
 def check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
@@ -266,22 +270,6 @@ def _is_abandoned(folder: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

@@ -51,6 +51,10 @@ class StreamKeys:
         return self._key("desired_draft")
 
     @property
+    def pinned_draft(self) -> str:
+        return self._key("pinned_draft")
+
+    @property
     def engines(self) -> str:
         """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
         return self._key("engines")
@@ -233,10 +237,44 @@ class DraftPointer:
         self._redis.set(self._keys.desired_draft, version)
 
     @redis_errors
-    def desired(self) -> int | None:
+    def published(self) -> int | None:
         """The version last published; None before the first."""
-        value = self._redis.get(self._keys.desired_draft)
-        return None if value is None else int(value)
+        return _version(self._redis.get(self._keys.desired_draft))
+
+    @redis_errors
+    def replace(self, old: int, new: int) -> bool:
+        """Publish `new` in place of `old`; False, and nothing done, where something else is published by now."""
+        key = self._keys.desired_draft
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.watch(key)
+            if _version(transaction.get(key)) != old:
+                return False
+            transaction.multi()
+            transaction.set(key, new)
+            try:
+                transaction.execute()
+            except redis.WatchError:
+                return False
+        return True
+
+    @redis_errors
+    def pin(self, version: int) -> None:
+        """Engines run this version, whatever is published, until `unpin`."""
+        self._redis.set(self._keys.pinned_draft, version)
+
+    @redis_errors
+    def unpin(self) -> None:
+        self._redis.delete(self._keys.pinned_draft)
+
+    @redis_errors
+    def pinned(self) -> int | None:
+        return _version(self._redis.get(self._keys.pinned_draft))
+
+    @redis_errors
+    def desired(self) -> int | None:
+        """The version that engines should run: the pinned one, else the published one, else None."""
+        pinned, published = self._redis.mget(self._keys.pinned_draft, self._keys.desired_draft)
+        return _version(published if pinned is None else pinned)
 
     @redis_errors
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
@@ -280,6 +318,10 @@ def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
         created_ms=int(fields.get(b"created_ms", 0)),
         payload=fields.get(b"payload", b""),
     )
+
+
+def _version(value: bytes | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _now_ms() -> int:

@@ -39,6 +39,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     tokens_since_news: int = 0
     num_repeated: int = 0
     """Traces whose text was in the replay already."""
+    version: int = 0
+    """The draft version that the weights descend from; 0 in checkpoints that do not say."""
+    held_out: list[str] = []
+    """Traces that wait for their first step, oldest first: in the held-out pool, or just released from it."""
+    golden: list[str] = []
+    """Traces that are never learnt from."""
+
+    @property
+    def trace_ids(self) -> list[str]:
+        """Everything that is kept beside the checkpoint."""
+        return [*(self.replay or ()), *self.held_out, *self.golden]
 
 
 def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) -> None:

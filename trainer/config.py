@@ -18,6 +18,7 @@ from speculator.errors import ConfigError
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE
 from speculator.loss import DEFAULT_LOSS, LossMix
 from trainer.device import DeviceSetting
+from trainer.gate import MIN_TRACES
 
 ENV_PREFIX = "SLIPSTREAM_TRAINER_"
 _MIB = 1024 * 1024
@@ -76,10 +77,28 @@ class TrainerConfig(BaseSettings):
     """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps. Less often where
     training changes nothing any more (trainer/pressure.py)."""
 
+    holdout_share: float = Field(default=0.125, gt=0, le=0.5)
+    """Of all texts, held out for a while before they are learnt from: what the gate judges candidates by. The held-out
+    traces, and the golden ones, may each take this share of `replay_max_bytes` more."""
+    holdout_traces: int = Field(default=24, ge=MIN_TRACES)
+    """Held out at the same time; then the oldest is learnt from."""
+    golden_traces: int = Field(default=16, ge=0)
+    """Of the first traffic, set aside for good against drafts that serve it badly."""
+    golden: Path | None = None
+    """A recording (`slipstream traces record`) whose first `golden_traces` traces take their place."""
+    gate_depth: int = Field(default=4, ge=1)
+    """Proposals a round at which drafts are compared."""
+    gate_epsilon: float = Field(default=0.02, gt=0)
+    """Relative loss of acceptance length on held-out traces that the gate must exclude."""
+    golden_epsilon: float = Field(default=0.05, gt=0)
+    """The same on golden traces, above which the gate refuses."""
+
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
     publish_interval_s: float = Field(default=30.0, ge=0)
     publish_min_tokens: int = Field(default=2000, ge=1)
     """Completion tokens to learn from between two versions."""
+    publish_pause_s: float = Field(default=300.0, ge=0)
+    """Without a new version after engines rolled back two in a row; it doubles with each further one."""
     keep_versions: int = Field(default=20, ge=2)
     """Versions kept in the store; older ones are removed, last-good excepted."""
 

@@ -1,8 +1,11 @@
-"""Hop 5 to 6: what becomes of an arriving trace. It is offered to the replay, and its acceptance is watched.
+"""Hop 5 to 6: what becomes of an arriving trace. It is learnt from, now or later, or never; its acceptance is watched.
 
-A trace whose text is in the replay already, or was refused, is done with at once: it needs no step, and it does not
-count for drift, or one client that repeats itself could raise an alarm. "Already" is about the replay of this rank:
-where several train together, one text may have a place in each.
+A few early traces become the golden set, a share of the others is held out for a while, and the rest is offered to the
+replay at once. Golden and held-out traces are done with as far as Redis is concerned: the next checkpoint lists them.
+
+A trace whose text is here already, or was refused, is done with at once: it needs no step, and it does not count for
+drift, or one client that repeats itself could raise an alarm. "Here" is about this rank: where several train together,
+one text may have a place in each.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.domains import ALL, DomainNames
 from trainer.drift import DriftMonitor
+from trainer.golden import GoldenSet
+from trainer.heldout import HeldOut
 from trainer.metrics import TrainerMetrics
 from trainer.priority import priority
 from trainer.provenance import Stored
@@ -27,65 +32,113 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """What one read brought: news, or only `num_repeated_tokens` of texts that the replay has."""
+    """What one read brought: news to learn from, or only `num_repeated_tokens` of texts that are here already."""
 
     is_news: bool
     num_repeated_tokens: int
 
 
 class Intake:
-    """Fills the replay, first with this rank's share of what all replays held at the last checkpoint."""
+    """Fills replay, held-out pool and golden set, first with this rank's share of what the last checkpoint lists."""
 
     def __init__(
         self,
         source: TraceSource,
         replay: Replay,
+        held_out: HeldOut,
+        golden: GoldenSet,
         config: TrainerConfig,
         metrics: TrainerMetrics,
         progress: Progress,
         ranks: Ranks,
     ) -> None:
         self._source, self._replay, self._config, self._metrics = source, replay, config, metrics
+        self.held_out, self.golden = held_out, golden
         self.num_traces, self.new_tokens = progress.num_traces, progress.new_tokens
         self.num_repeated = progress.num_repeated
         self.domains = DomainNames(config.max_domains, progress.domains)
         self.drift = DriftMonitor(progress.drift)
         self._priorities = progress.replay or {}
-        wanted = None if progress.replay is None else [one for one in progress.replay if ranks.owns(one)]
+        # An operator's recording takes the place of golden traces, which then are learnt from in the end.
+        self._were_golden = set(progress.golden if config.golden is None else ())
+        self._were_held_out = {*progress.held_out, *progress.golden} - self._were_golden
+        wanted = None if progress.replay is None else [one for one in progress.trace_ids if ranks.owns(one)]
+        num_found = 0
         for stored in source.history(config.stream_max_bytes, wanted):
             if ranks.owns(stored.trace_id):
                 self._restore(stored)
+                num_found += 1
         if wanted:
             # Pending ones come again with the next reads.
-            missing = len(wanted) - len(replay.members)
-            log.info("replay filled again", num_traces=len(replay), num_missing=missing)
+            log.info("replay filled again", num_traces=num_found, num_missing=len(wanted) - num_found)
 
     def read(self, block_ms: int) -> Arrivals:
-        """Take as many traces as the replay has room for."""
+        """Take as many traces as the replay has room for, and what leaves the held-out pool for them."""
         room = self._replay.room
         arrived = [(stored, self._take(stored)) for stored in (self._source.read(room, block_ms) if room else ())]
         for stored in self._source.take_found():
             self._restore(stored)
+        admissions = [admission for _, admission in arrived]
+        admissions += [self._offer(stored) for stored in self.held_out.release()]
+        for name, traces in (("held_out", self.held_out), ("golden", self.golden)):
+            self._metrics.held_out_traces.labels(name).set(len(traces))
         return Arrivals(
-            is_news=any(admission is Admission.NEW for _, admission in arrived),
+            is_news=Admission.NEW in admissions,
             num_repeated_tokens=sum(
                 stored.num_bases for stored, admission in arrived if admission is Admission.REPEATED
             ),
         )
 
+    @property
+    def golden_trace_ids(self) -> list[str]:
+        """None of an operator's recording, which is read again at every start."""
+        return self.golden.trace_ids if self._config.golden is None else []
+
+    @property
+    def held_out_trace_ids(self) -> list[str]:
+        """Settled with Redis and not learnt from, oldest first: those that were released and wait, then the pool."""
+        in_hand = self._source.trace_ids_in_hand
+        released = [trace_id for trace_id in self._replay.waiting_trace_ids if trace_id not in in_hand]
+        return released + self.held_out.trace_ids
+
     def _take(self, stored: Stored) -> Admission:
+        admission = self._place(stored)
+        if admission is not Admission.NEW:
+            self._source.mark_used([stored])
+        if admission in (Admission.REPEATED, Admission.REFUSED, Admission.NO_ROOM):
+            self.num_repeated += admission is Admission.REPEATED
+            return admission
+        self.num_traces += 1
+        self.new_tokens += stored.num_bases
+        provenance = stored.provenance
+        if provenance.acceptance is not None:
+            domain = self.domains.name(provenance.domain)
+            self.watch(domain, provenance.num_accepted, provenance.num_completion_tokens)
+        return admission
+
+    def _place(self, stored: Stored) -> Admission:
+        text_hash = stored.provenance.text_hash
+        if text_hash in self.golden or text_hash in self.held_out:
+            admission = Admission.REPEATED
+        elif self._replay.knows(stored):
+            return self._offer(stored)
+        elif self.golden.wants(stored):
+            self.golden.keep(stored)
+            admission = Admission.GOLDEN
+        elif self.held_out.chooses(stored):
+            self.held_out.keep(stored)
+            admission = Admission.HELD_OUT
+        else:
+            return self._offer(stored)
+        self._metrics.admissions.labels(admission).inc()
+        return admission
+
+    def _offer(self, stored: Stored) -> Admission:
+        """To the replay."""
         provenance, domain = stored.provenance, self.domains.name(stored.provenance.domain)
         weight = priority(provenance.acceptance, *self.drift.level(domain), bound=self._config.max_priority)
         admission = self._replay.add(stored, domain=domain, priority=weight)
         self._metrics.admissions.labels(admission).inc()
-        if admission is not Admission.NEW:
-            self.num_repeated += admission is Admission.REPEATED
-            self._source.mark_used([stored])
-            return admission
-        self.num_traces += 1
-        self.new_tokens += stored.num_bases
-        if provenance.acceptance is not None:
-            self.watch(domain, provenance.num_accepted, provenance.num_completion_tokens)
         return admission
 
     def watch(self, domain: str, num_accepted: int, num_tokens: int) -> None:
@@ -98,5 +151,11 @@ class Intake:
             self._metrics.observe_drift(name, self.drift.series[name])
 
     def _restore(self, stored: Stored) -> None:
-        domain, weight = self.domains.name(stored.provenance.domain), self._priorities.get(stored.trace_id, 1.0)
-        self._replay.restore(stored, domain=domain, priority=weight)
+        """Where it was at the checkpoint."""
+        if stored.trace_id in self._were_golden:
+            self.golden.keep(stored)
+        elif stored.trace_id in self._were_held_out:
+            self.held_out.keep(stored)
+        else:
+            domain, weight = self.domains.name(stored.provenance.domain), self._priorities.get(stored.trace_id, 1.0)
+            self._replay.restore(stored, domain=domain, priority=weight)

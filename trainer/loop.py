@@ -1,4 +1,4 @@
-"""The training loop, one screen: read → train → checkpoint → ack → publish."""
+"""The training loop, one screen: read → train → checkpoint → ack → gate and publish."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
         if trainer.checkpoint_due:
             trainer.checkpoint()
             trainer.ack()
+        trainer.heed_rollbacks()
         if trainer.publish_due:
             trainer.publish()
     trainer.checkpoint()

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from speculator.stream import StreamLag
 from trainer.drift import AcceptanceSeries
+from trainer.gate import GateDecision
 from trainer.replay import Replay
 from trainer.step import StepReport
 
@@ -66,8 +67,9 @@ class TrainerMetrics:
         )
         self.admissions = Counter(
             "slipstream_trainer_replay_admissions",
-            "Traces by what the replay did with them: new; repeated = their text is in it already; refused; no_room; "
-            "passed_over = kept without a first step, their tenant had its share",
+            "Traces by what the replay did with them: new; held_out = counted again when they are released; golden; "
+            "repeated = their text is here already; refused; no_room; passed_over = kept without a first step, their "
+            "tenant had its share",
             ["outcome"], registry=registry,
         )  # fmt: skip
         self.evictions = Counter(
@@ -106,6 +108,31 @@ class TrainerMetrics:
         self.restored = Counter(
             "slipstream_trainer_restored", "Times the last good weights were taken back", registry=registry
         )
+        self.held_out_traces = Gauge(
+            "slipstream_trainer_held_out_traces", "Traces that judge candidates: held_out, golden", ["set"],
+            registry=registry,
+        )  # fmt: skip
+        self.gate_decisions = Counter(
+            "slipstream_trainer_gate_decisions", "Candidates by what the gate decided: promote, refuse, hold",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.gate_seconds = Gauge(
+            "slipstream_trainer_gate_seconds", "Time of the last decision of the gate", registry=registry
+        )
+        self.gate_change = Gauge(
+            "slipstream_trainer_gate_change",
+            "Relative change of acceptance length from incumbent to candidate at the last decision, and its bounds",
+            ["set", "bound"], registry=registry,
+        )  # fmt: skip
+        self.publishing_paused = Gauge(
+            "slipstream_trainer_publishing_paused",
+            "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since",
+            registry=registry,
+        )
+        self.started_over = Counter(
+            "slipstream_trainer_started_over", "Times the weights in training were given up for the last good version",
+            registry=registry,
+        )  # fmt: skip
         self.stream_lag = Gauge(
             "slipstream_trainer_stream_entries", "Stream entries by state", ["state"], registry=registry
         )
@@ -146,6 +173,14 @@ class TrainerMetrics:
         for domain in self._domains_with_bytes | sizes.keys():
             self.domain_bytes.labels(domain).set(sizes.get(domain, 0))
         self._domains_with_bytes |= sizes.keys()
+
+    def observe_gate(self, decision: GateDecision) -> None:
+        self.gate_decisions.labels(decision.outcome.value).inc()
+        self.gate_seconds.set(decision.seconds)
+        for name, found in (("held_out", decision.fresh), ("golden", decision.golden)):
+            if found is not None:
+                for bound, value in (("estimate", found.change), ("lower", found.lower), ("upper", found.upper)):
+                    self.gate_change.labels(name, bound).set(math.nan if value is None else value)
 
     def observe_drift(self, domain: str, series: AcceptanceSeries) -> None:
         self.acceptance.labels(domain, "short").set(series.short)

@@ -1,7 +1,7 @@
 """How much more training is worth its compute: a number from 0 to 1.
 
-    1 during a drift alarm, and until enough versions were published to say whether training still changes anything
-    0 where the last WINDOW versions were trained with the same acceptance and the same loss as the WINDOW before them
+    1 during a drift alarm, and until enough candidates were judged to say whether training still changes anything
+    0 where the last WINDOW candidates were trained with the same acceptance and the same loss as the WINDOW before them
     in between by the size of the change; and 0 as soon as the replay was learnt from `pressure · max_passes` times
 
 At 0 a new trace still gets its first step, together with old ones. That costs little, and what it shows is what the
@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 WINDOW = 8
-"""Versions on either side of the comparison: four minutes at the default interval."""
+"""Candidates on either side of the comparison: four minutes at the default interval."""
 FULL_GAIN = 0.01
 """Relative change, beyond noise, that is worth all the passes."""
 _NOISE = 2.0
@@ -24,7 +24,7 @@ _NOISE = 2.0
 
 
 class LearningCurve:
-    """Mean acceptance length and loss of the steps between two versions; `points` survives a restart."""
+    """Mean acceptance length and loss of the steps between two candidates; `points` survives a restart."""
 
     def __init__(self, points: Iterable[Sequence[float]] = ()) -> None:
         self._points = [tuple(point) for point in points]
@@ -33,7 +33,7 @@ class LearningCurve:
 
     @property
     def points(self) -> list[tuple[float, ...]]:
-        """(acceptance length, loss) by version, oldest first."""
+        """(acceptance length, loss) by candidate, oldest first."""
         return self._points
 
     def observe(self, accept_length: float, loss: float) -> None:
@@ -42,7 +42,7 @@ class LearningCurve:
         self._sums = (self._sums[0] + accept_length, self._sums[1] + loss)
 
     def mark(self) -> None:
-        """A version was published from the steps since the last one."""
+        """A candidate was made of the steps since the last one."""
         if self._num_steps:
             point = tuple(total / self._num_steps for total in self._sums)
             self._points = [*self._points, point][-2 * WINDOW :]

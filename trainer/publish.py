@@ -1,26 +1,31 @@
-"""Hop 8: a candidate becomes a version in the store, and the pointer in Redis tells the engines about it."""
+"""Hop 8: what becomes of a judged candidate. A version in the store and the pointer in Redis, or only an event."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+import msgspec
 import structlog
 
 from speculator.checkpoint import draft_config_json, draft_state
-from speculator.errors import DraftError, StoreError, StreamError
+from speculator.errors import SlipstreamError, StoreError, StreamError
+from speculator.lifecycle import SERVABLE
 from speculator.lineage import admit
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
 from trainer.config import TrainerConfig
+from trainer.gate import GateDecision, Outcome
 from trainer.metrics import TrainerMetrics
 
 log = structlog.get_logger()
 
+_ACTOR = "trainer"
+
 
 class Publisher:
-    """Decides when a version is due, and writes it: files first, then the pointer."""
+    """Decides when a candidate is due, and does with it what the gate decided: files first, then the pointer."""
 
     def __init__(
         self,
@@ -35,42 +40,89 @@ class Publisher:
         self._store, self._pointer, self._config, self._metrics = store, pointer, config, metrics
         self._fingerprint = target_fingerprint
         self._last_s = time.monotonic()
-        self._published_tokens = learnt_tokens
+        self.begin(learnt_tokens)
+
+    def begin(self, learnt_tokens: int) -> None:
+        """From here on enough must be learnt for the next candidate."""
+        self._begun_tokens = self._judged_tokens = learnt_tokens
 
     def due(self, learnt_tokens: int) -> bool:
-        """Enough time has passed and enough was learnt since the last version."""
+        """Enough time has passed, enough was learnt since the last version, and something since the last decision."""
         waited_s = time.monotonic() - self._last_s
-        learnt = learnt_tokens - self._published_tokens
-        return waited_s >= self._config.publish_interval_s and learnt >= self._config.publish_min_tokens
+        learnt = learnt_tokens - self._begun_tokens
+        enough = waited_s >= self._config.publish_interval_s and learnt >= self._config.publish_min_tokens
+        return enough and learnt_tokens != self._judged_tokens
 
-    def publish(self, draft: Eagle3Draft, *, learnt_tokens: int, info: dict[str, Any]) -> int | None:
-        """Write a version and point the engines to it; None, counted and logged, where that failed.
+    def incumbent(self, version: int) -> int:
+        """What engines have in service or will: the published version, else the last good one, else `version`.
 
-        A draft that is not finite never reaches the store (`DraftStore.write` refuses it). The next attempt comes after
-        the usual interval.
+        Raises StoreError.
+        """
+        try:
+            published = self._pointer.published()
+        except StreamError:
+            published = None
+        states = self._store.lifecycle
+        if published is not None and states.state(published) in SERVABLE:
+            return published
+        return states.last_good() or version
+
+    def carry_out(
+        self, decision: GateDecision, draft: Eagle3Draft, *, parent: int, learnt_tokens: int, info: dict[str, Any]
+    ) -> int | None:
+        """Publish the draft where the gate lets it; returns its version. None where nothing was published.
+
+        The decision goes into the manifest and into the store's events.
         """
         self._last_s = time.monotonic()
+        self._metrics.observe_gate(decision)
         try:
-            manifest = self._store.write(
-                draft_state(draft),
-                draft_config_json(draft.config),
-                parent=self._store.lifecycle.newest_servable(),
-                target_fingerprint=self._fingerprint,
-                info=info,
-            )
-            admit(
-                self._store,
-                manifest.version,
-                target_fingerprint=self._fingerprint,
-                actor="trainer",
-                reason="finite and fitting",
-            )
-            self._pointer.publish(manifest.version)
-            self._store.prune(self._config.keep_versions)
-        except (DraftError, StoreError, StreamError) as error:
-            self._metrics.publish_errors.inc()
-            log.error("draft not published", error=str(error))
+            if decision.outcome is not Outcome.PROMOTE:
+                self._judged_tokens = learnt_tokens
+                self._note(decision)
+                return None
+            version = self._write(draft, parent, {**info, "gate": msgspec.to_builtins(decision)}, decision)
+            self._note(decision, version=version)
+            self._pointer.publish(version)
+        except SlipstreamError as error:
+            self.failed(error)
             return None
-        self._published_tokens = learnt_tokens
-        log.info("draft published", version=manifest.version, **info)
+        self.begin(learnt_tokens)
+        log.info("draft published", version=version, **info)
+        self._prune()
+        return version
+
+    def failed(self, error: SlipstreamError) -> None:
+        """A candidate could not be judged or published; the next attempt comes after the usual interval."""
+        self._last_s = time.monotonic()
+        self._metrics.publish_errors.inc()
+        log.error("draft not published", error=str(error))
+
+    def _write(self, draft: Eagle3Draft, parent: int, info: dict[str, Any], decision: GateDecision) -> int:
+        manifest = self._store.write(
+            draft_state(draft),
+            draft_config_json(draft.config),
+            parent=parent,
+            target_fingerprint=self._fingerprint,
+            info=info,
+        )
+        admit(
+            self._store,
+            manifest.version,
+            target_fingerprint=self._fingerprint,
+            actor=_ACTOR,
+            reason=decision.reason,
+            numbers=decision.numbers,
+        )
         return manifest.version
+
+    def _prune(self) -> None:
+        try:
+            self._store.prune(self._config.keep_versions)
+        except StoreError as error:
+            log.warning("old versions were not removed", error=str(error))
+
+    def _note(self, decision: GateDecision, **fields: Any) -> None:
+        fields |= {"outcome": decision.outcome.value, "reason": decision.reason, **decision.numbers}
+        log.info("candidate judged", **fields)
+        self._store.lifecycle.events.append("gate", actor=_ACTOR, **fields)

@@ -28,9 +28,13 @@ _MAX_REFUSED = 1000
 
 
 class Admission(StrEnum):
-    """What became of a trace that was offered; all but NEW need no step."""
+    """What became of a trace that was offered; all but NEW need no step now."""
 
     NEW = "new"
+    HELD_OUT = "held_out"
+    """Offered again later (trainer/heldout.py)."""
+    GOLDEN = "golden"
+    """Never learnt from (trainer/golden.py)."""
     REPEATED = "repeated"
     REFUSED = "refused"
     """Its text was discarded before."""
@@ -102,6 +106,10 @@ class Replay:
         return max(self._max_waiting - len(self._waiting), 0)
 
     @property
+    def waiting_trace_ids(self) -> list[str]:
+        return [slot.stored.trace_id for slot in self._waiting]
+
+    @property
     def members(self) -> dict[str, float]:
         """Learnt traces with their priorities: what `restore` needs after a restart."""
         return {slot.stored.trace_id: slot.priority for slot in self._memory}
@@ -111,6 +119,11 @@ class Replay:
         for slot in self._by_text.values():
             sizes[slot.domain] += slot.num_bytes
         return dict(sizes)
+
+    def knows(self, stored: Stored) -> bool:
+        """Its text is here, or was discarded."""
+        text_hash = stored.provenance.text_hash
+        return text_hash in self._by_text or text_hash in self._refused
 
     def add(self, stored: Stored, *, domain: str, priority: float = 1.0) -> Admission:
         """Offer a new trace."""

@@ -1,9 +1,10 @@
 """One checkpoint for all ranks: what each knows is joined into one `Progress`, and shared out again at the start.
 
 Nothing in the file belongs to a rank, so any number of ranks can go on from it. Counters are sums. Every rank knows all
-used trace ids, since any of them may be given an unacked entry again. The replay's members are shared out by trace id
-(`Ranks.owns`). What all ranks know alike (learnt tokens, the learning curve) is rank 0's, and so is the drift monitor:
-each rank watches a random share of the same traffic, and any one of them says how it was.
+used trace ids, since any of them may be given an unacked entry again. The replay's members, held-out traces and golden
+ones are shared out by trace id (`Ranks.owns`). What all ranks know alike (learnt tokens, the learning curve) is rank
+0's, and so is the drift monitor: each rank watches a random share of the same traffic, and any one of them says how it
+was.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def joined(parts: Sequence[Progress]) -> Progress:
         num_repeated=sum(part.num_repeated for part in parts),
         used_trace_ids=list(used)[::-1],
         replay={trace_id: priority for part in parts for trace_id, priority in (part.replay or {}).items()},
+        held_out=list(dict.fromkeys(trace_id for part in parts for trace_id in part.held_out)),
+        golden=list(dict.fromkeys(trace_id for part in parts for trace_id in part.golden)),
         domains=list(dict.fromkeys(domain for part in parts for domain in part.domains)),
     )
 

@@ -1,4 +1,5 @@
-"""The replay's traces on disk, as they came: after a restart the memory is filled again, whatever Redis has trimmed.
+"""Traces on disk, as they came: after a restart replay, held-out pool and golden set are filled again, whatever Redis
+has trimmed.
 
 One file a trace beside the checkpoint, written when the trace arrives and removed when a checkpoint no longer lists it.
 So every trace that the last checkpoint lists is here, also after a kill at any moment. A file that cannot be written is

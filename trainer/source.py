@@ -1,6 +1,6 @@
 """Hop 5 to 6: stream entries become examples, each trace once; an entry is acked when a checkpoint has used it.
 
-    read ──▶ in hand ──▶ used ──▶ (durable checkpoint with its trace id) ──▶ acked
+    read ──▶ in hand ──▶ used, or set aside ──▶ (durable checkpoint with its trace id) ──▶ acked
       └─▶ unusable: dead letter with the reason, acked at once
 
 Redis delivers at least once. A trace id that a durable checkpoint lists is acked without learning from it again; so a
@@ -104,7 +104,7 @@ class TraceSource:
         return found
 
     def mark_used(self, traces: Iterable[Stored]) -> None:
-        """A step has learnt from these, or they need none."""
+        """A step has learnt from these, or they need none, or the next checkpoint keeps them for later."""
         for stored in traces:
             if (entry_id := self._in_hand.pop(stored.trace_id, None)) is not None:
                 self._settled.append(entry_id)

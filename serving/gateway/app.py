@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from serving.engine import DraftHost, Engine
+from serving.gateway.admin import Drafts, admin_routes
 from serving.gateway.chat import chat_routes
 from serving.gateway.completions import completion_routes
 from serving.gateway.config import GatewaySettings
@@ -26,30 +27,42 @@ async def _routing_error(request: Request, failure: Exception) -> Response:
     return error_response(exchange_of(request).fail(failure))
 
 
-def create_app(engine: Engine, *, settings: GatewaySettings, registry: CollectorRegistry = REGISTRY) -> FastAPI:
-    """The OpenAI-compatible app in front of `engine`.
+def create_app(
+    engine: Engine, *, settings: GatewaySettings, registry: CollectorRegistry = REGISTRY, drafts: Drafts | None = None
+) -> FastAPI:
+    """The OpenAI-compatible app in front of `engine`; with `drafts`, the operator's endpoints under /admin too.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
-    return _assemble([chat_routes(gateway), completion_routes(gateway)], engine, gateway.metrics, registry)
+    routers = [chat_routes(gateway), completion_routes(gateway), *_admin(drafts, settings)]
+    return _assemble(routers, engine, gateway.metrics, registry)
 
 
 def create_passthrough_app(
-    host: DraftHost, upstream: Upstream, *, settings: GatewaySettings, registry: CollectorRegistry = REGISTRY
+    host: DraftHost,
+    upstream: Upstream,
+    *,
+    settings: GatewaySettings,
+    registry: CollectorRegistry = REGISTRY,
+    drafts: Drafts | None = None,
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft."""
     passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry))
-    return _assemble([passthrough_routes(passage)], host, passage.metrics, registry)
+    return _assemble([passthrough_routes(passage), *_admin(drafts, settings)], host, passage.metrics, registry)
+
+
+def _admin(drafts: Drafts | None, settings: GatewaySettings) -> list[APIRouter]:
+    return [] if drafts is None else [admin_routes(drafts, settings)]
 
 
 def _assemble(
-    generating: Sequence[APIRouter], host: DraftHost, metrics: GatewayMetrics, registry: CollectorRegistry
+    routers: Sequence[APIRouter], host: DraftHost, metrics: GatewayMetrics, registry: CollectorRegistry
 ) -> FastAPI:
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
-    for router in (*generating, status_routes(host, registry)):
+    for router in (*routers, status_routes(host, registry)):
         app.include_router(router)
     app.add_exception_handler(HTTPException, _routing_error)
     app.add_middleware(Telemetry, metrics=metrics)

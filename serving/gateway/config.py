@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
@@ -11,7 +11,7 @@ ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 
 
 class GatewaySettings(BaseSettings):
-    """Limits on one HTTP request."""
+    """Limits on one HTTP request, and the key of the operator's endpoints."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
@@ -20,6 +20,8 @@ class GatewaySettings(BaseSettings):
     max_samples: int = Field(default=64, ge=1)
     """Prompts times `n` of one request."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    admin_key: SecretStr | None = Field(default=None, min_length=16)
+    """What opens /admin; nothing does where it is not set."""
 
 
 def load_settings() -> GatewaySettings:

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor
 
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport
+from serving.estimate import EstimatedSpeedup
+from serving.evidence import Verification, WatchedRound
 from serving.local.capture import build_trace, span_of
 from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft, StagedDraft
 from serving.local.generation import Generation
-from serving.local.rounds import RoundRunner
+from serving.local.rounds import RoundReport, RoundRunner
 from serving.local.target import Target
 from serving.local.text import AnswerText, LocalTokenizer
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, SpeedupMeter
+from speculator.depth import RoundCosts
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
 from speculator.model import Eagle3Draft
 from speculator.trace import Trace
@@ -49,7 +52,8 @@ class _Swap:
 class LocalEngine:
     """Implements `serving.engine.Engine` over a Hugging Face model directory.
 
-    `draft` is taken over: its weights change in place. `on_trace` receives each finished trace and must not block.
+    `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
+    round says about the draft; neither may block.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class LocalEngine:
         metrics: EngineMetrics,
         meter: SpeedupMeter,
         on_trace: Callable[[Trace], object] | None = None,
+        on_round: Callable[[WatchedRound], object] | None = None,
     ) -> None:
         self._config = config
         self._target = target
@@ -78,7 +83,10 @@ class LocalEngine:
             prompt_labels=config.prompt_labels,
         )
         self._fingerprint, self._load_draft = target_fingerprint, load_draft
-        self._metrics, self._meter, self._on_trace = metrics, meter, on_trace
+        self._metrics, self._meter = metrics, meter
+        self._on_trace, self._on_round = on_trace, on_round
+        self._costs = RoundCosts()
+        self.estimated_speedup = EstimatedSpeedup(self._costs)
         self._control = ControlShare(config.control_share)
         self._depth = config.depth
         self._num_steps = 0
@@ -273,11 +281,52 @@ class LocalEngine:
             self._finish_done()
 
     def _decode(self) -> None:
-        depth = 0 if self._control.is_control() else self._depth
+        is_control = self._control.is_control(len(self._running))
+        depth = 0 if is_control else self._depth
         report = self._runner.run(self._running, depth)
-        self._meter.add(batch=report.batch, drafted=report.drafted, seconds=report.seconds, committed=report.committed)
-        self._metrics.observe_round(**vars(report))
+        self._metrics.observe_round(
+            batch=report.batch,
+            drafted=report.drafted,
+            num_proposals=report.num_proposals,
+            seconds=report.seconds,
+            committed=report.committed,
+            accepted=report.accepted,
+        )
+        self._measure(report, depth, is_control)
         self._finish_done()
+
+    def _measure(self, report: RoundReport, depth: int, is_control: bool) -> None:
+        requests = [generation.request for generation in self._running]
+        self._meter.add(
+            batch=report.batch,
+            drafted=report.drafted,
+            seconds=report.seconds,
+            committed=report.committed,
+            earned=[
+                ((request.policy.tenant, request.policy.domain), tokens)
+                for request, tokens in zip(requests, report.earned, strict=True)
+            ],
+        )
+        self._costs.add(report.batch, depth, report.seconds)
+        if not is_control:
+            self.estimated_speedup.add(batch=report.batch, depth=depth, committed=report.committed)
+        if self._on_round is not None:
+            self._on_round(self._watched(report, depth, is_control))
+
+    def _watched(self, report: RoundReport, depth: int, is_control: bool) -> WatchedRound:
+        verified = zip(self._running, report.accepted, strict=True) if report.drafted else ()
+        return WatchedRound(
+            version=self._draft.version,
+            batch=report.batch,
+            drafted=not is_control,
+            depth=depth,
+            seconds=report.seconds,
+            committed=report.committed,
+            verifications=tuple(
+                Verification(generation.request.request_id, generation.stratum, accepted)
+                for generation, accepted in verified
+            ),
+        )
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:

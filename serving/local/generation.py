@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from serving.engine import Chunk, FinishReason, GenerateRequest
+from serving.evidence import Stratum, stratum_of
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
 
@@ -51,6 +52,7 @@ class Generation:
     capture: bool
     tokens: list[int] = field(init=False)
     source: DraftSource = field(init=False)
+    stratum: Stratum = field(init=False)
     num_prefilled: int = 0
     num_pairs_read: int = 0
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
+        self.stratum = stratum_of(self.request.policy.domain, self.request.sampling)
         seed = self.request.seed
         self.source = DraftSource(self.request.sampling, int.from_bytes(os.urandom(8)) if seed is None else seed)
 

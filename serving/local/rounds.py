@@ -22,7 +22,7 @@ _MAX_PAIRS_A_PASS = 64  # after a long time at depth 0 the draft catches up in p
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round cost and earned. `accepted` is per request; `committed` counts tokens over the batch.
+    """What one round cost and earned. `accepted` and `earned`, the committed tokens, are per request.
 
     `drafted` is false for rounds at depth 0; a drafting round may still have found no proposal worth verifying.
     """
@@ -31,8 +31,12 @@ class RoundReport:
     drafted: bool
     num_proposals: int
     seconds: float
-    committed: int
     accepted: tuple[int, ...]
+    earned: tuple[int, ...]
+
+    @property
+    def committed(self) -> int:
+        return sum(self.earned)
 
 
 class RoundRunner:
@@ -91,7 +95,7 @@ class RoundRunner:
         starts = [length - 1 for length in lengths]
         hidden_BP1d, aux_BP1w = self._target.forward(tokens_BP1, first_slot=0, starts=starts)
         logits_BP1V = self._target.logits(hidden_BP1d)
-        accepted, committed = [], 0
+        accepted, earned = [], []
         drafted = zip(proposals.tolist(), logprobs.tolist(), strict=True)
         emitted_B = self._emit_batch(generations, logits_BP1V)
         for slot, (generation, (tokens, scores)) in enumerate(zip(generations, drafted, strict=True)):
@@ -104,14 +108,14 @@ class RoundRunner:
                 generation.rounds.append(RoundRecord(start, tokens, scores, count, self._draft.version))
             generation.commit(emitted[: count + 1], count)
             accepted.append(count)
-            committed += len(generation.tokens) - lengths[slot]
+            earned.append(len(generation.tokens) - lengths[slot])
         return RoundReport(
             batch=len(lengths),
             drafted=depth > 0,
             num_proposals=num_proposals,
             seconds=time.perf_counter() - started,
-            committed=committed,
             accepted=tuple(accepted),
+            earned=tuple(earned),
         )
 
     def _propose(self, generations: Sequence[Generation], lengths: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:

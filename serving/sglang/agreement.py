@@ -2,7 +2,7 @@
 
 All ranks run the same steps in the same order, so a step number is a meeting point. A draft is exchanged in the first
 meeting at which every rank has staged the same version. Times differ between ranks, and depth follows from times: the
-ranks decide by those of rank 0.
+ranks decide by those of rank 0. It alone watches a new draft and says which version the others stage.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ class Agreement:
 
     def is_meeting(self, step: int) -> bool:
         return self._group is None or step % MEETING_STEPS == 0
+
+    def first(self, version: int) -> int:
+        """The version that rank 0 wants, 0 where it wants none; call at a meeting, on every rank."""
+        if self._group is None:
+            return version
+        wanted = torch.tensor([version], dtype=torch.int64)
+        dist.broadcast(wanted, dist.get_global_rank(self._group, 0), group=self._group)
+        return int(wanted[0])
 
     def all_staged(self, version: int) -> bool:
         """Whether every rank waits with this version; call at a meeting, on every rank. 0 means none."""

@@ -59,8 +59,17 @@ class EngineReport:
     trace_bytes: int | None
     trace_tokens: int | None
     speedup: float | None
+    speedup_lower: float | None
+    speedup_upper: float | None
+    """Ends of the 95% interval of the measured speedup."""
+    speedup_estimated: float | None
     baseline_ms_per_token: float | None
     target_ok: bool | None
+    watched: int | None
+    """The version on trial; 0 where none is."""
+    verdicts: Mapping[str, int]
+    """How trials of versions ended."""
+    last_verdict: str
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> EngineReport:
@@ -76,7 +85,10 @@ class EngineReport:
             except (KeyError, ValueError):
                 return None
 
-        reasons = (part.partition("=") for part in fields.get("dropped_by_reason", "").split(","))
+        def counts(name: str) -> dict[str, int]:
+            parts = (part.partition("=") for part in fields.get(name, "").split(","))
+            return {key: int(count) for key, _, count in parts if count.isdigit()}
+
         return cls(
             version=whole("version"),
             refused=frozenset(int(part) for part in fields.get("refused", "").split(",") if part.isdigit()),
@@ -90,12 +102,18 @@ class EngineReport:
             captured=whole("captured"),
             appended=whole("appended"),
             pending=whole("pending"),
-            dropped_by_reason={reason: int(count) for reason, _, count in reasons if count.isdigit()},
+            dropped_by_reason=counts("dropped_by_reason"),
             trace_bytes=whole("trace_bytes"),
             trace_tokens=whole("trace_tokens"),
             speedup=number("speedup"),
+            speedup_lower=number("speedup_lower"),
+            speedup_upper=number("speedup_upper"),
+            speedup_estimated=number("speedup_estimated"),
             baseline_ms_per_token=number("baseline_ms_per_token"),
             target_ok=None if "target_ok" not in fields else fields["target_ok"] == "1",
+            watched=whole("watched"),
+            verdicts=counts("verdicts"),
+            last_verdict=fields.get("last_verdict", ""),
         )
 
 
@@ -111,16 +129,15 @@ class SglangClient:
         max_depth: int,
         draft_version: int,
         is_process_alive: Callable[[], bool],
-        on_swap: Callable[[int], None] | None = None,
         poll_s: float = 1.0,
         swap_timeout_s: float = 60.0,
     ) -> None:
-        """`draft_version` is the one that SGLang was started with; `on_swap` is told of each later one.
+        """`draft_version` is the one that SGLang was started with.
 
         Raises EngineDeadError where nothing answers.
         """
         self._pointer, self._engine_id = pointer, engine_id
-        self._is_process_alive, self._on_swap = is_process_alive, on_swap
+        self._is_process_alive = is_process_alive
         self._poll_s, self._swap_timeout_s = poll_s, swap_timeout_s
         self._http = httpx.Client(base_url=url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
         self._info = self._ask_info(max_depth)
@@ -234,8 +251,6 @@ class SglangClient:
             return
         log.info("draft swapped", version=version, previous=self._draft_version)
         self._draft_version = version
-        if self._on_swap is not None:
-            self._on_swap(version)
 
     def _ask_info(self, max_depth: int) -> EngineInfo:
         """SGLang lists the served model first, then its adapters."""

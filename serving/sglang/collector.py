@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serving.metrics import speedup_gauge
+from serving.metrics import estimated_speedup_gauge, speedup_bounds, speedup_gauge, verdict_metrics
 from serving.sglang.client import EngineReport
 
 
@@ -36,6 +36,7 @@ def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
         if count is not None:
             swaps.add_metric([outcome], count)
     yield swaps
+    yield from verdict_metrics(report.verdicts, report.watched)
     stall_s = None if report.last_stall_ms is None else report.last_stall_ms / 1000
     yield _gauge("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
     yield _gauge("slipstream_depth", "Most proposals a round", report.depth)
@@ -62,6 +63,8 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
         report.verified_tokens,
     )
     yield speedup_gauge(report.speedup)
+    yield from speedup_bounds(report.speedup_lower, report.speedup_upper)
+    yield estimated_speedup_gauge(report.speedup_estimated)
     baseline_s = None if report.baseline_ms_per_token is None else report.baseline_ms_per_token / 1000
     yield _gauge("slipstream_baseline_seconds_per_token", "Time a token at depth 0", baseline_s)
 

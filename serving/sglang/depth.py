@@ -12,22 +12,38 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from serving.estimate import EstimatedSpeedup
+from serving.evidence import Stratum, Verification, WatchedRound, stratum_of
+from serving.sglang.asked import policy_of, sampling_of
 from serving.sglang.clock import StepClock
 from serving.sglang.dormancy import Dormancy
-from serving.speedup import SpeedupMeter
+from serving.speedup import ControlShare, Group, SpeedupMeter
 from speculator.depth import DepthPolicy, RoundCosts
+
+_ASKED = "_slipstream_asked"
+
+
+class _Asked(NamedTuple):
+    """What is measured apart: whose request it is, and what kind."""
+
+    group: Group
+    stratum: Stratum
 
 
 @dataclass(eq=False)
 class _Round:
+    version: int
     batch: int
     depth: int
     is_control: bool
+    is_asleep: bool
     cold: tuple[bool, ...]
+    requests: tuple[tuple[str, _Asked], ...]
+    """(request id, what it asked)."""
     seconds: float | None = None
     accepted: Sequence[int] | None = None
 
@@ -42,14 +58,19 @@ class DepthControl:
         meter: SpeedupMeter,
         *,
         dormancy: Dormancy,
+        version: int = 0,
+        control: ControlShare | None = None,
         measured: RoundCosts | None = None,
+        on_round: Callable[[WatchedRound], object] | None = None,
     ) -> None:
         """`measured` collects this rank's own times where the policy must decide by those of rank 0; with `dormancy`
-        a draft that does not pay is not kept up to date.
+        a draft that does not pay is not kept up to date. `version` is the draft in service, `control` the share of
+        plain steps. `on_round` is told what each step says about the draft and must not block.
         """
         self._policy, self._clock, self._meter = policy, clock, meter
         self.measured = measured or (policy.costs if policy is not None else RoundCosts())
-        self._dormancy = dormancy
+        self.estimated_speedup = EstimatedSpeedup(self.measured)
+        self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
         self._rounds: deque[_Round] = deque()
         self.limit: int | None = None
@@ -63,6 +84,9 @@ class DepthControl:
         assert self._policy is not None
         if self._dormancy.is_asleep:
             self._dormancy.step(0)
+            return 0
+        if self._control is not None and self._control.is_control(batch):
+            self._is_control = True
             return 0
         choice = self._policy.choose(batch, self.limit)
         self._is_control = choice.is_control
@@ -85,7 +109,8 @@ class DepthControl:
         if self.is_asleep:
             self._dormancy.mark(requests)
         cold = tuple(self._dormancy.is_cold(request) for request in requests)
-        round_ = _Round(len(requests), depth, self._is_control, cold)
+        asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
+        round_ = _Round(self._version, len(requests), depth, self._is_control, self.is_asleep, cold, asked)
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)
@@ -108,8 +133,9 @@ class DepthControl:
             self.num_verified_tokens += round_.batch + sum(round_.accepted)
         self._settle()
 
-    def renewed(self) -> None:
+    def renewed(self, version: int) -> None:
         """Another draft version is in service."""
+        self._version = version
         self._dormancy.wake()
         if self._policy is not None:
             self._policy.renew()
@@ -129,8 +155,54 @@ class DepthControl:
             if done.seconds is None or done.accepted is None:
                 return
             self._rounds.popleft()
-            committed = done.batch + sum(done.accepted)
-            self._meter.add(batch=done.batch, drafted=not done.is_control, seconds=done.seconds, committed=committed)
+            self._measure(done, done.seconds, done.accepted)
+
+    def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
+        committed = done.batch + sum(accepted)
+        groups = [asked.group for _, asked in done.requests]
+        self._meter.add(
+            batch=done.batch,
+            drafted=not done.is_control,
+            seconds=seconds,
+            committed=committed,
+            earned=[(group, 1 + count) for group, count in zip(groups, accepted, strict=True)],
+        )
+        if not done.is_control:
+            self.estimated_speedup.add(batch=done.batch, depth=done.depth, committed=committed)
+        if self._on_round is None:
+            return
+        self._on_round(_watched(done, seconds, accepted, drafted=not done.is_control))
+        if done.is_asleep:
+            # A step that decodes plainly because the draft sleeps is its own baseline: no control steps come then.
+            self._on_round(_watched(done, seconds, accepted, drafted=False))
+
+
+def _asked_by(request: Any) -> _Asked:
+    """Read from a request once; it is kept with it."""
+    asked: _Asked | None = getattr(request, _ASKED, None)
+    if asked is None:
+        policy = policy_of(request.sampling_params.custom_params)
+        stratum = stratum_of(policy.domain, sampling_of(request.sampling_params))
+        asked = _Asked((policy.tenant, policy.domain), stratum)
+        setattr(request, _ASKED, asked)
+    return asked
+
+
+def _watched(done: _Round, seconds: float, accepted: Sequence[int], *, drafted: bool) -> WatchedRound:
+    rows = zip(done.requests, accepted, done.cold, strict=True) if drafted and done.depth > 0 else ()
+    return WatchedRound(
+        version=done.version,
+        batch=done.batch,
+        drafted=drafted,
+        depth=done.depth,
+        seconds=seconds,
+        committed=done.batch + sum(accepted),
+        verifications=tuple(
+            Verification(request_id, asked.stratum, count)
+            for (request_id, asked), count, is_cold in rows
+            if not is_cold
+        ),
+    )
 
 
 class QuietSwitches(logging.Filter):

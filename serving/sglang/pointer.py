@@ -20,6 +20,12 @@ class LazyPointer:
     def desired(self) -> int | None:
         return self._connected().desired()
 
+    def pinned(self) -> int | None:
+        return self._connected().pinned()
+
+    def replace(self, old: int, new: int) -> bool:
+        return self._connected().replace(old, new)
+
     def depth_limit(self, engine_id: str) -> int | None:
         return self._connected().depth_limit(engine_id)
 
@@ -43,14 +49,21 @@ class LazyPointer:
         return self._pointer
 
 
-class SilentPointer:
-    """For the ranks that only follow: one report per engine is enough."""
+class RankPointer:
+    """For the ranks that only follow: they stage what rank 0 stages, and one report per engine is enough."""
 
-    def __init__(self, pointer: LazyPointer) -> None:
-        self._pointer = pointer
+    def __init__(self) -> None:
+        self.wanted: int | None = None
+        """Set at each meeting; None where rank 0 wants no other version."""
 
     def desired(self) -> int | None:
-        return self._pointer.desired()
+        return self.wanted
+
+    def pinned(self) -> int | None:
+        return None
+
+    def replace(self, old: int, new: int) -> bool:
+        return False
 
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         return

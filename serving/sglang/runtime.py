@@ -28,11 +28,12 @@ from serving.sglang.checks import version_of
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl, QuietSwitches
 from serving.sglang.dormancy import Dormancy
-from serving.sglang.pointer import LazyPointer, SilentPointer
+from serving.sglang.pointer import LazyPointer, RankPointer
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings, default_engine_id
 from serving.sglang.swap import SglangDraft, TargetGuard
-from serving.speedup import SpeedupMeter
+from serving.speedup import ControlShare, SpeedupMeter
+from serving.watch import LiveWatch
 from speculator.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.codec import Features
 from speculator.depth import DepthPolicy, RoundCosts
@@ -89,19 +90,26 @@ class EngineRuntime:
         self.meter = SpeedupMeter()
         policy = None
         if worker.adaptive_controller is not None:
-            policy = DepthPolicy(depths, control_share=settings.control_share)
+            # The share of plain steps is kept by `DepthControl`, for each batch size.
+            policy = DepthPolicy(depths, control_share=0.0)
             logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
+        # One rank watches; the others stage what it stages.
+        self._watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
         self.depth = DepthControl(
             policy,
             StepClock(device),
             self.meter,
             dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
+            version=manifest.version,
+            control=ControlShare(settings.control_share),
             measured=None if self._agreement.is_alone else RoundCosts(),
+            on_round=None if self._watch is None else self._watch.observe,
         )
         self._depth_version = manifest.version
         self.steps = 0
 
         self._pointer = LazyPointer(settings.redis_url, key)
+        self._rank_pointer = RankPointer()
         self._recorder: TraceRecorder | None = None
         self._capture: Capture | None = None
         if self._is_writer:
@@ -110,11 +118,13 @@ class EngineRuntime:
                 self._start_capture(settings, engine_id, key, manifest.target_fingerprint, device)
         self._follower = DraftFollower(
             self.draft,
-            self._pointer if self._is_writer else SilentPointer(self._pointer),
+            self._pointer if self._is_writer else self._rank_pointer,
             engine_id=engine_id,
             poll_s=settings.poll_s,
             on_swap=lambda report: self._after_swap(),
             status=self._status,
+            watch=self._watch,
+            lifecycle=store.lifecycle if self._is_writer else None,
         )
         self._follower.start()
         atexit.register(self.close)
@@ -214,11 +224,12 @@ class EngineRuntime:
     def _meet(self) -> None:
         if not self._agreement.is_alone:
             self.depth.adopt(self._agreement.costs(self.depth.measured))
+            self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
         if self._agreement.all_staged(self.draft.staged_version):
             self.draft.at_boundary(self.steps)
         if self.draft.draft_version != self._depth_version:
             self._depth_version = self.draft.draft_version
-            self.depth.renewed()
+            self.depth.renewed(self._depth_version)
 
     # -- on the follower's thread -----------------------------------------------------------------------------------
 
@@ -249,6 +260,10 @@ class EngineRuntime:
         if speedup.ratio is not None and speedup.baseline_ms_per_token is not None:
             status["speedup"] = round(speedup.ratio, 4)
             status["baseline_ms_per_token"] = round(speedup.baseline_ms_per_token, 4)
+        if speedup.lower is not None and speedup.upper is not None:
+            status |= {"speedup_lower": round(speedup.lower, 4), "speedup_upper": round(speedup.upper, 4)}
+        if (estimate := self.depth.estimated_speedup.ratio()) is not None:
+            status["speedup_estimated"] = round(estimate, 4)
         if self._recorder is not None and self._capture is not None:
             stats = self._recorder.stats()
             dropped = {**stats.dropped_by_reason, **self._capture.dropped}

@@ -46,6 +46,9 @@ class PluginSettings:
     stream_max_bytes: int = 512 * 1024 * 1024
     control_share: float = 0.02
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
+    watch: bool = True
+    """Compare each new draft with the one before on live traffic and go back where it is worse; without it whatever is
+    published comes into service and stays."""
     poll_s: float = 0.5
     """How often the draft pointer is read."""
 

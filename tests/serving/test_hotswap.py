@@ -1,28 +1,53 @@
-"""The follower drives an engine to the desired version, and stays where it is when it cannot."""
+"""The follower drives an engine to the desired version, takes back what does not keep up, and stays where it cannot."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from serving.engine import SwapReport
+from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
-from speculator.errors import DraftFileError, StoreError, StreamError
+from serving.watch import LiveWatch, WatchRules
+from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
+from speculator.lifecycle import Lifecycle, State
 from tests.doubles import DoubleEngine
+from tests.serving.watching import CHAT, rounds, serve
+
+WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 
 
 class FakePointer:
     def __init__(self) -> None:
         self.version: int | None = None
+        self.pin: int | None = None
         self.status: dict[str, str] = {}
         self.away = False
 
     def desired(self) -> int | None:
-        if self.away:
-            raise StreamError("Redis is away")
-        return self.version
+        self._reach()
+        return self.version if self.pin is None else self.pin
+
+    def pinned(self) -> int | None:
+        self._reach()
+        return self.pin
+
+    def replace(self, old: int, new: int) -> bool:
+        self._reach()
+        if self.version != old:
+            return False
+        self.version = new
+        return True
 
     def report_engine(self, engine_id: str, status: dict[str, str]) -> None:
         self.status = status
+
+    def _reach(self) -> None:
+        if self.away:
+            raise StreamError("Redis is away")
 
 
 class SwappingEngine(DoubleEngine):
@@ -61,6 +86,8 @@ def test_a_refused_version_is_not_tried_again_and_is_reported() -> None:
     follower, engine, pointer = _follower()
     pointer.version, engine.refusal = 2, DraftFileError("not finite")
     follower.follow()
+    assert pointer.version == 1, "the version in service is published instead"
+    pointer.version = 2
     follower.follow()
     assert engine.asked == [2]
     assert pointer.status == {"version": 1, "refused": "2"}
@@ -87,3 +114,245 @@ def test_without_redis_the_version_stays() -> None:
     with pytest.raises(StreamError):
         follower.follow()
     assert engine.asked == []
+
+
+# -- with a watch --------------------------------------------------------------------------------------------------
+
+
+class Scene:
+    """An engine on version 1, which is promoted; versions 2 and 3 are scored. Rounds come when a test says so."""
+
+    def __init__(self, root: Path) -> None:
+        self.engine, self.pointer, self.states = SwappingEngine(), FakePointer(), Lifecycle(root)
+        for version in (1, 2, 3):
+            for state in WAY:
+                self.states.move(version, state, actor="test")
+        for state in (State.LIVE, State.PROMOTED):
+            self.states.move(1, state, actor="test")
+        self._rng = random.Random(0)
+        self.start()
+
+    def start(self) -> None:
+        """The engine's process, perhaps another one: it begins with the last good version."""
+        self.engine.draft_version = self.states.last_good() or 1
+        self.watch = LiveWatch(self.engine.draft_version, WatchRules(max_verifications=1000))
+        self.follower = DraftFollower(self.engine, self.pointer, engine_id="e", watch=self.watch, lifecycle=self.states)
+
+    def serve(self, length: float = 2.0, count: int = 2000) -> None:
+        """Rounds of the version in service."""
+        serve(self.watch, self._rounds(length), count)
+
+    def _rounds(self, length: float) -> Iterator[WatchedRound]:
+        return rounds(self._rng, self.engine.draft_version, {CHAT: length})
+
+    def on_trial(self, version: int = 2) -> None:
+        self.serve()
+        self.pointer.version = version
+        self.follower.follow()
+        assert (self.engine.draft_version, self.watch.watched) == (version, version)
+
+    def roll_back(self) -> None:
+        self.on_trial()
+        self.serve(1.0, 200)
+        self.follower.follow()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_a_version_waits_until_the_incumbent_is_known(scene: Scene) -> None:
+    scene.pointer.version = 2
+    scene.follower.follow()
+    assert scene.engine.asked == []
+    scene.serve()
+    scene.follower.follow()
+    assert scene.engine.asked == [2]
+    assert scene.states.state(2) is State.LIVE
+    assert scene.pointer.status["watched"] == 2
+
+
+def test_a_good_version_is_promoted(scene: Scene) -> None:
+    scene.on_trial()
+    scene.serve(2.4, 1000)
+    scene.follower.follow()
+    last = scene.states.history(2)[-1]
+    assert (last.state, last.actor, last.reason) == (State.PROMOTED, "engine:e", "accepts more than the incumbent")
+    assert float(last.numbers["accept_change"] or 0) == pytest.approx(0.2, abs=0.08)
+    assert scene.follower.log.verdicts == {"promoted": 1, "rolled_back": 0, "withdrawn": 0}
+    assert scene.states.last_good() == 2
+
+
+def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:
+    scene.roll_back()
+    assert scene.engine.asked == [2, 1]
+    states = [transition.state for transition in scene.states.history(2)]
+    assert states == [*WAY, State.LIVE, State.ROLLED_BACK, State.QUARANTINED]
+    numbers = scene.states.history(2)[-1].numbers
+    assert numbers["back_to"] == 1
+    assert float(numbers["accept_change_upper"] or 0) < 0
+    assert scene.pointer.version == 1
+    assert len(scene.states.rollbacks_in_a_row()) == 1
+    assert scene.follower.log.last_verdict == "version 2 rolled_back: accepts less than the incumbent"
+    scene.pointer.version = 3
+    scene.follower.follow()
+    assert scene.engine.draft_version == 3, "the incumbent is still known"
+
+
+def test_the_rollback_waits_for_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store cannot be written and Redis is away: the engine goes back all the same, and says so later."""
+    scene.on_trial()
+    scene.serve(1.0, 200)
+    scene.pointer.away = True
+    bar = scene.states.bar
+
+    def no_space(*arguments: object, **named: object) -> None:
+        raise StoreError("no space left")
+
+    monkeypatch.setattr(scene.states, "bar", no_space)
+    with pytest.raises(StreamError):
+        scene.follower.follow()
+    assert scene.engine.draft_version == 1
+    assert scene.states.state(2) is State.LIVE
+    monkeypatch.setattr(scene.states, "bar", bar)
+    scene.pointer.away = False
+    scene.follower.follow()
+    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.pointer.version == 1
+    assert scene.engine.asked == [2, 1]
+
+
+def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
+    scene.on_trial()
+    scene.serve(1.0, 200)
+    scene.engine.refusal = EngineBusyError("the ranks cannot agree")
+    with pytest.raises(EngineBusyError):
+        scene.follower.follow()
+    assert scene.engine.draft_version == 2
+    scene.engine.refusal = None
+    scene.follower.follow()
+    assert scene.engine.draft_version == 1
+    assert scene.states.state(2) is State.QUARANTINED
+
+
+def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:
+    scene.on_trial()
+    scene.pointer.version = 3
+    scene.follower.follow()
+    assert scene.engine.draft_version == 2
+    scene.serve(2.4, 2000)
+    scene.follower.follow()
+    scene.follower.follow()
+    assert scene.states.state(2) is State.PROMOTED
+    assert (scene.engine.draft_version, scene.watch.watched) == (3, 3)
+
+
+def test_a_pinned_version_comes_at_once_and_is_not_tried(scene: Scene) -> None:
+    scene.on_trial()
+    scene.pointer.pin = 3
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.watch.watched) == (3, None)
+    assert scene.follower.log.verdicts["withdrawn"] == 1
+    scene.serve(1.0)
+    scene.follower.follow()
+    assert scene.engine.draft_version == 3
+    assert scene.states.state(2) is State.LIVE, "nobody has judged it"
+
+
+def test_a_version_that_is_pinned_during_its_trial_stays(scene: Scene) -> None:
+    scene.on_trial()
+    scene.pointer.pin = 2
+    scene.follower.follow()
+    scene.serve(1.0)
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.watch.watched) == (2, None)
+
+
+def test_a_promoted_version_comes_at_once(scene: Scene) -> None:
+    """The operator, or another engine, has gone back to it."""
+    for state in (State.LIVE, State.PROMOTED):
+        scene.states.move(3, state, actor="operator:o")
+    scene.pointer.version = 3
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.watch.watched) == (3, None)
+
+
+def test_a_version_that_is_barred_elsewhere_is_left(scene: Scene) -> None:
+    scene.on_trial()
+    scene.states.move(2, State.ROLLED_BACK, actor="engine:other")
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.watch.watched) == (1, None)
+    assert scene.states.state(2) is State.QUARANTINED, "what the other engine had not come to"
+    assert scene.pointer.version == 1
+
+
+def test_a_barred_version_is_not_taken(scene: Scene) -> None:
+    scene.states.move(2, State.QUARANTINED, actor="operator:o")
+    scene.serve()
+    scene.pointer.version = 2
+    scene.follower.follow()
+    assert scene.engine.asked == []
+    assert scene.pointer.version == 1
+
+
+def test_a_damaged_version_is_quarantined(scene: Scene) -> None:
+    scene.serve()
+    scene.pointer.version, scene.engine.refusal = 2, DraftFileError("fc.weight is not finite")
+    scene.follower.follow()
+    last = scene.states.history(2)[-1]
+    assert (last.state, last.reason) == (State.QUARANTINED, "fc.weight is not finite")
+    assert scene.pointer.version == 1
+    assert scene.engine.draft_version == 1
+    scene.follower.follow()
+    assert scene.engine.asked == [2]
+
+
+@pytest.mark.parametrize("written", [(), (State.LIVE,), (State.LIVE, State.ROLLED_BACK)])
+def test_after_a_crash_it_goes_on_from_what_was_written(scene: Scene, written: tuple[State, ...]) -> None:
+    """Killed after the install and any number of the writes that follow it."""
+    scene.pointer.version = 2
+    for state in written:
+        scene.states.move(2, state, actor="engine:e")
+    scene.start()
+    assert scene.engine.draft_version == 1
+    scene.serve()
+    scene.follower.follow()
+    if State.ROLLED_BACK in written:
+        assert scene.states.state(2) is State.QUARANTINED
+        assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
+    else:
+        assert scene.states.state(2) is State.LIVE
+        assert scene.watch.watched == 2
+
+
+def test_a_rollback_for_which_the_traffic_was_to_blame_is_doubted(scene: Scene) -> None:
+    scene.roll_back()
+    scene.serve(1.0, 400)
+    scene.follower.follow()
+    doubts = [event for event in scene.states.events.tail(20) if event.kind == "rollback_unconfirmed"]
+    assert [event.actor for event in doubts] == ["engine:e"]
+
+
+@pytest.mark.parametrize("states", [(), WAY[:2]])
+def test_a_version_that_nobody_has_scored_is_not_taken(scene: Scene, states: tuple[State, ...]) -> None:
+    scene.serve()
+    for state in states:
+        scene.states.move(9, state, actor="test")
+    scene.pointer.version = 9
+    scene.follower.follow()
+    assert scene.engine.asked == []
+    assert scene.pointer.version == 9, "it may be scored yet"
+    for state in WAY[len(states) :]:
+        scene.states.move(9, state, actor="test")
+    scene.follower.follow()
+    assert scene.engine.draft_version == 9
+
+
+def test_without_a_watch_what_is_published_serves_and_is_promoted(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    follower = DraftFollower(scene.engine, scene.pointer, engine_id="e", lifecycle=scene.states)
+    scene.pointer.version = 2
+    follower.follow()
+    assert scene.engine.draft_version == 2
+    assert scene.states.last_good() == 2

@@ -10,7 +10,7 @@ import torch
 
 from speculator.checkpoint import draft_config_json, draft_state, read_target_tensor
 from speculator.labels import draft_ids_by_target_id
-from speculator.lineage import load_draft
+from speculator.lineage import admit, load_draft
 from speculator.store import DraftStore
 from speculator.trace import Trace
 from trainer.batch import cut, make_example, pack
@@ -42,4 +42,5 @@ def train_version(
         target_fingerprint=fingerprint,
         info={"num_steps": num_steps},
     )
+    admit(store, manifest.version, target_fingerprint=fingerprint, actor="test", reason="learnt")
     return manifest.version

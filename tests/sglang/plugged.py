@@ -95,6 +95,8 @@ def plugged_server(
             "MODEL_KEY": MODEL_KEY,
             "CAPTURE": "1",
             "POLL_S": "0.1",
+            # What is published comes into service at once, good or bad.
+            "WATCH": "0",
             **(settings or {}),
         }
         with SglangServer(

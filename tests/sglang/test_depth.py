@@ -12,6 +12,7 @@ import pytest
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.checkpoint import draft_state
 from speculator.fresh import fresh_draft
+from speculator.lineage import admit
 from speculator.store import DraftStore
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import ENGINE_ID, Plugged, plugged_server
@@ -60,6 +61,7 @@ def test_a_version_that_does_not_pay_is_looked_at_and_left_alone(plugged: Plugge
     config = store.config(1)
     state = {**draft_state(draft), "d2t": store.load(1)["d2t"], "t2d": store.load(1)["t2d"]}
     useless = store.write(state, config, parent=1, target_fingerprint=manifest.target_fingerprint, info={})
+    admit(store, useless.version, target_fingerprint=manifest.target_fingerprint, actor="test", reason="useless")
     plugged.pointer.publish(useless.version)
     plugged.wait_for(lambda report: report["version"] == str(useless.version))
     # Each depth is looked at a few times. How soon it sleeps after that is up to the machine's times.

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.lifecycle import State
 from speculator.store import DraftStore
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import Plugged, plugged_server
@@ -129,6 +130,8 @@ def _forge(store: DraftStore, version: int, weights: dict[str, torch.Tensor], **
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     values |= {"version": forged, "weights_sha256": digest, **manifest}
     (folder / "manifest.json").write_text(json.dumps(values))
+    for state in (State.WRITTEN, State.VALIDATED, State.SCORED):
+        store.lifecycle.move(forged, state, actor="test")
     return forged
 
 
@@ -167,6 +170,7 @@ def test_a_bad_version_is_refused_and_serving_goes_on(
     plugged.pointer.publish(bad)
     report = plugged.wait_for(lambda report: str(bad) in report["refused"].split(","))
     assert report["version"] == in_service
+    assert store.lifecycle.state(bad) is State.QUARANTINED
     assert report["target_ok"] == "1"
     assert _ask(plugged, ASKED[1])["output_ids"] == plain[ASKED[1]]
     plugged.traces(1)

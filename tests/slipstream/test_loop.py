@@ -97,7 +97,8 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_mod
                 captured = _metrics(url).total("slipstream_traces_captured_total")
                 wait_until(lambda: _accounted(redis.url, tmp_path / "drafts", toy_model) >= captured, timeout_s=60)
             assert "trainer resumed" in train_log.read_text()
-            assert (DraftStore(tmp_path / "drafts").lifecycle.last_good() or 0) > killed_at
+            states = DraftStore(tmp_path / "drafts").lifecycle
+            wait_until(lambda: ask(next(asked)) and (states.last_good() or 0) >= killed_at, timeout_s=90)
             assert ask(0) == first, "a swap changed the text"
             assert server.poll() is None
             final = _metrics(url)

@@ -94,7 +94,7 @@ def test_from_an_empty_store_to_answers_and_back(
         pointer.report_engine(environment["SLIPSTREAM_ENGINE_ID"], {"version": 2, "swaps": 4})
         wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(f"{url}/metrics").text)
         assert httpx.get(f"{url}/ready").json()["draft_version"] == 2
-        wait_until(lambda: store.lifecycle.last_good() == 2)
+        assert store.lifecycle.last_good() == 1, "what becomes of a version is for the plugin to say"
 
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

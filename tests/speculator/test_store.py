@@ -223,7 +223,7 @@ def test_any_damage_to_any_file_is_refused(store: DraftStore, data: st.DataObjec
 DIE_WHILE_WRITING = """
 import os, signal, sys, torch
 from speculator import store
-store._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+store.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 weights = {"d2t": torch.zeros(1, dtype=torch.int64)}
 store.DraftStore(sys.argv[1]).write(weights, {}, parent=None, target_fingerprint="", info={})
 """
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(store: DraftStore, monkeypatch: 
         def full(path: Path, data: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(store_module, "_write", full)
+        patch.setattr(store_module, "write_synced", full)
         with pytest.raises(StoreError, match="No space left"):
             write(store)
     assert [path.name for path in (store.root / "versions").iterdir()] == ["000001"]

@@ -56,10 +56,11 @@ def test_every_key_of_a_model_shares_one_slot(redis_client: redis.Redis) -> None
     append(traces, 1)
     traces.dead_letter(traces.read(1, 0)[0], "reason")
     pointer.publish(3)
+    pointer.pin(3)
     pointer.report_engine("engine-0", {"version": 3})
     pointer.set_depth("engine-0", 2)
     keys: Any = redis_client.keys()
-    assert len(keys) == 9
+    assert len(keys) == 10
     assert all(key.startswith(b"slipstream:{smollm2}:") for key in keys)
 
 
@@ -409,6 +410,11 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
             lambda: traces.recent(100),
             lambda: pointer.publish(1),
             pointer.desired,
+            pointer.published,
+            lambda: pointer.replace(1, 2),
+            lambda: pointer.pin(1),
+            pointer.unpin,
+            pointer.pinned,
             lambda: pointer.report_engine("engine-0", {"version": 1}),
             pointer.engines,
             lambda: pointer.set_depth("engine-0", 2),
@@ -446,6 +452,49 @@ def test_the_pointer_names_the_version_last_published(redis_client: redis.Redis)
     pointer.publish(6)
     assert DraftPointer(redis_client, MODEL).desired() == 6
     assert DraftPointer(redis_client, "other").desired() is None
+
+
+def test_a_pinned_version_is_desired_whatever_is_published(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    pointer.unpin()
+    assert (pointer.pinned(), pointer.published()) == (None, None)
+    pointer.pin(4)
+    assert (pointer.desired(), pointer.published()) == (4, None)
+    pointer.publish(7)
+    assert (pointer.desired(), pointer.pinned(), pointer.published()) == (4, 4, 7)
+    assert DraftPointer(redis_client, "other").pinned() is None
+    pointer.unpin()
+    assert (pointer.desired(), pointer.pinned()) == (7, None)
+
+
+def test_a_replacement_needs_the_old_version_to_be_published(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    assert not pointer.replace(3, 2)
+    assert pointer.published() is None
+    pointer.publish(3)
+    pointer.pin(9)
+    assert not pointer.replace(9, 2)
+    assert pointer.replace(3, 2)
+    assert not pointer.replace(3, 1)
+    assert pointer.published() == 2
+
+
+def test_a_replacement_loses_to_what_is_published_meanwhile(
+    redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between reading the old version and writing the new one, the trainer publishes."""
+    pointer = DraftPointer(redis_client, MODEL)
+    pointer.publish(3)
+    begin = redis.client.Pipeline.multi
+
+    def multi(pipeline: Any) -> None:
+        with connect(redis_url) as trainer:
+            DraftPointer(trainer, MODEL).publish(4)
+        begin(pipeline)
+
+    monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
+    assert not pointer.replace(3, 2)
+    assert pointer.published() == 4
 
 
 def test_each_engine_has_its_own_depth(redis_client: redis.Redis) -> None:

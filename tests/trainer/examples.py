@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from speculator.acceptance import Acceptance, expected_rounds
+from speculator.codec import encode_trace
 from speculator.labels import draft_ids_by_target_id
 from speculator.model import Eagle3Draft
+from speculator.recording import RecordingHeader, RecordingWriter
 from speculator.trace import Trace
 from trainer.batch import Batch, Example, cut, make_example, pack
 from trainer.config import TrainerConfig
 from trainer.evaluate import accept_probabilities
+from trainer.gate import Comparison, GateDecision, Outcome
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
@@ -38,6 +41,7 @@ def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Ac
 
 
 def config_for(model_dir: Path, folder: Path, **changes: Any) -> TrainerConfig:
+    """Small, and everything is learnt from at once: what is held out is for tests of that."""
     values: dict[str, Any] = {
         "model_dir": model_dir,
         "redis_url": "redis://unused",
@@ -48,5 +52,22 @@ def config_for(model_dir: Path, folder: Path, **changes: Any) -> TrainerConfig:
         "batch_tokens": 64,
         "learning_rate": 3e-3,
         "nice": 0,
+        "holdout_share": 1e-9,
+        "golden_traces": 0,
     }
     return TrainerConfig(**values | changes)
+
+
+def record(path: Path, traces: Sequence[Trace]) -> Path:
+    """A recording of these traces, as `slipstream traces record` writes it."""
+    fingerprint = traces[0].header.target_fingerprint
+    header = RecordingHeader(target_fingerprint=fingerprint, model="toy", created_ms=0)
+    with RecordingWriter(path, header) as writer:
+        for trace in traces:
+            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    return path
+
+
+def promote(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
+    """A gate that is open, for tests of what lies behind it: in place of `trainer.shadow.decide`."""
+    return GateDecision(outcome=Outcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)

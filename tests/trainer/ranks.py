@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -18,8 +19,10 @@ from prometheus_client import CollectorRegistry
 from speculator.codec import decode_trace
 from speculator.errors import ConfigError, StoreError
 from speculator.fresh import fresh_draft
+from speculator.lifecycle import State
+from speculator.store import DraftStore
 from speculator.trace import Trace
-from tests.trainer.examples import batch_of, config_for
+from tests.trainer.examples import batch_of, config_for, promote
 from trainer.batch import Batch
 from trainer.distributed import Ranks, join_ranks
 from trainer.service import Trainer
@@ -85,6 +88,10 @@ def uneven_steps(learner: Learner, batch: Batch, rank: int) -> dict[str, Any]:
     }
 
 
+def sums(trainer: Trainer) -> list[float]:
+    return [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()]
+
+
 def trainers(config_values: dict[str, Any], model_dir: Path, folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Two traces each, one of which is bad on rank 1, through a real stream."""
     config = config_for(model_dir, folder, model_key=KEY, max_waiting_traces=2, batch_tokens=200, **config_values)
@@ -97,18 +104,31 @@ def trainers(config_values: dict[str, Any], model_dir: Path, folder: Path, ranks
     skipped = trainer.learner.num_steps
     kept = sorted(trainer._replay.members)
     trainer.step()
+    steps = [skipped, trainer.learner.num_steps]
     trainer.checkpoint()
     trainer.ack()
     due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
-    trainer.publish()
+    with mock.patch("trainer.shadow.decide", promote):
+        trainer.publish()
+    published = trainer._training.version
+    weights = sums(trainer)
+    if ranks.leads:
+        for state in (State.LIVE, State.ROLLED_BACK):
+            DraftStore(config.store_dir).lifecycle.move(published, state, actor="engine:0")
+    trainer.heed_rollbacks()
     trainer.close()
     return {
         "waiting": waiting,
         "kept": kept,
-        "steps": [skipped, trainer.learner.num_steps],
+        "steps": steps,
         "due": due,
-        "version": trainer._version,
-        "weights": [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()],
+        "version": published,
+        "weights": weights,
+        "fallen_back": {
+            "version": trainer._training.version,
+            "steps": trainer.learner.num_steps,
+            "weights": sums(trainer),
+        },
     }
 
 

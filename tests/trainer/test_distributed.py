@@ -26,7 +26,8 @@ from speculator.errors import ConfigError
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
 from speculator.trace import Trace
-from tests.trainer.examples import batch_of, config_for
+from tests.trainer.answers import answer_traces
+from tests.trainer.examples import batch_of, config_for, record
 from tests.trainer.ranks import KEY, NUM_STEPS, new_learner, read_traces
 from tests.trainer.test_batch import with_trees
 from tests.waiting import wait_until
@@ -145,6 +146,9 @@ def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run) -> None:
     assert first["due"] == second["due"]
     assert first["weights"] == second["weights"]
     assert first["version"] == second["version"] == 2
+    assert first["fallen_back"] == second["fallen_back"]
+    assert (first["fallen_back"]["version"], first["fallen_back"]["steps"]) == (1, 0)
+    assert first["fallen_back"]["weights"] != first["weights"]
     saved = load_checkpoint(run.folder / "state")
     assert saved is not None
     progress = saved[1]
@@ -160,7 +164,7 @@ def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() ->
         Progress(
             target_fingerprint="f", learnt_tokens=90, new_tokens=10 + rank, num_traces=2, num_repeated=rank,
             used_trace_ids=["before", *(f"{rank}-{n}" for n in range(2 + rank))],
-            replay={f"{rank}-0": 1.5}, domains=["a", f"only-{rank}"],
+            replay={f"{rank}-0": 1.5}, held_out=[f"{rank}-h"], golden=[f"{rank}-g"], domains=["a", f"only-{rank}"],
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -170,6 +174,7 @@ def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() ->
     assert set(whole.used_trace_ids[:2]) == {"before", "1-0"}, "the oldest are forgotten first"
     assert set(whole.used_trace_ids[-2:]) == {"0-1", "1-2"}
     assert whole.replay == {"0-0": 1.5, "1-0": 1.5}
+    assert (whole.held_out, whole.golden) == (["0-h", "1-h"], ["0-g", "1-g"])
     assert whole.domains == ["a", "only-0", "only-1"]
     shares = [share_of(whole, rank) for rank in range(3)]
     assert joined(shares) == whole
@@ -202,7 +207,8 @@ def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     config = config_for(
         model_dir, tmp_path, redis_url=redis_url, model_key=key, max_waiting_traces=4, max_passes=1000,
-        checkpoint_interval_s=0.2, publish_interval_s=0.2, publish_min_tokens=200,
+        checkpoint_interval_s=0.2, publish_interval_s=0.2, publish_min_tokens=200, golden_traces=24,
+        golden=record(tmp_path / "golden.rec", answer_traces(model_dir, num_traces=24, seed=5)),
     )  # fmt: skip
     with log_path.open("wb") as log_file:
         process = subprocess.Popen(
@@ -217,7 +223,7 @@ def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
         )
     try:
         wait_until(lambda: stream.lag().acked == len(traces), timeout_s=60)
-        wait_until(lambda: (store.latest() or 0) >= 3, timeout_s=60)
+        wait_until(lambda: (store.latest() or 0) >= 2, timeout_s=60)
         process.send_signal(signal.SIGTERM)
         process.wait(40)
     finally:
@@ -227,7 +233,11 @@ def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
     rows = [json.loads(line) for line in log_path.read_text().splitlines() if line.startswith('{"')]
     assert {row["rank"] for row in rows if row["event"] == "trainer ended"} == {0, 1}
     assert (stream.lag().acked, stream.lag().pending, stream.lag().dead_lettered) == (len(traces), 0, 0)
-    assert DraftPointer(redis_client, key).desired() == store.latest()
+    latest = store.latest()
+    assert latest is not None
+    assert DraftPointer(redis_client, key).desired() == latest
+    gate = store.manifest(latest).info["gate"]
+    assert (gate["outcome"], gate["fresh"]["num_traces"]) == ("promote", 24), "of both ranks"
     saved = load_checkpoint(config.state_dir)
     assert saved is not None
     state, progress = saved

@@ -12,6 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from serving.engine import Chunk, GenerateRequest
+from serving.evidence import WatchedRound
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
@@ -80,6 +81,7 @@ def toy_engine(
     control_share: float = 0.0,
     slots: int = 4,
     min_confidence: float = 0.0,
+    on_round: Callable[[WatchedRound], object] | None = None,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
     config = LocalEngineConfig(
@@ -119,6 +121,7 @@ def toy_engine(
         metrics=EngineMetrics(registry),
         meter=SpeedupMeter(),
         on_trace=traces.append,
+        on_round=on_round,
     )
     engine.start()
     try:

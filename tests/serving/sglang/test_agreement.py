@@ -31,6 +31,7 @@ def _rank(rank: int, folder: str) -> None:
         "one": agreement.all_staged(7 if rank == 0 else 0),
         "different": agreement.all_staged(7 + rank),
         "both": agreement.all_staged(7),
+        "first": agreement.first(5 + rank),
         "seconds": costs.seconds(4, 2),
         "unknown": costs.seconds(4, 1),
     }
@@ -48,6 +49,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             "one": False,
             "different": False,
             "both": True,
+            "first": 5,
             "seconds": 0.1,
             "unknown": None,
         }
@@ -58,4 +60,5 @@ def test_alone_every_step_will_do() -> None:
     assert agreement.is_alone
     assert agreement.is_meeting(1)
     assert agreement.all_staged(3)
+    assert agreement.first(3) == 3
     assert not agreement.all_staged(0)

@@ -7,21 +7,32 @@ from typing import Any
 
 import torch
 
+from serving.evidence import Stratum, WatchedRound
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
-from serving.speedup import SpeedupMeter
+from serving.speedup import ControlShare, SpeedupMeter
 from speculator.depth import DepthPolicy
 
 
-def make_control(*, is_fresh: bool = False, control_share: float = 0.0) -> DepthControl:
-    policy = DepthPolicy([0, 1, 3], control_share=control_share, probe_share=0.0)
-    clock = StepClock(torch.device("cpu"))
-    return DepthControl(policy, clock, SpeedupMeter(), dormancy=Dormancy(is_fresh=is_fresh))
+def make_control(
+    *, is_fresh: bool = False, control_share: float = 0.0, seen: list[WatchedRound] | None = None
+) -> DepthControl:
+    return DepthControl(
+        DepthPolicy([0, 1, 3], control_share=0.0, probe_share=0.0),
+        StepClock(torch.device("cpu")),
+        SpeedupMeter(),
+        dormancy=Dormancy(is_fresh=is_fresh),
+        version=1,
+        control=ControlShare(control_share),
+        on_round=None if seen is None else seen.append,
+    )
 
 
 def requests(count: int) -> list[Any]:
-    return [SimpleNamespace() for _ in range(count)]
+    """Greedy ones of one domain."""
+    params = SimpleNamespace(custom_params={"slipstream": {"tenant": "t", "domain": "code"}}, top_k=1)
+    return [SimpleNamespace(rid=f"r{index}", sampling_params=params) for index in range(count)]
 
 
 def step(control: DepthControl, batch: list[Any], *, accepts: bool = False) -> int:
@@ -36,7 +47,7 @@ def test_a_fresh_draft_is_never_run_until_there_is_another_version() -> None:
     control, batch = make_control(is_fresh=True), requests(2)
     assert {step(control, batch) for _ in range(2 * _LOOK_EVERY_STEPS)} == {0}
     assert control.is_asleep
-    control.renewed()
+    control.renewed(2)
     assert not control.is_asleep
     assert {step(control, requests(2)) for _ in range(30)} == {0, 1, 3}
 
@@ -56,7 +67,7 @@ def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
 def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
     control, cold = make_control(is_fresh=True), requests(1)
     step(control, cold)
-    control.renewed()
+    control.renewed(2)
     for _ in range(200):
         step(control, [*cold, *requests(1)][:1])
     rate = float(control.explanation()["acceptance"].split(",")[0])
@@ -82,6 +93,28 @@ def test_results_that_come_a_step_late_meet_their_step() -> None:
     measured = control._meter.measure()
     assert measured.baseline_rounds + measured.speculative_rounds == 400
     assert 150 < measured.baseline_rounds < 250
+
+
+def test_what_the_watch_is_told() -> None:
+    """The version at launch, the stratum of each request, and nothing of requests that went cold."""
+    seen: list[WatchedRound] = []
+    control, cold = make_control(is_fresh=True, control_share=0.2, seen=seen), requests(1)
+    step(control, cold)
+    assert [(round_.drafted, round_.verifications) for round_ in seen] == [(True, ()), (False, ())], (
+        "while the draft sleeps a step is its own baseline"
+    )
+    control.renewed(2)
+    seen.clear()
+    for _ in range(50):
+        step(control, [*cold, *requests(1)], accepts=True)
+    assert {round_.version for round_ in seen} == {2}
+    assert sum(not round_.drafted for round_ in seen) in (9, 10, 11)
+    verified = [round_ for round_ in seen if round_.verifications]
+    assert all(round_.drafted and round_.depth > 0 for round_ in verified)
+    assert {round_.depth for round_ in verified} == {round_.depth for round_ in seen if round_.depth}
+    for round_ in verified:
+        (only,) = round_.verifications
+        assert (only.stratum, only.accepted) == (Stratum("code", "greedy"), round_.depth)
 
 
 def test_a_fixed_depth_is_measured_too() -> None:

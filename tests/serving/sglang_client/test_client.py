@@ -38,7 +38,13 @@ REPORT: dict[str, str | int | float] = {
     "trace_tokens": 80,
     "speedup": 1.31,
     "baseline_ms_per_token": 12.5,
+    "speedup_lower": 1.2,
+    "speedup_upper": 1.42,
+    "speedup_estimated": 1.4,
     "target_ok": 1,
+    "watched": 7,
+    "verdicts": "promoted=4,rolled_back=1,withdrawn=0",
+    "last_verdict": "version 6 rolled back: accepts less than the incumbent",
 }
 
 
@@ -48,12 +54,11 @@ class Scene:
     pointer: DraftPointer
     client: SglangClient
     alive: list[bool]
-    swaps: list[int]
 
 
 @pytest.fixture
 def scene(redis_client: redis.Redis) -> Iterator[Scene]:
-    fake, alive, swaps = FakeSglang(), [True], list[int]()
+    fake, alive = FakeSglang(), [True]
     url, stop = in_background(fake)
     pointer = DraftPointer(redis_client, "target-abc")
     client = SglangClient(
@@ -63,11 +68,10 @@ def scene(redis_client: redis.Redis) -> Iterator[Scene]:
         max_depth=3,
         draft_version=4,
         is_process_alive=lambda: alive[0],
-        on_swap=swaps.append,
         poll_s=0.02,
         swap_timeout_s=10,
     )
-    yield Scene(fake, pointer, client, alive, swaps)
+    yield Scene(fake, pointer, client, alive)
     client.stop()
     stop()
 
@@ -132,7 +136,6 @@ def test_a_thread_looks_by_itself(scene: Scene) -> None:
     scene.pointer.report_engine(ENGINE, REPORT)
     wait_until(lambda: scene.client.draft_version == 7)
     scene.client.stop()
-    assert scene.swaps == [7]
 
 
 # -- reports -------------------------------------------------------------------------------------------------------
@@ -173,6 +176,16 @@ def test_a_report_becomes_metrics(scene: Scene) -> None:
         "slipstream_target_unchanged 1.0",
     ):
         assert line in text.splitlines(), line
+
+
+def test_what_the_watch_says_is_in_the_report(scene: Scene) -> None:
+    scene.pointer.report_engine(ENGINE, REPORT)
+    scene.client.look()
+    report = scene.client.report
+    assert report is not None
+    assert (report.watched, report.verdicts) == (7, {"promoted": 4, "rolled_back": 1, "withdrawn": 0})
+    assert report.last_verdict == "version 6 rolled back: accepts less than the incumbent"
+    assert (report.speedup_lower, report.speedup_upper, report.speedup_estimated) == (1.2, 1.42, 1.4)
 
 
 def test_a_report_of_another_version_of_the_plugin_is_read_as_far_as_it_goes(scene: Scene) -> None:

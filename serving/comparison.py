@@ -1,0 +1,155 @@
+"""A new version against the incumbent, at any moment: the accept length by strata, the time a token by batch size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serving.evidence import Moments, Reference, Stratum, Verification
+from serving.sequential import mixture_bound, normal_bound
+from serving.speedup import Sums, jackknife
+
+_TUNED_FOR = 100
+"""Verifications at which the bound on the accept length is narrowest."""
+_LEAST_VARIANCE = 0.01
+"""An incumbent whose proposals are never accepted has no variance at all."""
+_TUNED_ERROR = 0.05
+"""The same for times: standard error of the logarithm."""
+_FEWEST_CONTROLS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A relative change and what it may truly be: −0.1 is ten per cent worse."""
+
+    estimate: float
+    lower: float
+    upper: float
+
+
+@dataclass
+class _Cell:
+    """Verifications of one stratum at one depth."""
+
+    known: Moments
+    count: int = 0
+    residual: float = 0.0
+    squares: float = 0.0
+
+
+class AcceptComparison:
+    """Residuals x − μ of the new version's accepted tokens x from the incumbent's mean μ in the same stratum.
+
+    A verification commits its accepted proposals and one token, so with d the mean residual and μ the incumbent's mean
+    over the new version's mix of strata, the relative change of the accept length is d / (1 + μ). The variance of the
+    sum of t residuals is
+
+        σ² (t + ρ Σ_c n_c (n_c − 1))  +  Σ_s t_s² σ_s² D / n_s
+
+    for requests c with n_c verifications that are correlated by ρ, and the incumbent's means from n_s verifications
+    with design effect D. Strata in which the incumbent is not known are counted and left out.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._cells: dict[tuple[Stratum, int], _Cell] = {}
+        self._requests: dict[str, int] = {}
+        self._pairs = 0
+        self.seen = self.known = 0
+        """Verifications, and those that count."""
+        self.accepted = 0
+
+    def add(self, depth: int, verification: Verification) -> None:
+        self.seen += 1
+        self.accepted += verification.accepted
+        known = self._reference.moments(verification.stratum, depth)
+        if known is None:
+            return
+        self.known += 1
+        cell = self._cells.setdefault((verification.stratum, known.depth), _Cell(known))
+        residual = min(verification.accepted, known.depth) - known.mean
+        cell.count += 1
+        cell.residual += residual
+        cell.squares += residual * residual
+        siblings = self._requests.get(verification.request_id, 0)
+        self._requests[verification.request_id] = siblings + 1
+        self._pairs += 2 * siblings
+
+    @property
+    def effective(self) -> float:
+        """The known verifications as a number of independent ones: those of one request say partly the same."""
+        if not self.known:
+            return 0.0
+        return self.known / (1 + self._reference.correlation * self._pairs / self.known)
+
+    @property
+    def incumbent_length(self) -> float:
+        """The accept length that the incumbent would have had on these requests."""
+        return 1 + sum(cell.count * cell.known.mean for cell in self._cells.values()) / max(self.known, 1)
+
+    def change(self, alpha: float) -> Change:
+        """With bounds that hold over all looks together, each with probability 1 − alpha; needs known verifications."""
+        own, base = self._variances()
+        half = mixture_bound(own + base, tuned_for=_TUNED_FOR * own / self.known, alpha=alpha)
+        return self._change(half)
+
+    def final_change(self, alpha: float) -> Change:
+        """With bounds for a single look."""
+        return self._change(normal_bound(sum(self._variances()), alpha=alpha))
+
+    def _change(self, half: float) -> Change:
+        total = sum(cell.residual for cell in self._cells.values())
+        scale = self.known * self.incumbent_length
+        return Change(estimate=total / scale, lower=(total - half) / scale, upper=(total + half) / scale)
+
+    def _variances(self) -> tuple[float, float]:
+        """Of the sum of residuals: from the new verifications, and from the incumbent's means."""
+        cells, count = self._cells.values(), self.known
+        theirs = sum(cell.count * cell.known.variance for cell in cells) / count
+        mean = sum(cell.residual for cell in cells) / count
+        ours = sum(cell.squares for cell in cells) / count - mean * mean
+        own = max(theirs, ours, _LEAST_VARIANCE) * (count + self._reference.correlation * self._pairs)
+        errors: dict[Stratum, float] = {}
+        for (stratum, _), cell in self._cells.items():
+            # The depths of one stratum share the incumbent's verifications: their errors add up.
+            error = cell.count * math.sqrt(max(cell.known.variance, _LEAST_VARIANCE) / cell.known.num)
+            errors[stratum] = errors.get(stratum, 0.0) + error
+        return own, self._reference.inflation * sum(error * error for error in errors.values())
+
+
+def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, alpha: float) -> Change | None:
+    """The relative change of the time a token, at equal batch sizes and on a machine equally busy.
+
+    Against the incumbent's time a token at the same batch size, the new version's rounds took d times as long and the
+    control rounds beside them m times: the machine's part. The change is d / m − 1. None until both versions have ten
+    control rounds; without control rounds a trainer that starts beside would look like a slow draft.
+    """
+    if min(sum(part.num_rounds(drafted=False) for part in sums) for sums in (new, incumbent)) < _FEWEST_CONTROLS:
+        return None
+    ours, theirs = Sums.over(new), Sums.over(incumbent)
+    by_new = jackknife(new, lambda sums: _log_slowdown(sums, theirs))
+    by_incumbent = jackknife(incumbent, lambda sums: _log_slowdown(ours, sums))
+    if by_new is None or by_incumbent is None:
+        return None
+    information = 1 / max(by_new.error**2 + by_incumbent.error**2, 1e-12)
+    half = mixture_bound(information, tuned_for=1 / _TUNED_ERROR**2, alpha=alpha) / information
+    log_change = by_new.value
+    return Change(
+        estimate=math.expm1(log_change), lower=math.expm1(log_change - half), upper=math.expm1(log_change + half)
+    )
+
+
+def _log_slowdown(new: Sums, incumbent: Sums) -> float | None:
+    drafted, plain = (_slowdown(new, incumbent, drafted=kind) for kind in (True, False))
+    return math.log(drafted / plain) if drafted and plain else None
+
+
+def _slowdown(new: Sums, incumbent: Sums, *, drafted: bool) -> float | None:
+    """Time over what the incumbent needs for as many tokens, over the batch sizes that both have seen."""
+    took = expected = 0.0
+    for key, tokens in new.tokens.items():
+        if key[1] == drafted and tokens > 0 and incumbent.tokens.get(key, 0) > 0:
+            took += new.seconds[key]
+            expected += tokens * incumbent.seconds[key] / incumbent.tokens[key]
+    return took / expected if expected else None

@@ -1,0 +1,167 @@
+"""What verifications and rounds say about a draft version, by the kind of request they served.
+
+The decode thread makes one `WatchedRound` a round; everything else here belongs to the thread that judges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from serving.sequential import intraclass_correlation
+from serving.speedup import Sums
+from speculator.sampling import SamplingParams
+
+_KEPT_VERIFICATIONS = 5000
+_ROUNDS_A_BLOCK = 32
+_KEPT_BLOCKS = 128
+_FEWEST_KNOWN = 30
+"""Verifications of a stratum below which its mean is not taken for known."""
+_MAX_STRATA = 64
+_REST = "other"
+
+
+class Stratum(NamedTuple):
+    """Requests whose accept lengths may be compared: the mix of them can change while a new version is watched."""
+
+    domain: str
+    sampling: str
+
+
+class Verification(NamedTuple):
+    """One request's part in a drafting round; 0 accepted also where nothing was proposed."""
+
+    request_id: str
+    stratum: Stratum
+    accepted: int
+
+
+class WatchedRound(NamedTuple):
+    """One decode round: what it cost and what its verifications accepted.
+
+    In a control round, and for requests whose draft is not up to date, there are none.
+    """
+
+    version: int
+    batch: int
+    drafted: bool
+    depth: int
+    seconds: float
+    committed: int
+    verifications: tuple[Verification, ...]
+
+
+class Moments(NamedTuple):
+    """Accepted tokens of a stratum's verifications, as if none had drafted deeper than `depth`."""
+
+    depth: int
+    num: int
+    mean: float
+    variance: float
+
+
+def stratum_of(domain: str, sampling: SamplingParams) -> Stratum:
+    """Greedy, or the temperature to a tenth, with the whole distribution or a part of it."""
+    if sampling.temperature == 0:
+        return Stratum(domain, "greedy")
+    is_cut = sampling.top_p < 1 or sampling.top_k > 0
+    return Stratum(domain, f"t{min(round(sampling.temperature, 1), 2.0)}{' cut' if is_cut else ''}")
+
+
+class Evidence:
+    """The last 5,000 verifications and 4,096 rounds that a version earned."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.verifications: deque[tuple[int, Verification]] = deque(maxlen=_KEPT_VERIFICATIONS)
+        """(depth of the round, verification)."""
+        self.blocks: deque[Sums] = deque(maxlen=_KEPT_BLOCKS)
+        """Rounds, thirty-two a block."""
+        self.num_rounds = 0
+
+    def add(self, round_: WatchedRound) -> None:
+        if self.num_rounds % _ROUNDS_A_BLOCK == 0:
+            self.blocks.append(Sums())
+        self.num_rounds += 1
+        self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
+        self.verifications.extend((round_.depth, verification) for verification in round_.verifications)
+
+    def error(self) -> float:
+        """Relative standard error of the accept length, as if all verifications were independent; needs some."""
+        accepted = [verification.accepted for _, verification in self.verifications]
+        mean = sum(accepted) / len(accepted)
+        variance = sum(count * count for count in accepted) / len(accepted) - mean * mean
+        return math.sqrt(max(variance, 0.0) / len(accepted)) / (1 + mean)
+
+    def pool(self, older: Evidence) -> None:
+        """Put another version's verifications before these. Times are not pooled: they are those of another hour."""
+        both = [*older.verifications, *self.verifications]
+        self.verifications = deque(both, maxlen=_KEPT_VERIFICATIONS)
+
+
+class Strata:
+    """Bounds the number of strata: requests of a domain that comes late are among the rest of their sampling."""
+
+    def __init__(self) -> None:
+        self._known: set[Stratum] = set()
+
+    def place(self, stratum: Stratum) -> Stratum:
+        if stratum not in self._known:
+            if len(self._known) >= _MAX_STRATA:
+                return Stratum(_REST, stratum.sampling)
+            self._known.add(stratum)
+        return stratum
+
+
+class Reference:
+    """The incumbent's accepted tokens by stratum, and how alike the verifications of one request are; frozen.
+
+    A version may be drafted for at another depth than the one before it. The first d proposals of a deeper chain are
+    the chain of depth d, so a verification at depth d is compared with min(accepted, d) of those at depth ≥ d; where
+    the incumbent never went so deep, both are cut at the largest depth it is known at.
+    """
+
+    def __init__(self, verifications: Iterable[tuple[int, Verification]]) -> None:
+        self._accepted: dict[Stratum, Counter[tuple[int, int]]] = {}
+        """By stratum: how often (depth, accepted) came."""
+        self._moments: dict[tuple[Stratum, int], Moments | None] = {}
+        rows = list(verifications)
+        for depth, verification in rows:
+            counter = self._accepted.setdefault(verification.stratum, Counter())
+            counter[depth, verification.accepted] += 1
+        clusters = self._clusters(rows)
+        self.correlation = intraclass_correlation(clusters)
+        total = sum(count for count, _, _ in clusters)
+        typical = sum(count * count for count, _, _ in clusters) / total if total else 1.0
+        self.inflation = 1 + (typical - 1) * self.correlation
+        """Design effect: what correlation inside a request adds to the variance of the incumbent's means."""
+
+    def moments(self, stratum: Stratum, depth: int) -> Moments | None:
+        """None where the incumbent is not known well enough."""
+        key = stratum, depth
+        if key not in self._moments:
+            self._moments[key] = self._compute(stratum, depth)
+        return self._moments[key]
+
+    def _compute(self, stratum: Stratum, depth: int) -> Moments | None:
+        counter = self._accepted.get(stratum, Counter())
+        for cut in sorted({min(depth, known) for known, _ in counter}, reverse=True):
+            rows = [(min(accepted, cut), times) for (known, accepted), times in counter.items() if known >= cut]
+            count = sum(times for _, times in rows)
+            if count >= _FEWEST_KNOWN:
+                mean = sum(accepted * times for accepted, times in rows) / count
+                variance = sum((accepted - mean) ** 2 * times for accepted, times in rows) / (count - 1)
+                return Moments(cut, count, mean, variance)
+        return None
+
+    def _clusters(self, rows: Iterable[tuple[int, Verification]]) -> list[tuple[int, float, float]]:
+        clusters: dict[str, tuple[int, float, float]] = {}
+        for depth, verification in rows:
+            known = self.moments(verification.stratum, depth)
+            if known is not None:
+                residual = min(verification.accepted, known.depth) - known.mean
+                count, total, squares = clusters.get(verification.request_id, (0, 0.0, 0.0))
+                clusters[verification.request_id] = count + 1, total + residual, squares + residual * residual
+        return list(clusters.values())

@@ -1,0 +1,138 @@
+"""The operator's endpoints: draft versions and what happened to them, for whoever has the admin key.
+
+Every request is answered off the event loop: a store may lie on a network, and so does Redis.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from starlette.concurrency import run_in_threadpool
+
+from serving.gateway.body import read_body
+from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.errors import ApiError, unavailable
+from serving.gateway.schema import request_body
+from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
+
+ACTOR = "operator:admin"
+_KEY_VARIABLE = f"{ENV_PREFIX}ADMIN_KEY"
+_MAX_EVENTS = 1000
+
+T = TypeVar("T")
+
+
+class Drafts(Protocol):
+    """What the endpoints need of `speculator.drafts.DraftDesk`; whatever it returns can be encoded as JSON."""
+
+    def overview(self) -> Any: ...
+
+    def show(self, version: int) -> Any: ...
+
+    def diff(self, a: int, b: int) -> Any: ...
+
+    def events(self, count: int) -> Any: ...
+
+    def promote(self, version: int, *, actor: str) -> Any: ...
+
+    def rollback(self, *, actor: str, reason: str, version: int | None = None) -> Any: ...
+
+    def pin(self, version: int, *, actor: str) -> Any: ...
+
+    def unpin(self, *, actor: str) -> Any: ...
+
+
+class RollbackBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Annotated[int, Field(ge=1)] | None = None
+    """Default: the version that engines should run."""
+    reason: Annotated[str, Field(min_length=1, max_length=500)]
+
+
+def admin_routes(drafts: Drafts, settings: GatewaySettings) -> APIRouter:
+    def authorise(request: Request) -> None:
+        check_key(request, settings.admin_key)
+
+    router = APIRouter(prefix="/admin/drafts", dependencies=[Depends(authorise)])
+
+    @router.get("")
+    async def list_drafts() -> Response:
+        return await _answer(drafts.overview)
+
+    @router.get("/events")
+    async def list_events(request: Request) -> Response:
+        count = _number(request.query_params.get("count", "100"), "count")
+        return await _answer(lambda: drafts.events(min(count, _MAX_EVENTS)))
+
+    @router.get("/{version}")
+    async def show_draft(version: str) -> Response:
+        number = _number(version, "version")
+        return await _answer(lambda: drafts.show(number))
+
+    @router.get("/{a}/diff/{b}")
+    async def compare_drafts(a: str, b: str) -> Response:
+        first, second = _number(a, "a"), _number(b, "b")
+        return await _answer(lambda: drafts.diff(first, second))
+
+    @router.post("/rollback", openapi_extra=request_body(RollbackBody))
+    async def roll_back(request: Request) -> Response:
+        body = await read_body(request, RollbackBody, max_bytes=settings.max_body_bytes)
+        return await _answer(lambda: drafts.rollback(actor=ACTOR, reason=body.reason, version=body.version))
+
+    @router.post("/unpin")
+    async def unpin() -> Response:
+        return await _answer(lambda: drafts.unpin(actor=ACTOR))
+
+    @router.post("/{version}/promote")
+    async def promote(version: str) -> Response:
+        number = _number(version, "version")
+        return await _answer(lambda: drafts.promote(number, actor=ACTOR))
+
+    @router.post("/{version}/pin")
+    async def pin(version: str) -> Response:
+        number = _number(version, "version")
+        return await _answer(lambda: drafts.pin(number, actor=ACTOR))
+
+    return router
+
+
+def check_key(request: Request, key: SecretStr | None) -> None:
+    """Raise ApiError (401, 403) unless the request has the admin key; nothing opens a gateway that has none."""
+    if key is None:
+        raise ApiError(403, f"This gateway has no admin key: set {_KEY_VARIABLE} and restart it.", code="no_admin_key")
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        message = "This needs the admin key: send the header 'authorization: Bearer <key>'."
+        raise ApiError(401, message, code="admin_key_missing", headers={"www-authenticate": "Bearer"})
+    # As bytes, since a key need not be ASCII; headers come decoded as Latin-1. The time tells nothing of the key.
+    if not hmac.compare_digest(given.encode("latin-1"), key.get_secret_value().encode()):
+        raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
+
+
+async def _answer(ask: Callable[[], Any]) -> Response:
+    document = await run_in_threadpool(_translated, ask)
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _translated(ask: Callable[[], T]) -> T:
+    """What the store, its states and Redis refuse, in words that were written for operators."""
+    try:
+        return ask()
+    except UnknownDraftError as error:
+        raise ApiError(404, str(error), code="draft_not_found", param="version") from error
+    except (LifecycleError, DraftError) as error:
+        raise ApiError(409, str(error), code="draft_not_usable", param="version") from error
+    except (StoreError, StreamError) as error:
+        raise unavailable(str(error), code="drafts_unavailable") from error
+
+
+def _number(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ApiError(400, f"{name} must be a whole number.", code="invalid_value", param=name)
+    return int(text)

@@ -1,0 +1,279 @@
+"""Watches a version that has just come into service, and says whether it stays.
+
+The accept length is compared with the incumbent's by strata, so that another mix of requests is not taken for another
+draft; the time a token at equal batch sizes, with the control rounds of both as the measure of the machine. Both bounds
+hold over all looks together, so one may look as often as one likes:
+
+* rolled back when it is confidently worse (accept length, upper bound < 0) or confidently more than 10% slower;
+* promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
+* after `max_verifications`: rolled back when one last, plain look says so; promoted when the estimate is within the
+  margin; watched on otherwise;
+* after twice as many: one more look, then promoted. (Independent verifications are counted, so with requests that
+  differ much it takes more of them, at most four times as many.)
+
+Only confidence rolls a version back: where it takes so long to tell a difference there is little of one, and good
+versions would be lost for a coin's toss. So a version is promoted, too, that served only requests of strata in which
+the incumbent is unknown, as long as its time a token says nothing against it.
+
+Half of `alpha` goes to the bounds over all looks and a quarter to each of the two plain ones.
+
+The baseline is what the version in service has earned lately. A version that is better, and confidently not worse,
+brings its own: the incumbent's would be too easy a measure for the next. One that passes for as good shares the pool
+with those before it: a chain of versions, each a little worse than the last but none of them by enough, is compared
+with the pool and not with the last one, so it cannot creep far.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serving.comparison import AcceptComparison, Change, time_change
+from serving.evidence import Evidence, Reference, Strata, WatchedRound
+from speculator.lifecycle import Number
+
+_MAX_ARRIVED = 8192
+"""Rounds between two looks; older ones are dropped when the judge is that late."""
+_MOST_INFLATION = 4
+"""Verifications that are waited for in the place of an independent one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchRules:
+    alpha: float = 0.01
+    """Share of good versions that may be rolled back."""
+    margin: float = 0.03
+    """A version is as good as the incumbent when its accept length is at most this much smaller."""
+    promotion_alpha: float = 0.05
+    """Share of versions outside the margin that may pass for being inside."""
+    slower_margin: float = 0.10
+    """Time a token that a version may lose before it counts: a busy machine slows wide rounds more than narrow ones."""
+    min_verifications: int = 30
+    """Before these, nothing is concluded."""
+    max_verifications: int = 2000
+    """Independent ones, from which on the estimate decides."""
+    baseline_error: float = 0.015
+    """Standard error of the incumbent's accept length, relative to it, from which on another version is tried: 10%
+    less can then be told in time. That takes some 1,500 verifications where 1.7 tokens are committed by each."""
+    min_baseline: int = 300
+    """Verifications that it takes at least, and that must do for a version that has been waiting for `patience_s`."""
+    patience_s: float = 30.0
+    rounds_without_drafting: int = 500
+    """Rounds after which an incumbent without verifications is one that does not draft, and no measure of anything."""
+
+
+class Outcome(enum.Enum):
+    WATCHING = "watching"
+    PROMOTED = "promoted"
+    ROLLED_BACK = "rolled_back"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    outcome: Outcome
+    reason: str
+    numbers: dict[str, Number]
+    is_better: bool = False
+    """Better than the incumbent, and confidently not worse."""
+
+
+@dataclass
+class _Trial:
+    evidence: Evidence
+    comparison: AcceptComparison
+    started_s: float
+    looks: int = 0
+    """Plain looks taken."""
+
+
+class LiveWatch:
+    """One engine's watch. `observe` is for the decode thread and never waits; everything else for one other thread."""
+
+    def __init__(
+        self, version: int, rules: WatchRules | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`version` is the one in service."""
+        self.rules, self._clock = rules or WatchRules(), clock
+        self._arrived: deque[WatchedRound] = deque(maxlen=_MAX_ARRIVED)
+        self._strata = Strata()
+        self._baseline = Evidence(version)
+        self._trial: _Trial | None = None
+        self._returned: tuple[AcceptComparison, float] | None = None
+        """After a rollback: the incumbent against its own past, and the change for which the other went."""
+        self._waiting: tuple[int, float] | None = None
+
+    def observe(self, round_: WatchedRound) -> None:
+        self._arrived.append(round_)
+
+    # -- on the judge's thread --------------------------------------------------------------------------------------
+
+    @property
+    def watched(self) -> int | None:
+        """The version on trial."""
+        return None if self._trial is None else self._trial.evidence.version
+
+    @property
+    def baseline_verifications(self) -> int:
+        return len(self._baseline.verifications)
+
+    def restart(self, version: int) -> None:
+        """Another version is in service without a trial: whatever was known is of no use."""
+        self._trial = self._returned = self._waiting = None
+        self._baseline = Evidence(version)
+
+    def is_ready_for(self, version: int) -> bool:
+        """Whether the incumbent is known well enough to try a version against it. An idle engine has no need of one."""
+        self._drain()
+        now_s, rules = self._clock(), self.rules
+        if self._waiting is None or self._waiting[0] != version:
+            self._waiting = version, now_s
+        if self.baseline_verifications >= rules.min_baseline and self._baseline.error() <= rules.baseline_error:
+            return True
+        if now_s - self._waiting[1] < rules.patience_s:
+            return False
+        does_not_draft = (
+            self._baseline.num_rounds >= rules.rounds_without_drafting
+            and self.baseline_verifications < rules.rounds_without_drafting
+        )
+        return does_not_draft or self.baseline_verifications >= rules.min_baseline
+
+    def begin(self, version: int) -> None:
+        """A new version is in service, on trial."""
+        self._drain()
+        self._waiting = self._returned = None
+        comparison = AcceptComparison(Reference(self._baseline.verifications))
+        self._trial = _Trial(Evidence(version), comparison, self._clock())
+
+    def judge(self) -> Verdict:
+        """What the evidence so far says about the version on trial; it stays on trial until `settle`."""
+        assert self._trial is not None
+        self._drain()
+        trial, rules = self._trial, self.rules
+        accept = trial.comparison
+        timing = time_change(list(trial.evidence.blocks), list(self._baseline.blocks), alpha=rules.alpha / 2)
+        if timing is not None and timing.lower > rules.slower_margin:
+            return self._verdict(Outcome.ROLLED_BACK, "slower a token than the incumbent", timing)
+        if accept.known >= rules.min_verifications:
+            change = accept.change(rules.alpha / 2)
+            if change.upper < 0:
+                return self._verdict(Outcome.ROLLED_BACK, "accepts less than the incumbent", timing)
+            hopeful = accept.change(rules.promotion_alpha)
+            if hopeful.lower > -rules.margin and self._is_time_known(timing):
+                better = hopeful.estimate > 0
+                reason = "accepts more than the incumbent" if better else "accepts as much as the incumbent"
+                return self._verdict(Outcome.PROMOTED, reason, timing, is_better=better)
+        if self._patience() >= 1:
+            return self._late_verdict(timing)
+        return self._verdict(Outcome.WATCHING, "", timing)
+
+    def settle(self, verdict: Verdict) -> None:
+        """The version on trial has been promoted, or the incumbent is in service again."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        if verdict.outcome is Outcome.PROMOTED:
+            if not verdict.is_better:
+                trial.evidence.pool(self._baseline)
+            self._baseline = trial.evidence
+        elif trial.comparison.known:
+            past = AcceptComparison(Reference(self._baseline.verifications))
+            self._returned = past, trial.comparison.change(self.rules.alpha).estimate
+
+    def rollback_doubt(self) -> float | None:
+        """Once after a rollback: the incumbent's own change since, where it is closer to the other's than to none.
+
+        Then it was the traffic that changed and not the draft.
+        """
+        self._drain()
+        if self._returned is None or self._returned[0].known < self.rules.min_baseline:
+            return None
+        (past, rolled_back), self._returned = self._returned, None
+        since = past.change(self.rules.alpha).estimate
+        return since if since < rolled_back / 2 else None
+
+    def _late_verdict(self, timing: Change | None) -> Verdict:
+        """The evidence is all that is waited for: look plainly, at most twice."""
+        assert self._trial is not None
+        accept, rules = self._trial.comparison, self.rules
+        is_last = self._patience() >= 2
+        if accept.known < rules.min_verifications:
+            outcome = Outcome.PROMOTED if is_last else Outcome.WATCHING
+            return self._verdict(outcome, "nothing to compare its accept length with", timing)
+        if self._trial.looks < 1 + is_last:
+            self._trial.looks += 1
+            if accept.final_change(rules.alpha / 4).upper < 0:
+                return self._verdict(Outcome.ROLLED_BACK, "accepts less than the incumbent", timing)
+        if accept.change(rules.alpha).estimate >= -rules.margin:
+            return self._verdict(Outcome.PROMOTED, "accepts as much as the incumbent", timing)
+        if is_last:
+            return self._verdict(Outcome.PROMOTED, "not confirmed to be worse", timing)
+        return self._verdict(Outcome.WATCHING, "", timing)
+
+    def _patience(self) -> float:
+        """What has been seen, in units of `max_verifications`."""
+        assert self._trial is not None
+        accept = self._trial.comparison
+        # Rounds, too: an engine that is told not to draft has no verifications at all.
+        longest = max(accept.seen, self._trial.evidence.num_rounds)
+        return max(accept.effective, longest / _MOST_INFLATION) / self.rules.max_verifications
+
+    def _is_time_known(self, timing: Change | None) -> bool:
+        """Control rounds are rare: where the incumbent has them, the version on trial waits for its own."""
+        if timing is not None:
+            return timing.estimate < self.rules.slower_margin
+        baseline = list(self._baseline.blocks)
+        return time_change(baseline, baseline, alpha=self.rules.alpha) is None
+
+    def _verdict(self, outcome: Outcome, reason: str, timing: Change | None, *, is_better: bool = False) -> Verdict:
+        assert self._trial is not None
+        trial, accept = self._trial, self._trial.comparison
+        numbers: dict[str, Number] = {
+            "verifications": accept.seen,
+            "compared": accept.known,
+            "rounds": trial.evidence.num_rounds,
+            "seconds": round(self._clock() - trial.started_s, 2),
+            "baseline_verifications": self.baseline_verifications,
+        }
+        if accept.seen:
+            numbers["accept_length"] = round(1 + accept.accepted / accept.seen, 4)
+        if accept.known:
+            change = accept.change(self.rules.alpha / 2)
+            numbers["incumbent_accept_length"] = round(accept.incumbent_length, 4)
+            numbers |= _numbers("accept_change", change)
+        if timing is not None:
+            numbers |= _numbers("time_change", timing)
+        return Verdict(outcome=outcome, reason=reason, numbers=numbers, is_better=is_better)
+
+    def _drain(self) -> None:
+        while self._arrived:
+            round_ = self._arrived.popleft()
+            placed = round_._replace(
+                verifications=tuple(
+                    verification._replace(stratum=self._strata.place(verification.stratum))
+                    for verification in round_.verifications
+                )
+            )
+            self._take(placed)
+
+    def _take(self, round_: WatchedRound) -> None:
+        """A round of a version that is neither in service nor on trial was launched before the swap."""
+        trial = self._trial
+        if trial is not None and round_.version == trial.evidence.version:
+            trial.evidence.add(round_)
+            for verification in round_.verifications:
+                trial.comparison.add(round_.depth, verification)
+        elif trial is None and round_.version == self._baseline.version:
+            self._baseline.add(round_)
+            if self._returned is not None:
+                for verification in round_.verifications:
+                    self._returned[0].add(round_.depth, verification)
+
+
+def _numbers(name: str, change: Change) -> dict[str, Number]:
+    return {
+        name: round(change.estimate, 4),
+        f"{name}_lower": round(change.lower, 4),
+        f"{name}_upper": round(change.upper, 4),
+    }

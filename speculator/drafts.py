@@ -1,0 +1,176 @@
+"""What an operator may do with the draft versions: look at them, compare them, choose which one is served.
+
+Command line and gateway both work through the desk. Each change of which draft is served is an event beside the
+transitions that it makes; an engine goes on watching what it was told to serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from speculator.checkpoint import config_from_json, expected_shapes
+from speculator.difference import Difference, compare
+from speculator.errors import LifecycleError, UnknownDraftError
+from speculator.events import Event
+from speculator.folder import check_folder, write_folder
+from speculator.lifecycle import BARRED, SERVABLE, State
+from speculator.lineage import admit
+from speculator.overview import Details, Overview, overview
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an operator's change has led."""
+
+    version: int
+    """The version that was promoted, rolled back, pinned or unpinned."""
+    state: State | None
+    desired: int | None
+    """What engines run from now on."""
+
+
+class DraftDesk:
+    """One store's versions, with the pointer of the engines that serve them.
+
+    `pointer` is called for each use and may raise StreamError, or ConfigError where nobody said which one it is.
+    """
+
+    def __init__(
+        self, store: DraftStore, pointer: Callable[[], DraftPointer], *, target_fingerprint: str | None = None
+    ) -> None:
+        self._store, self._pointer, self._fingerprint = store, pointer, target_fingerprint
+        self._states = store.lifecycle
+
+    def overview(self) -> Overview:
+        """Every version; what Redis knows is left out where it cannot be asked. Raises StoreError."""
+        return overview(self._store, self._pointer)
+
+    def show(self, version: int) -> Details:
+        """Raises StoreError, UnknownDraftError among them, or DraftFileError for a damaged manifest."""
+        manifest = self._store.manifest(version)
+        for row in self.overview().drafts:
+            if row.version == version:
+                return Details(draft=row, manifest=manifest, history=self._states.history(version))
+        raise UnknownDraftError(f"draft version {version} has just been removed")
+
+    def diff(self, a: int, b: int) -> Difference:
+        """What changed from version `a` to version `b`. Raises StoreError or DraftError."""
+        sides = [(self._store.manifest(each), self._store.config(each), self._store.load(each)) for each in (a, b)]
+        return compare(*sides)
+
+    def events(self, count: int) -> list[Event]:
+        """The last events, oldest first. Raises StoreError."""
+        return self._states.events.tail(count)
+
+    def promote(self, version: int, *, actor: str) -> Outcome:
+        """Have engines serve a version, one in quarantine too: it is read back and verified first.
+
+        Raises StoreError, DraftError for a version that no engine can load, LifecycleError while another one is pinned,
+        StreamError.
+        """
+        pointer = self._pointer()
+        self._refuse_other_pin(pointer, version)
+        self._verified(version)
+        self._release(version, actor)
+        if self._states.state(version) is State.PROMOTED:
+            self._states.move(version, State.PROMOTED, actor=actor, reason="promoted by operator")
+        pointer.publish(version)
+        return self._done("promote", version, pointer, actor)
+
+    def rollback(self, *, actor: str, reason: str, version: int | None = None) -> Outcome:
+        """Bar a version, by default the one that engines should run, and have the last good one served instead.
+
+        What a crash cut short is brought to its end by asking again. Raises StoreError, LifecycleError where no other
+        version is good, DraftError where that one cannot be loaded, StreamError.
+        """
+        pointer = self._pointer()
+        bad = version or pointer.desired() or self._states.last_good()
+        if bad is None:
+            raise LifecycleError("there is no draft version in service to roll back")
+        good = self._states.last_good(other_than=bad)
+        if good is None:
+            raise LifecycleError(f"no other draft version than {bad} was ever good: `slipstream drafts promote` one")
+        self._verified(good)
+        if self._states.state(bad) is None:
+            self._store.manifest(bad)
+            self._states.move(bad, State.WRITTEN, actor=actor)
+        self._states.bar(bad, actor=actor, reason=reason)
+        if (pinned := pointer.pinned()) is not None and self._states.state(pinned) not in SERVABLE:
+            pointer.unpin()
+        published = pointer.published()
+        if published is None:
+            pointer.publish(good)
+        elif self._states.state(published) not in SERVABLE:
+            pointer.replace(published, good)
+        return self._done("rollback", bad, pointer, actor, reason=reason)
+
+    def pin(self, version: int, *, actor: str) -> Outcome:
+        """Have engines serve this version, whatever the trainer publishes, until `unpin`.
+
+        Raises StoreError, DraftError, LifecycleError for a version that may not be served, StreamError.
+        """
+        pointer = self._pointer()
+        self._verified(version)
+        state = self._states.state(version)
+        if state not in SERVABLE:
+            known = "unknown" if state is None else state.value
+            raise LifecycleError(f"draft version {version} is {known}: promote it first")
+        pointer.pin(version)
+        return self._done("pin", version, pointer, actor)
+
+    def unpin(self, *, actor: str) -> Outcome:
+        """Have engines serve what is published.
+
+        Raises LifecycleError where nothing is pinned, StreamError, StoreError.
+        """
+        pointer = self._pointer()
+        pinned = pointer.pinned()
+        if pinned is None:
+            raise LifecycleError("no draft version is pinned")
+        pointer.unpin()
+        return self._done("unpin", pinned, pointer, actor)
+
+    def export(self, version: int, folder: Path, *, actor: str) -> Path:
+        """Write a version as a Hugging Face folder, as SGLang loads it, and return it.
+
+        Raises StoreError, DraftError, ConfigError where the folder holds something or cannot be written.
+        """
+        check_folder(folder)
+        weights = self._verified(version)
+        written = write_folder(folder, weights, self._store.config(version))
+        self._states.events.append("export", actor=actor, version=version)
+        return written
+
+    def _verified(self, version: int) -> dict[str, Tensor]:
+        shapes = expected_shapes(config_from_json(self._store.config(version)))
+        return self._store.load(version, expected_fingerprint=self._fingerprint, expected_shapes=shapes)
+
+    def _release(self, version: int, actor: str) -> None:
+        """From wherever it stands to a state in which it may be served."""
+        if self._states.state(version) in BARRED:
+            self._states.move(version, State.QUARANTINED, actor=actor)
+            self._states.move(version, State.SCORED, actor=actor, reason="released by operator")
+        else:
+            fingerprint = self._store.manifest(version).target_fingerprint
+            admit(
+                self._store,
+                version,
+                target_fingerprint=fingerprint,
+                actor=actor,
+                reason="promoted by operator, unscored",
+            )
+
+    def _refuse_other_pin(self, pointer: DraftPointer, version: int) -> None:
+        pinned = pointer.pinned()
+        if pinned not in (None, version):
+            raise LifecycleError(f"draft version {pinned} is pinned: unpin it first")
+
+    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str, **fields: str) -> Outcome:
+        desired = pointer.desired()
+        self._states.events.append(kind, actor=actor, version=version, desired=desired, **fields)
+        return Outcome(version=version, state=self._states.state(version), desired=desired)

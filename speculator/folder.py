@@ -1,0 +1,44 @@
+"""A draft as a folder of its own, as SGLang and Hugging Face load it: `config.json` and `model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculator.errors import ConfigError
+
+
+def check_folder(out: Path) -> None:
+    """Raise ConfigError unless a draft can be written there: nothing, or an empty folder."""
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"{out} is not an empty directory: choose another --out")
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    """Write a draft and return its folder; it is there completely or not at all. Raises ConfigError."""
+    out = out.absolute()
+    check_folder(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+            folder = Path(scratch) / "draft"
+            folder.mkdir()
+            save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
+            (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+            folder.rename(out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    return out
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {out} ({error.strerror}): choose another --out")

@@ -1,0 +1,221 @@
+"""The watch on simulated traffic: what it takes back, what it keeps, and what it does not let itself be fooled by."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from serving.evidence import Stratum, Verification, WatchedRound, stratum_of
+from serving.sequential import intraclass_correlation, mixture_bound
+from serving.watch import LiveWatch, Outcome, Verdict
+from speculator.sampling import SamplingParams
+from tests.serving.watching import CHAT, CODE, DEPTH, rounds, serve, try_out
+
+
+def _trial(seed: int, change: float, *, baseline: int = 2000, length: float = 1.7, spread: float = 0.02) -> Verdict:
+    """An incumbent of this accept length on two strata, then a version that differs by `change`."""
+    rng = random.Random(seed)
+    watch = LiveWatch(1)
+    serve(watch, rounds(rng, 1, {CHAT: length, CODE: 1.3 * length}, spread=spread), baseline)
+    after = {CHAT: length * (1 + change), CODE: 1.3 * length * (1 + change)}
+    return try_out(watch, 2, rounds(rng, 2, after, spread=spread), look_every=100)
+
+
+def test_an_equal_version_is_hardly_ever_rolled_back() -> None:
+    verdicts = [_trial(seed, 0.0) for seed in range(200)]
+    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) <= 2
+    assert sum(verdict.is_better for verdict in verdicts) <= 50
+
+
+def test_a_better_version_is_never_rolled_back_and_mostly_found_out() -> None:
+    verdicts = [_trial(seed, 0.1) for seed in range(40)]
+    assert all(verdict.outcome is Outcome.PROMOTED for verdict in verdicts)
+    assert sum(verdict.is_better for verdict in verdicts) >= 25
+
+
+def test_a_version_that_is_ten_per_cent_worse_is_caught_within_two_thousand_verifications() -> None:
+    verdicts = [_trial(seed, -0.1, baseline=4000) for seed in range(100)]
+    caught = [verdict for verdict in verdicts if verdict.outcome is Outcome.ROLLED_BACK]
+    in_time = [verdict for verdict in caught if float(verdict.numbers["verifications"] or 0) <= 2000]
+    assert len(in_time) >= 95
+    assert all(verdict.reason == "accepts less than the incumbent" for verdict in caught)
+
+
+@pytest.mark.parametrize(("batch", "most_rounds"), [(1, 100), (4, 50)])
+def test_a_useless_version_is_caught_within_fifty_rounds_or_five_seconds(batch: int, most_rounds: int) -> None:
+    """A round is 40 ms."""
+    for seed in range(20):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 1.8}, batch=batch, spread=0.02), 2000)
+        verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, batch=batch), look_every=10, most_rounds=most_rounds)
+        assert verdict.outcome is Outcome.ROLLED_BACK
+
+
+def test_requests_that_differ_much_do_not_roll_a_good_version_back() -> None:
+    """Fifty verifications of one hard request are not fifty pieces of evidence."""
+    verdicts = [_trial(seed, 0.0, spread=0.15) for seed in range(30)]
+    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) <= 1
+
+
+def test_another_mix_of_requests_is_no_other_draft() -> None:
+    for seed in range(20):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        lengths = {CHAT: 1.3, CODE: 2.4}
+        serve(watch, rounds(rng, 1, lengths, mix={CHAT: 0.3, CODE: 0.7}), 3000)
+        verdict = try_out(watch, 2, rounds(rng, 2, lengths, mix={CHAT: 0.95, CODE: 0.05}))
+        assert verdict.outcome is Outcome.PROMOTED
+        assert float(verdict.numbers["accept_length"] or 0) < 1.5 < 2.0
+
+
+def test_a_chain_of_slightly_worse_versions_cannot_creep() -> None:
+    """Each is 3% worse than the one before, which alone would mostly pass; together they are found out."""
+    reached = []
+    for seed in range(12):
+        rng, watch, length, version = random.Random(seed), LiveWatch(1), 2.0, 1
+        serve(watch, rounds(rng, 1, {CHAT: length}), 4000)
+        while version < 12:
+            version += 1
+            verdict = try_out(watch, version, rounds(rng, version, {CHAT: length * 0.97}))
+            if verdict.outcome is Outcome.ROLLED_BACK:
+                break
+            length *= 0.97
+        reached.append(length)
+    assert min(reached) > 2.0 * 0.8
+    assert sum(reached) / len(reached) > 2.0 * 0.87
+
+
+def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
+    for seed in range(5):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
+        verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05, round_s=0.056))
+        assert verdict.outcome is Outcome.ROLLED_BACK
+        assert verdict.reason == "slower a token than the incumbent"
+        assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.4, abs=0.1)
+
+
+@pytest.mark.parametrize("control_share", [0.0, 0.05])
+def test_a_machine_that_becomes_busy_is_not_the_drafts_fault(control_share: float) -> None:
+    for seed in range(5):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=control_share), 3000)
+        busy = rounds(rng, 2, {CHAT: 1.7}, control_share=control_share, round_s=0.08, plain_s=0.06)
+        assert try_out(watch, 2, busy).outcome is Outcome.PROMOTED
+
+
+def test_an_incumbent_that_never_went_so_deep_is_compared_at_its_depth() -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    for round_, _ in zip(rounds(rng, 1, {CHAT: 1.7}), range(2000), strict=False):
+        shallow = tuple(row._replace(accepted=min(row.accepted, 1)) for row in round_.verifications)
+        watch.observe(round_._replace(depth=1, verifications=shallow))
+    verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}))
+    assert verdict.outcome is Outcome.PROMOTED
+    # Deeper chains accept a fifth more, and that is not the draft's merit.
+    assert float(verdict.numbers["accept_change"] or 0) < 0.1
+
+
+def test_unknown_strata_are_counted_and_compared_with_nothing() -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    serve(watch, rounds(rng, 1, {CHAT: 2.0}), 2000)
+    verdict = try_out(watch, 2, rounds(rng, 2, {CODE: 1.0}))
+    assert (verdict.outcome, verdict.reason) == (Outcome.PROMOTED, "nothing to compare its accept length with")
+    assert verdict.numbers["compared"] == 0
+    # From now on they are known.
+    assert try_out(watch, 3, rounds(rng, 3, {CODE: 1.5})).is_better
+
+
+def test_it_is_ready_when_the_incumbent_is_known() -> None:
+    now = [0.0]
+    rng, watch = random.Random(0), LiveWatch(1, clock=lambda: now[0])
+    source = rounds(rng, 1, {CHAT: 2.0})
+    serve(watch, source, 400)
+    assert not watch.is_ready_for(2)
+    now[0] = 31.0
+    assert watch.is_ready_for(2), "it has waited long enough"
+    assert not watch.is_ready_for(3), "another one has not"
+    serve(watch, source, 1600)
+    assert watch.is_ready_for(3)
+
+
+def test_an_idle_engine_is_not_ready_and_one_that_does_not_draft_is() -> None:
+    now = [0.0]
+    watch = LiveWatch(1, clock=lambda: now[0])
+    assert not watch.is_ready_for(2)
+    now[0] = 1e6
+    assert not watch.is_ready_for(2)
+    for _ in range(500):
+        watch.observe(WatchedRound(1, 1, True, 0, 0.03, 1, ()))
+    assert watch.is_ready_for(2)
+
+
+def test_rounds_of_other_versions_say_nothing() -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    serve(watch, rounds(rng, 9, {CHAT: 2.0}), 100)
+    assert not watch.is_ready_for(2)
+    assert watch.baseline_verifications == 0
+
+
+def test_after_a_rollback_the_incumbent_is_looked_at_again() -> None:
+    """The traffic turned hard when the version came: the incumbent does no better on it."""
+    for hard, expected in ((True, True), (False, False)):
+        rng, watch = random.Random(3), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 2.0}), 3000)
+        assert try_out(watch, 2, rounds(rng, 2, {CHAT: 1.6})).outcome is Outcome.ROLLED_BACK
+        assert watch.rollback_doubt() is None, "nothing seen yet"
+        serve(watch, rounds(rng, 1, {CHAT: 1.6 if hard else 2.0}), 400)
+        doubt = watch.rollback_doubt()
+        assert (doubt is not None) == expected
+        assert watch.rollback_doubt() is None, "said once"
+
+
+def test_domains_are_bounded() -> None:
+    watch = LiveWatch(1)
+    for index in range(5000):
+        stratum = Stratum(f"domain {index}", "greedy")
+        watch.observe(WatchedRound(1, 1, True, DEPTH, 0.03, 2, (Verification("r", stratum, 1),)))
+    watch.is_ready_for(2)
+    assert len({verification.stratum for _, verification in watch._baseline.verifications}) <= 65
+
+
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [
+        (SamplingParams(temperature=0.0), "greedy"),
+        (SamplingParams(temperature=0.68), "t0.7"),
+        (SamplingParams(temperature=1.0, top_p=0.9), "t1.0 cut"),
+        (SamplingParams(temperature=50.0, top_k=3), "t2.0 cut"),
+    ],
+)
+def test_sampling_is_part_of_the_stratum(sampling: SamplingParams, name: str) -> None:
+    assert stratum_of("code", sampling) == Stratum("code", name)
+
+
+def test_the_bound_holds_at_all_times_together() -> None:
+    """Random walks of 2,000 steps with unit variance: how many ever cross?"""
+    rng, crossed = random.Random(0), 0
+    bounds = [mixture_bound(float(step), tuned_for=300, alpha=0.05) for step in range(1, 2001)]
+    for _ in range(400):
+        total = 0.0
+        for bound in bounds:
+            total += rng.choice((-1.0, 1.0))
+            if total > bound:
+                crossed += 1
+                break
+    assert 1 <= crossed <= 20
+
+
+def test_correlation_inside_requests_is_found() -> None:
+    rng = random.Random(0)
+
+    def clusters(between: float) -> list[tuple[int, float, float]]:
+        rows = []
+        for _ in range(300):
+            shift = rng.gauss(0, between)
+            values = [shift + rng.gauss(0, 1) for _ in range(rng.randint(5, 60))]
+            rows.append((len(values), sum(values), sum(value * value for value in values)))
+        return rows
+
+    assert intraclass_correlation(clusters(0.0)) < 0.01
+    assert intraclass_correlation(clusters(0.5)) == pytest.approx(0.2, abs=0.04)
+    assert intraclass_correlation([(10, 1.0, 5.0)]) == 0.02

@@ -1,0 +1,151 @@
+"""`slipstream drafts` as an operator types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from safetensors.torch import load_file
+
+from slipstream.cli import main
+from slipstream.layout import model_key
+from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.lifecycle import State
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer
+from tests.toy import random_draft
+
+TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)
+TO_GOOD = (*TO_SCORED, State.LIVE, State.PROMOTED)
+
+Refused = Callable[..., str]
+Cli = Callable[..., str]
+
+
+@pytest.fixture
+def store(toy_model: Path, tmp_path: Path) -> DraftStore:
+    """Version 1 is good, version 2 waits to be served."""
+    store = DraftStore(tmp_path / "drafts")
+    for seed, states in enumerate((TO_GOOD, TO_SCORED)):
+        draft = random_draft(toy_model, seed=seed)
+        version = store.write(
+            draft_state(draft),
+            draft_config_json(draft.config),
+            parent=seed or None,
+            target_fingerprint=target_fingerprint(toy_model),
+            info={"trained_tokens": 1000 * seed, "gate": {"outcome": "promote", "gain": 0.125}},
+        ).version
+        for state in states[1:]:
+            store.lifecycle.move(version, state, actor="test")
+    return store
+
+
+@pytest.fixture
+def pointer(redis_client: redis.Redis, toy_model: Path) -> DraftPointer:
+    return DraftPointer(redis_client, model_key(toy_model, target_fingerprint(toy_model)))
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: DraftStore) -> Cli:
+    """Run `slipstream drafts …` on the store, which must succeed; returns what it prints."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> str:
+        words = ["slipstream", "drafts", *map(str, arguments), "--store", str(store.root)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        assert ended.value.code == 0, printed.err
+        return printed.out
+
+    return run
+
+
+@pytest.fixture
+def served(redis_url: str, toy_model: Path) -> tuple[object, ...]:
+    return ("--redis-url", redis_url, "--model", toy_model)
+
+
+def document(printed: str) -> Any:
+    return json.loads(printed)
+
+
+def test_list_shows_states_and_what_is_served(cli: Cli, served: tuple[object, ...], pointer: DraftPointer) -> None:
+    pointer.publish(2)
+    pointer.report_engine("engine-7", {"version": 1})
+    listed = document(cli("list", "--json", *served))
+    assert [(row["version"], row["state"], row["engines"]) for row in listed["drafts"]] == [
+        (1, "promoted", ["engine-7"]),
+        (2, "scored", []),
+    ]
+    assert (listed["published"], listed["pinned"], listed["last_good"], listed["no_redis"]) == (2, None, 1, "")
+    table = cli("list", *served)
+    assert re.search(r"1 .* promoted .* gain 0\.125 .* last good, engine-7", table)
+    assert re.search(r"2 .* scored .* 1 .* published", table)
+    assert "no Redis" not in table
+
+
+def test_list_show_diff_and_export_work_without_redis(cli: Cli, tmp_path: Path, toy_model: Path) -> None:
+    away = ("--redis-url", f"unix://{tmp_path}/none.sock", "--model", toy_model)
+    assert "no Redis: unix://" in cli("list", *away)
+    assert "pass --model" in document(cli("list", "--json"))["no_redis"]
+    assert document(cli("show", 2, "--json", *away))["manifest"]["parent"] == 1
+    shown = cli("show", 2)
+    assert re.search(r"scored .* test", shown)
+    assert "trained_tokens" in shown
+    changes = document(cli("diff", 1, 2, "--json"))
+    assert changes["manifest"]["info.trained_tokens"] == [0, 1000]
+    assert changes["config"] == {}
+    fc = next(change for change in changes["tensors"] if change["name"] == "fc.weight")
+    # Two independent Gaussian matrices of 32 × 96: √2 apart and orthogonal, within 1/√3072 or so.
+    assert fc["relative_l2"] == pytest.approx(2**0.5, abs=0.1)
+    assert fc["cosine"] == pytest.approx(0, abs=0.1)
+    assert "fc.weight" in cli("diff", 1, 2)
+    out = tmp_path / "out"
+    assert cli("export", 2, "--out", out).strip() == str(out)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "fc.weight" in load_file(out / "model.safetensors")
+
+
+def test_a_version_is_promoted_pinned_and_rolled_back(
+    cli: Cli, served: tuple[object, ...], pointer: DraftPointer, store: DraftStore
+) -> None:
+    assert cli("promote", 2, *served).startswith("promoted: draft version 2, scored; engines should run 2")
+    assert pointer.published() == 2
+    assert "engines should run 1" in cli("pin", 1, *served)
+    assert pointer.desired() == 1
+    assert "engines should run 2" in cli("unpin", *served)
+    assert "engines should run 1" in cli("rollback", "--reason", "slow answers", *served)
+    assert (pointer.published(), store.lifecycle.state(2)) == (1, State.QUARANTINED)
+    history = document(cli("show", 2, "--json"))["history"]
+    assert (history[-1]["reason"], history[-1]["actor"].split(":")[0]) == ("slow answers", "operator")
+    kinds = [event.kind for event in store.lifecycle.events.tail(5)]
+    assert kinds == ["promote", "pin", "unpin", "quarantined", "rollback"]
+    assert "scored" in cli("promote", 2, *served)
+
+
+def test_what_cannot_be_done_is_one_line(
+    refused: Refused, store: DraftStore, served: tuple[object, ...], pointer: DraftPointer, tmp_path: Path
+) -> None:
+    here = ("--store", store.root)
+    assert "check --store" in refused("drafts", "list", "--store", tmp_path / "nowhere")
+    assert "version 9 is not in" in refused("drafts", "show", 9, *here)
+    assert "version 9 is not in" in refused("drafts", "diff", 1, 9, *here)
+    assert "version 9 is not in" in refused("drafts", "promote", 9, *here, *served)
+    assert "pass --model" in refused("drafts", "promote", 2, *here)
+    assert "no other draft version" in refused("drafts", "rollback", "--reason", "r", *here, *served)
+    assert "no draft version is pinned" in refused("drafts", "unpin", *here, *served)
+    assert "cannot be reached" in refused(
+        *("drafts", "pin", 1, *here, "--model", served[-1], "--redis-url", f"unix://{tmp_path}/none.sock")
+    )
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "--out" in refused("drafts", "export", 1, "--out", tmp_path / "full", *here)
+    assert pointer.desired() is None

@@ -1,0 +1,81 @@
+"""The first version of a lineage becomes a good one, whoever dies or races on the way."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.errors import StoreError
+from speculator.lifecycle import State
+from speculator.lineage import admit, ensure_lineage
+from speculator.store import DraftStore
+from tests.crashes import Crash, dying_before
+from tests.toy import make_toy_model, random_draft
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("models") / "toy")
+
+
+def ensure(store: DraftStore, model: Path) -> int:
+    return ensure_lineage(store, model, target_fingerprint(model), draft_vocab_size=24)
+
+
+def write(store: DraftStore, model: Path) -> int:
+    draft = random_draft(model, seed=0)
+    fingerprint = target_fingerprint(model)
+    return store.write(
+        draft_state(draft), draft_config_json(draft.config), parent=None, target_fingerprint=fingerprint, info={}
+    ).version
+
+
+def test_the_first_version_is_good_wherever_its_writer_died(toy_model: Path, tmp_path: Path) -> None:
+    for step in itertools.count():
+        store = DraftStore(tmp_path / str(step))
+        try:
+            with dying_before(step):
+                ensure(store, toy_model)
+        except Crash:
+            assert ensure(DraftStore(store.root), toy_model) == 1
+            assert store.lifecycle.states() == {1: State.PROMOTED}
+        else:
+            break
+    assert step > 20
+    assert ensure(store, toy_model) == 1
+    assert len(store.lifecycle.history(1)) == 5, "a good version is not promoted at every start"
+
+
+def test_processes_that_start_together_agree(toy_model: Path, tmp_path: Path) -> None:
+    for turn in range(5):
+        store = DraftStore(tmp_path / str(turn))
+        write(store, toy_model)
+        together = threading.Barrier(3)
+
+        def start(_: int, store: DraftStore = store, together: threading.Barrier = together) -> int:
+            together.wait()
+            return ensure(DraftStore(store.root), toy_model)
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(start, range(3))) == [1, 1, 1]
+        assert store.lifecycle.state(1) is State.PROMOTED
+
+
+def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path: Path) -> None:
+    store = DraftStore(tmp_path)
+    ensure(store, toy_model)
+    version = write(store, toy_model)
+    admit(store, version, target_fingerprint=target_fingerprint(toy_model), actor="trainer", reason="better")
+    store.lifecycle.move(version, State.LIVE, actor="engine:a")
+    assert ensure(store, toy_model) == 2
+    store.lifecycle.bar(1, actor="operator:me", reason="r")
+    assert ensure(store, toy_model) == 2
+    assert store.lifecycle.state(2) is State.LIVE
+    store.lifecycle.bar(2, actor="engine:a", reason="worse")
+    with pytest.raises(StoreError, match="drafts promote"):
+        ensure(store, toy_model)

@@ -1,0 +1,152 @@
+"""What the trainer makes of versions that engines rolled back: other weights, and a pause; the clock is ours."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from speculator.lifecycle import Lifecycle, State
+from trainer.metrics import TrainerMetrics
+from trainer.rollback import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
+
+PAUSE_S = 300.0
+
+
+class Desk:
+    """A lifecycle, a watch and its clock."""
+
+    def __init__(self, root: Path) -> None:
+        self.lifecycle, self.registry, self.now_s = Lifecycle(root), CollectorRegistry(), time.time()
+        self.watch = self.new_watch(self.registry)
+        self.make(1, State.LIVE, State.PROMOTED)
+
+    def new_watch(self, registry: CollectorRegistry) -> RollbackWatch:
+        return RollbackWatch(self.lifecycle, TrainerMetrics(registry), first_pause_s=PAUSE_S, clock=lambda: self.now_s)
+
+    def make(self, version: int, *states: State, actor: str = "engine:0") -> None:
+        if self.lifecycle.state(version) is None:
+            for state in (State.WRITTEN, State.VALIDATED, State.SCORED):
+                self.lifecycle.move(version, state, actor="trainer")
+        for state in states:
+            self.lifecycle.move(version, state, actor=actor)
+
+    def roll_back(self, version: int, *, actor: str = "engine:0") -> None:
+        self.make(version, State.LIVE, State.ROLLED_BACK, State.QUARANTINED, actor=actor)
+
+    def look(self, version: int, *, after_s: float = LOOK_INTERVAL_S) -> int | None:
+        self.now_s += after_s
+        return self.watch.look(version)
+
+    @property
+    def gauge(self) -> float | None:
+        return self.registry.get_sample_value("slipstream_trainer_publishing_paused")
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.lifecycle.events.tail(100) if event.kind.startswith("publishing")]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_the_pause_doubles_with_each_rollback_up_to_a_day() -> None:
+    assert [pause_s(count, 300.0) for count in range(6)] == [0, 0, 300, 600, 1200, 2400]
+    assert pause_s(20, 300.0) == pause_s(5000, 300.0) == MAX_PAUSE_S
+
+
+def test_weights_of_a_barred_version_are_given_up_for_the_last_good_one(desk: Desk) -> None:
+    assert desk.look(1) is None
+    desk.roll_back(2)
+    assert desk.look(2) == 1
+    desk.make(3, State.LIVE, State.PROMOTED)
+    desk.make(4)
+    desk.lifecycle.move(4, State.QUARANTINED, actor="operator:ann")
+    assert desk.look(4) == 3
+    assert desk.look(3) is None
+    assert not desk.watch.paused
+
+
+def test_it_looks_now_and_then_and_at_once_at_another_version(desk: Desk) -> None:
+    desk.make(2)
+    assert desk.look(2) is None
+    desk.roll_back(2)
+    assert desk.look(2, after_s=LOOK_INTERVAL_S / 2) is None
+    assert desk.look(2, after_s=LOOK_INTERVAL_S / 2) == 1
+    desk.roll_back(3)
+    assert desk.look(3, after_s=0.0) == 1
+
+
+def test_where_no_version_is_good_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.lifecycle.move(1, State.QUARANTINED, actor="operator:ann")
+    assert desk.look(1) is None
+
+
+def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on_trial(desk: Desk) -> None:
+    desk.roll_back(2)
+    assert desk.look(2) == 1
+    assert (desk.watch.paused, desk.gauge) == (False, 0)
+    desk.roll_back(3)
+    assert desk.look(3) == 1
+    assert (desk.watch.paused, desk.gauge) == (True, 1)
+    desk.look(1, after_s=PAUSE_S - 10)
+    assert desk.watch.paused
+    desk.look(1, after_s=20)
+    assert (desk.watch.paused, desk.gauge) == (False, 0)
+
+    desk.make(4)
+    desk.look(4)
+    assert desk.watch.paused, "one at a time"
+    desk.roll_back(4)
+    assert desk.look(4) == 1
+    last_s = desk.lifecycle.history(4)[-1].at_ms / 1000
+    desk.now_s = last_s + 1.9 * PAUSE_S
+    desk.look(1)
+    assert desk.watch.paused, "twice as long"
+    desk.now_s = last_s + 2.1 * PAUSE_S
+    desk.look(1)
+    assert not desk.watch.paused
+
+    desk.make(5, State.LIVE)
+    desk.look(5)
+    assert desk.watch.paused
+    desk.lifecycle.move(5, State.PROMOTED, actor="engine:0")
+    desk.look(5)
+    assert not desk.watch.paused
+    assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
+
+
+def test_an_operators_promotion_ends_the_pause(desk: Desk) -> None:
+    for version in (2, 3, 4):
+        desk.roll_back(version)
+    desk.look(4)
+    assert desk.watch.paused
+    desk.lifecycle.move(1, State.PROMOTED, actor="operator:ann")
+    desk.look(1)
+    assert not desk.watch.paused
+
+
+def test_rollbacks_by_operators_pause_nothing(desk: Desk) -> None:
+    for version in (2, 3, 4):
+        desk.roll_back(version, actor="operator:ann")
+    assert desk.look(4) == 1
+    assert not desk.watch.paused
+
+
+def test_a_pause_survives_a_restart(desk: Desk) -> None:
+    desk.roll_back(2)
+    desk.roll_back(3)
+    after = desk.new_watch(CollectorRegistry())
+    assert after.look(1) is None
+    assert after.paused
+
+
+def test_states_that_cannot_be_read_stop_nothing(desk: Desk) -> None:
+    desk.roll_back(2)
+    (desk.lifecycle.root / "states" / "000002.json").write_text("damaged")
+    assert desk.look(2) is None
+    assert not desk.watch.paused

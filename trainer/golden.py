@@ -1,0 +1,92 @@
+"""The golden set: a few early traces that are never learnt from, against drafts that learn to serve others badly.
+
+They are the first that arrive, some of each domain, and are part of the trainer's checkpoint; or an operator's own
+recording, which is read at every start. Whoever sends poison later finds them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from speculator.errors import ConfigError, TraceError
+from speculator.recording import RecordingReader
+from speculator.trace import Trace
+from trainer.batch import Example
+from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.distributed import Ranks
+from trainer.provenance import Stored, provenance_of
+
+_VARIABLE = f"{ENV_PREFIX}GOLDEN"
+
+
+class GoldenSet:
+    """At most `max_traces` and `max_bytes`, of which one tenant gets at most `max_tenant_share`."""
+
+    def __init__(self, *, max_traces: int, max_bytes: float, max_tenant_share: float) -> None:
+        self._max_traces, self._max_bytes = max_traces, max_bytes
+        self._max_of_tenant = max_tenant_share * max_traces
+        self._by_text: dict[bytes, Stored] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_text)
+
+    def __iter__(self) -> Iterator[Stored]:
+        return iter(self._by_text.values())
+
+    def __contains__(self, text_hash: bytes) -> bool:
+        return text_hash in self._by_text
+
+    @property
+    def trace_ids(self) -> list[str]:
+        return [stored.trace_id for stored in self]
+
+    def wants(self, stored: Stored) -> bool:
+        """There is room, and its domain and tenant have not had their shares. A domain's share leaves as much for the
+        next one that comes: half of the places for the first, a third for the second.
+        """
+        domains = {one.provenance.domain for one in self} | {stored.provenance.domain}
+        of_domain = sum(one.provenance.domain == stored.provenance.domain for one in self)
+        of_tenant = sum(one.provenance.tenant == stored.provenance.tenant for one in self)
+        return (
+            len(self) < self._max_traces
+            and of_domain < self._max_traces / (len(domains) + 1)
+            and of_tenant < self._max_of_tenant
+            and stored.num_bytes + sum(one.num_bytes for one in self) <= self._max_bytes
+        )
+
+    def keep(self, stored: Stored) -> None:
+        self._by_text[stored.provenance.text_hash] = stored
+
+
+def golden_set(
+    config: TrainerConfig, make_example: Callable[[Trace], Example], ranks: Ranks, *, target_fingerprint: str
+) -> GoldenSet:
+    """As configured: to be filled by traffic, or this rank's share of an operator's recording.
+
+    Raises ConfigError where that is no recording of this target or has no usable trace.
+    """
+    if config.golden is None:
+        return GoldenSet(
+            max_traces=config.golden_traces,
+            max_bytes=config.holdout_share * config.replay_max_bytes,
+            max_tenant_share=config.max_tenant_share,
+        )
+    with RecordingReader(config.golden) as reader:
+        if reader.header.target_fingerprint != target_fingerprint:
+            raise ConfigError(f"{config.golden} was recorded from another target: set {_VARIABLE} to one of this")
+        usable = list(islice(_usable(reader, make_example), config.golden_traces))
+    if not usable:
+        raise ConfigError(f"{config.golden} has no trace that this draft can be judged by: set another {_VARIABLE}")
+    golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=0)
+    for stored in usable[ranks.rank :: ranks.size]:
+        golden.keep(stored)
+    return golden
+
+
+def _usable(reader: RecordingReader, make_example: Callable[[Trace], Example]) -> Iterator[Stored]:
+    for trace in reader.traces():
+        try:
+            yield Stored(example=make_example(trace), provenance=provenance_of(trace))
+        except TraceError:
+            continue
