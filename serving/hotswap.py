@@ -215,7 +215,9 @@ class DraftFollower:
         if watch is None or desired == self._pinned or self._record.is_promoted(desired):
             if self._install(desired):
                 self._taken(desired, f"version {desired} taken in its place")
-        elif watch.watched is None and watch.is_ready_for(desired):
+            return
+        watch.expect()
+        if watch.watched is None and watch.is_ready():
             self._try_out(watch, desired)
 
     def _turn_away(self, version: int) -> None:

@@ -6,6 +6,8 @@ hold over all looks together, so one may look as often as one likes:
 
 * rolled back when it is confidently worse (accept length, upper bound < 0) or confidently more than 10% slower;
 * promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
+* promoted, too, when a newer version waits and 500 verifications do not look worse: the gate found it better, and more
+  of its time would be better spent on the one after it;
 * after `max_verifications`: rolled back when one last, plain look says so; promoted when the estimate is within the
   margin; watched on otherwise;
 * after twice as many: one more look, then promoted. (Independent verifications are counted, so with requests that
@@ -53,6 +55,8 @@ class WatchRules:
     """Time a token that a version may lose before it counts: a busy machine slows wide rounds more than narrow ones."""
     min_verifications: int = 30
     """Before these, nothing is concluded."""
+    enough_for_a_successor: int = 500
+    """Verifications from which on a version that does not look worse makes room for a newer one."""
     max_verifications: int = 2000
     """Independent ones, from which on the estimate decides."""
     baseline_error: float = 0.015
@@ -103,7 +107,7 @@ class LiveWatch:
         self._trial: _Trial | None = None
         self._returned: tuple[AcceptComparison, float] | None = None
         """After a rollback: the incumbent against its own past, and the change for which the other went."""
-        self._waiting: tuple[int, float] | None = None
+        self._waiting_since_s: float | None = None
 
     def observe(self, round_: WatchedRound) -> None:
         self._arrived.append(round_)
@@ -121,18 +125,22 @@ class LiveWatch:
 
     def restart(self, version: int) -> None:
         """Another version is in service without a trial: whatever was known is of no use."""
-        self._trial = self._returned = self._waiting = None
+        self._trial = self._returned = self._waiting_since_s = None
         self._baseline = Evidence(version)
 
-    def is_ready_for(self, version: int) -> bool:
+    def expect(self) -> None:
+        """Some newer version waits to be tried; it may be replaced by a newer one still."""
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self._clock()
+
+    def is_ready(self) -> bool:
         """Whether the incumbent is known well enough to try a version against it. An idle engine has no need of one."""
         self._drain()
-        now_s, rules = self._clock(), self.rules
-        if self._waiting is None or self._waiting[0] != version:
-            self._waiting = version, now_s
+        rules = self.rules
+        waited_s = 0.0 if self._waiting_since_s is None else self._clock() - self._waiting_since_s
         if self.baseline_verifications >= rules.min_baseline and self._baseline.error() <= rules.baseline_error:
             return True
-        if now_s - self._waiting[1] < rules.patience_s:
+        if waited_s < rules.patience_s:
             return False
         does_not_draft = (
             self._baseline.num_rounds >= rules.rounds_without_drafting
@@ -143,7 +151,7 @@ class LiveWatch:
     def begin(self, version: int) -> None:
         """A new version is in service, on trial."""
         self._drain()
-        self._waiting = self._returned = None
+        self._waiting_since_s = self._returned = None
         comparison = AcceptComparison(Reference(self._baseline.verifications))
         self._trial = _Trial(Evidence(version), comparison, self._clock())
 
@@ -165,6 +173,8 @@ class LiveWatch:
                 better = hopeful.estimate > 0
                 reason = "accepts more than the incumbent" if better else "accepts as much as the incumbent"
                 return self._verdict(Outcome.PROMOTED, reason, timing, is_better=better)
+            if self._makes_room(change.estimate, timing):
+                return self._verdict(Outcome.PROMOTED, "looks no worse, and a newer version waits", timing)
         if self._patience() >= 1:
             return self._late_verdict(timing)
         return self._verdict(Outcome.WATCHING, "", timing)
@@ -210,6 +220,13 @@ class LiveWatch:
         if is_last:
             return self._verdict(Outcome.PROMOTED, "not confirmed to be worse", timing)
         return self._verdict(Outcome.WATCHING, "", timing)
+
+    def _makes_room(self, estimate: float, timing: Change | None) -> bool:
+        assert self._trial is not None
+        is_waited_for = self._waiting_since_s is not None
+        is_enough = self._trial.comparison.known >= self.rules.enough_for_a_successor
+        is_slower = timing is not None and timing.estimate >= self.rules.slower_margin
+        return is_waited_for and is_enough and not is_slower and estimate >= -self.rules.margin / 2
 
     def _patience(self) -> float:
         """What has been seen, in units of `max_verifications`."""

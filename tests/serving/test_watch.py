@@ -130,29 +130,54 @@ def test_it_is_ready_when_the_incumbent_is_known() -> None:
     rng, watch = random.Random(0), LiveWatch(1, clock=lambda: now[0])
     source = rounds(rng, 1, {CHAT: 2.0})
     serve(watch, source, 400)
-    assert not watch.is_ready_for(2)
+    watch.expect()
+    assert not watch.is_ready()
+    now[0] = 20.0
+    watch.expect()
     now[0] = 31.0
-    assert watch.is_ready_for(2), "it has waited long enough"
-    assert not watch.is_ready_for(3), "another one has not"
+    assert watch.is_ready(), "one that took another's place has waited as long"
+    watch.restart(1)
+    serve(watch, source, 400)
+    watch.expect()
+    assert not watch.is_ready()
     serve(watch, source, 1600)
-    assert watch.is_ready_for(3)
+    assert watch.is_ready()
+
+
+def test_a_version_that_looks_no_worse_makes_room_for_a_newer_one() -> None:
+    """A version that is 10% worse hardly ever does, nor does one that nobody waits for."""
+
+    def outcome(seed: int, length: float, *, is_waited_for: bool) -> str:
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 1.7}), 2000)
+        watch.begin(2)
+        if is_waited_for:
+            watch.expect()
+        serve(watch, rounds(rng, 2, {CHAT: length}), 600)
+        return watch.judge().reason
+
+    room = "looks no worse, and a newer version waits"
+    assert sum(outcome(seed, 1.7, is_waited_for=True) == room for seed in range(20)) >= 10
+    assert sum(outcome(seed, 1.53, is_waited_for=True) == room for seed in range(20)) <= 1
+    assert all(outcome(seed, 1.7, is_waited_for=False) != room for seed in range(20))
 
 
 def test_an_idle_engine_is_not_ready_and_one_that_does_not_draft_is() -> None:
     now = [0.0]
     watch = LiveWatch(1, clock=lambda: now[0])
-    assert not watch.is_ready_for(2)
+    watch.expect()
+    assert not watch.is_ready()
     now[0] = 1e6
-    assert not watch.is_ready_for(2)
+    assert not watch.is_ready()
     for _ in range(500):
         watch.observe(WatchedRound(1, 1, True, 0, 0.03, 1, ()))
-    assert watch.is_ready_for(2)
+    assert watch.is_ready()
 
 
 def test_rounds_of_other_versions_say_nothing() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     serve(watch, rounds(rng, 9, {CHAT: 2.0}), 100)
-    assert not watch.is_ready_for(2)
+    assert not watch.is_ready()
     assert watch.baseline_verifications == 0
 
 
@@ -174,7 +199,8 @@ def test_domains_are_bounded() -> None:
     for index in range(5000):
         stratum = Stratum(f"domain {index}", "greedy")
         watch.observe(WatchedRound(1, 1, True, DEPTH, 0.03, 2, (Verification("r", stratum, 1),)))
-    watch.is_ready_for(2)
+    assert watch.baseline_verifications == 0, "nothing is counted before somebody looks"
+    watch.is_ready()
     assert len({verification.stratum for _, verification in watch._baseline.verifications}) <= 65
 
 
