@@ -118,8 +118,8 @@ class Publisher:
 
     def _prune(self) -> None:
         try:
-            self._store.prune(self._config.keep_versions)
-        except StoreError as error:
+            self._store.prune(self._config.keep_versions, pinned=self._pointer.pinned())
+        except (StoreError, StreamError) as error:
             log.warning("old versions were not removed", error=str(error))
 
     def _note(self, decision: GateDecision, **fields: Any) -> None:

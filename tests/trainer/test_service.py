@@ -173,12 +173,14 @@ def test_the_loop_learns_publishes_and_leaves_nothing_pending(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     trainer = start(publish_interval_s=0.0, publish_min_tokens=200, checkpoint_interval_s=0.0, keep_versions=3)
+    pointer = DraftPointer(redis_client, "toy")
+    pointer.pin(2)
     stop = threading.Event()
     thread = threading.Thread(target=train_until, args=(stop, trainer))
     thread.start()
     send(stream, traces)
     store = DraftStore(tmp_path / "store")
-    wait_until(lambda: (store.latest() or 0) >= 5)
+    wait_until(lambda: (store.latest() or 0) >= 6)
     wait_until(lambda: stream.lag().acked == len(traces))
     stop.set()
     thread.join(10)
@@ -186,8 +188,8 @@ def test_the_loop_learns_publishes_and_leaves_nothing_pending(
     assert stream.lag().pending == 0
     latest = store.latest()
     assert latest is not None
-    assert store.versions() == [1, latest - 2, latest - 1, latest], "the last good one stays"
-    assert DraftPointer(redis_client, "toy").desired() == latest
+    assert store.versions() == [1, 2, latest - 2, latest - 1, latest], "the last good one and the pinned one stay"
+    assert pointer.published() == latest
     manifest = store.manifest(latest)
     assert (manifest.parent, manifest.info["num_traces"]) == (latest - 1, len(traces))
     assert set(store.load(latest)) >= {"fc.weight", "lm_head.weight", "d2t", "t2d"}
