@@ -1,53 +1,76 @@
-"""Local engines for benchmarks: one call builds a running one, one call asks it for greedy text."""
+"""Running local engines for benchmarks, and greedy answers from them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
 
-from serving.engine import CapturePolicy, GenerateRequest
+from serving.engine import GenerateRequest
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.target import Target
+from serving.local.target import Target as TargetModel
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.checkpoint import target_fingerprint
 from speculator.fresh import fresh_draft
 from speculator.lineage import load_draft
+from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
 from speculator.store import DraftStore
 
 
+async def stream(
+    engine: LocalEngine, request_id: str, prompt: Sequence[int], max_tokens: int
+) -> AsyncIterator[tuple[int, ...]]:
+    """The tokens of one greedy answer, chunk by chunk."""
+    request = GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=0),
+        ignore_eos=True,
+    )
+    async for chunk in engine.generate(request):
+        yield chunk.token_ids
+
+
+async def ask(engine: LocalEngine, request_id: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    return [token async for tokens in stream(engine, request_id, prompt, max_tokens) for token in tokens]
+
+
+async def answers_of(engine: LocalEngine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """All at the same time."""
+    return await asyncio.gather(*(ask(engine, str(row), prompt, max_tokens) for row, prompt in enumerate(prompts)))
+
+
 @contextlib.contextmanager
-def local_engine(model_dir: Path, *, depth: int, num_threads: int, store: Path | None = None) -> Iterator[LocalEngine]:
-    """A running bfloat16 engine with the newest draft of `store`, or a fresh one; capture and control share off."""
-    config = LocalEngineConfig(
-        model_dir=model_dir, model_name=model_dir.name, depth=depth, control_share=0.0, num_threads=num_threads
+def engine_with(
+    model_dir: Path, draft: Eagle3Draft, threads: int, *, settings: Mapping[str, Any] | None = None, **wiring: Any
+) -> Iterator[LocalEngine]:
+    """A running engine with this draft as version 1; `settings` are those of `LocalEngineConfig`."""
+    config = LocalEngineConfig(model_dir=model_dir, model_name=model_dir.name, num_threads=threads, **(settings or {}))
+    target = TargetModel(
+        model_dir,
+        num_slots=config.num_slots,
+        context_length=config.context_length,
+        cache_margin=config.max_depth + 1,
+        dtype=getattr(torch, config.dtype),
     )
-    target = Target(
-        model_dir, num_slots=config.num_slots, context_length=config.context_length, cache_margin=config.max_depth + 1
-    )
-    fingerprint = target_fingerprint(model_dir)
-    if store is None:
-        version, draft = 1, fresh_draft(model_dir, seed=0).to(torch.bfloat16)
-    else:
-        version = DraftStore(store).latest() or 0
-        loaded = load_draft(DraftStore(store), version, embed=target.embed, target_fingerprint=fingerprint)
-        draft = loaded.to(target.embed.dtype)
     engine = LocalEngine(
         config,
         target=target,
-        draft=draft,
-        draft_version=version,
-        target_fingerprint=fingerprint,
-        load_draft=lambda _: {},
+        draft=draft.to(target.embed.dtype),
+        draft_version=1,
+        target_fingerprint=target_fingerprint(model_dir),
         metrics=EngineMetrics(CollectorRegistry()),
         meter=SpeedupMeter(),
+        **{"load_draft": lambda _: {}, **wiring},
     )
     engine.start()
     try:
@@ -56,21 +79,18 @@ def local_engine(model_dir: Path, *, depth: int, num_threads: int, store: Path |
         engine.stop()
 
 
+@contextlib.contextmanager
+def local_engine(model_dir: Path, *, depth: int, num_threads: int, store: Path | None = None) -> Iterator[LocalEngine]:
+    """A running bfloat16 engine with the newest draft of `store`, or a fresh one; capture and control share off."""
+    draft = fresh_draft(model_dir, seed=0)
+    if store is not None:
+        versions, fingerprint = DraftStore(store), target_fingerprint(model_dir)
+        draft = load_draft(versions, versions.latest() or 0, embed=draft.embed, target_fingerprint=fingerprint)
+    settings = {"depth": depth, "control_share": 0.0}
+    with engine_with(model_dir, draft, num_threads, settings=settings) as engine:
+        yield engine
+
+
 def greedy(engine: LocalEngine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """`max_tokens` greedy tokens for every prompt, all prompts at the same time."""
-
-    async def one(index: int, prompt: Sequence[int]) -> list[int]:
-        request = GenerateRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(prompt),
-            max_tokens=max_tokens,
-            sampling=SamplingParams(temperature=0),
-            ignore_eos=True,
-            policy=CapturePolicy(capture=False),
-        )
-        return [token async for chunk in engine.generate(request) for token in chunk.token_ids]
-
-    async def everyone() -> list[list[int]]:
-        return await asyncio.gather(*(one(*row) for row in enumerate(prompts)))
-
-    return asyncio.run(everyone())
+    return asyncio.run(answers_of(engine, prompts, max_tokens))

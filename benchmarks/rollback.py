@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Spread, Target, finish, parser, pick_prompts
-from benchmarks.live import answers_of, ask, engine_with, good_draft
+from benchmarks.engines import answers_of, ask, engine_with
+from benchmarks.live import good_draft
 from serving.hotswap import DraftFollower
 from serving.local.engine import LocalEngine
 from serving.watch import LiveWatch

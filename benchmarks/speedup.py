@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import Spread, Target, finish, parser, pick_prompts
-from benchmarks.live import answers_of, engine_with, good_draft, stream
+from benchmarks.engines import answers_of, engine_with, stream
+from benchmarks.live import good_draft
 from serving.local.engine import LocalEngine
 from serving.speedup import Sums, measure
 from slipstream.models import resolve_model

@@ -16,7 +16,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 _KEPT_TIMES = 15
@@ -37,14 +36,6 @@ _PROBES_AFTER_RENEWAL = 8
 _PROBE_DEPTH = 2
 _BETTER = 1.02
 """A change of depth must promise at least this much: times are noisy, and switching has a price."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The depth of one round, and whether it is one of the plain rounds that measure the baseline."""
-
-    depth: int
-    is_control: bool
 
 
 class RoundCosts:
@@ -123,34 +114,30 @@ class DepthPolicy:
     Ranks that run in step and are given the same observations choose the same depths.
     """
 
-    def __init__(
-        self, candidates: Sequence[int], *, control_share: float, probe_share: float = 0.02, seed: int = 0
-    ) -> None:
+    def __init__(self, candidates: Sequence[int], *, probe_share: float = 0.02, seed: int = 0) -> None:
         if 0 not in candidates:
             raise ValueError("depth 0 must be among the candidates: the policy has to be able to stop drafting")
         self._candidates = sorted(set(candidates))
-        self._control_share, self._probe_share = control_share, probe_share
+        self._probe_share = probe_share
         self._random = random.Random(seed)
         self.costs = RoundCosts()
         self.acceptance = PositionAcceptance(self._candidates[-1])
         self._settled: dict[int, int] = {}
         self._probes_left = 0
 
-    def choose(self, batch: int, limit: int | None = None) -> Choice:
+    def choose(self, batch: int, limit: int | None = None) -> int:
         """The depth of the next round of `batch` requests, at most `limit`."""
         candidates = [depth for depth in self._candidates if limit is None or depth <= limit]
-        if self._random.random() < self._control_share:
-            return Choice(0, is_control=True)
         # Fewest rounds first: a depth is judged by its time only after a few rounds.
         unmeasured = [depth for depth in candidates if self.costs.count(batch, depth) < _ENOUGH_TIMES]
         if unmeasured:
-            return Choice(min(unmeasured, key=lambda depth: self.costs.count(batch, depth)), is_control=False)
+            return min(unmeasured, key=lambda depth: self.costs.count(batch, depth))
         depth = self._best(batch, candidates)
         if self._random.random() < self._look_share(batch, candidates):
-            return Choice(self.costs.stalest(batch, candidates), is_control=False)
+            return self.costs.stalest(batch, candidates)
         if depth == 0 and len(candidates) > 1 and self._is_probe():
             depth = max([depth for depth in candidates if depth <= _PROBE_DEPTH][1:], default=candidates[1])
-        return Choice(depth, is_control=False)
+        return depth
 
     def settled(self, batch: int) -> int:
         """The depth that has last been found best for this batch size; the largest candidate before that."""

@@ -15,31 +15,19 @@ from speculator.trace import Trace
 from trainer.batch import Example
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.distributed import Ranks
+from trainer.kept import KeptTraces
 from trainer.provenance import Stored, provenance_of
 
 _VARIABLE = f"{ENV_PREFIX}GOLDEN"
 
 
-class GoldenSet:
+class GoldenSet(KeptTraces):
     """At most `max_traces` and `max_bytes`, of which one tenant gets at most `max_tenant_share`."""
 
     def __init__(self, *, max_traces: int, max_bytes: float, max_tenant_share: float) -> None:
+        super().__init__()
         self._max_traces, self._max_bytes = max_traces, max_bytes
         self._max_of_tenant = max_tenant_share * max_traces
-        self._by_text: dict[bytes, Stored] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_text)
-
-    def __iter__(self) -> Iterator[Stored]:
-        return iter(self._by_text.values())
-
-    def __contains__(self, text_hash: bytes) -> bool:
-        return text_hash in self._by_text
-
-    @property
-    def trace_ids(self) -> list[str]:
-        return [stored.trace_id for stored in self]
 
     def wants(self, stored: Stored) -> bool:
         """There is room, and its domain and tenant have not had their shares. A domain's share leaves as much for the
@@ -52,11 +40,8 @@ class GoldenSet:
             len(self) < self._max_traces
             and of_domain < self._max_traces / (len(domains) + 1)
             and of_tenant < self._max_of_tenant
-            and stored.num_bytes + sum(one.num_bytes for one in self) <= self._max_bytes
+            and stored.num_bytes + self.num_bytes <= self._max_bytes
         )
-
-    def keep(self, stored: Stored) -> None:
-        self._by_text[stored.provenance.text_hash] = stored
 
 
 def golden_set(

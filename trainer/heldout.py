@@ -13,48 +13,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from trainer.kept import KeptTraces
 from trainer.provenance import Stored
 from trainer.reservoir import sampling_key
 
 
-class HeldOut:
-    """At most `max_traces` and `max_bytes`, `max_tenant_share` of them one tenant's where there are others.
-
-    Iteration goes from the oldest to the newest.
+class HeldOut(KeptTraces):
+    """At most `max_traces` and `max_bytes`, `max_tenant_share` of them one tenant's where there are others; after each
+    `keep` call `release`.
     """
 
     def __init__(self, *, share: float, max_traces: int, max_bytes: float, max_tenant_share: float, seed: int) -> None:
+        super().__init__()
         self._share, self._max_traces, self._max_bytes = share, max_traces, max_bytes
         self._max_of_tenant = max_tenant_share * max_traces
         # Not the replay's: its reservoirs would keep just those texts longest.
         self._seed = seed + 1
-        self._by_text: dict[bytes, Stored] = {}
         self.is_young = True
         """Nothing has left it yet, since the start of the process."""
-
-    def __len__(self) -> int:
-        return len(self._by_text)
-
-    def __iter__(self) -> Iterator[Stored]:
-        return iter(self._by_text.values())
-
-    def __contains__(self, text_hash: bytes) -> bool:
-        return text_hash in self._by_text
-
-    @property
-    def trace_ids(self) -> list[str]:
-        return [stored.trace_id for stored in self]
 
     def chooses(self, stored: Stored) -> bool:
         return sampling_key(stored.provenance.text_hash, self._seed) < self._share
 
-    def keep(self, stored: Stored) -> None:
-        """Take a trace as the newest; call `release` afterwards."""
-        self._by_text[stored.provenance.text_hash] = stored
-
     def release(self) -> Iterator[Stored]:
         """Give up what is too much."""
-        while len(self) > self._max_traces or sum(stored.num_bytes for stored in self) > self._max_bytes:
+        while len(self) > self._max_traces or self.num_bytes > self._max_bytes:
             self.is_young = False
             yield self._by_text.pop(self._next())
 

@@ -58,8 +58,8 @@ class DepthControl:
         meter: SpeedupMeter,
         *,
         dormancy: Dormancy,
-        version: int = 0,
-        control: ControlShare | None = None,
+        version: int,
+        control: ControlShare,
         measured: RoundCosts | None = None,
         on_round: Callable[[WatchedRound], object] | None = None,
     ) -> None:
@@ -85,14 +85,12 @@ class DepthControl:
         if self._dormancy.is_asleep:
             self._dormancy.step(0)
             return 0
-        if self._control is not None and self._control.is_control(batch):
+        if self._control.is_control(batch):
             self._is_control = True
             return 0
-        choice = self._policy.choose(batch, self.limit)
-        self._is_control = choice.is_control
-        if not choice.is_control:
-            self._dormancy.step(self._policy.settled(batch))
-        return choice.depth
+        depth = self._policy.choose(batch, self.limit)
+        self._dormancy.step(self._policy.settled(batch))
+        return depth
 
     @property
     def is_asleep(self) -> bool:

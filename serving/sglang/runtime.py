@@ -90,8 +90,7 @@ class EngineRuntime:
         self.meter = SpeedupMeter()
         policy = None
         if worker.adaptive_controller is not None:
-            # The share of plain steps is kept by `DepthControl`, for each batch size.
-            policy = DepthPolicy(depths, control_share=0.0)
+            policy = DepthPolicy(depths)
             logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
         # One rank watches; the others stage what it stages.
         self._watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None

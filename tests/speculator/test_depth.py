@@ -18,19 +18,17 @@ class Machine:
         self.policy, self.alpha, self.slope = policy, alpha, slope
         self._random = random.Random(seed)
         self.depths: list[int] = []
-        self.controls: list[bool] = []
         self.committed = 0
         self.seconds = 0.0
 
     def run(self, rounds: int, batch: int = 1) -> None:
         for _ in range(rounds):
-            choice = self.policy.choose(batch)
-            accepted = [self._accept(choice.depth) for _ in range(batch)]
-            seconds = (1.0 + self.slope * choice.depth) * self._random.uniform(0.95, 1.05)
-            self.policy.costs.add(batch, choice.depth, seconds)
-            self.policy.observe(choice.depth, accepted)
-            self.depths.append(choice.depth)
-            self.controls.append(choice.is_control)
+            depth = self.policy.choose(batch)
+            accepted = [self._accept(depth) for _ in range(batch)]
+            seconds = (1.0 + self.slope * depth) * self._random.uniform(0.95, 1.05)
+            self.policy.costs.add(batch, depth, seconds)
+            self.policy.observe(depth, accepted)
+            self.depths.append(depth)
             self.committed += batch + sum(accepted)
             self.seconds += seconds
 
@@ -42,14 +40,14 @@ class Machine:
 
 
 def test_a_useless_draft_is_hardly_ever_run() -> None:
-    machine = Machine(DepthPolicy(CANDIDATES, control_share=0.02), alpha=0.0, slope=0.15)
+    machine = Machine(DepthPolicy(CANDIDATES), alpha=0.0, slope=0.15)
     machine.run(2000)
     assert machine.committed / machine.seconds > 0.98
     assert sum(depth > 0 for depth in machine.depths[500:]) < 70
 
 
 def test_a_good_draft_is_run_deep() -> None:
-    machine = Machine(DepthPolicy(CANDIDATES, control_share=0.02), alpha=0.8, slope=0.1)
+    machine = Machine(DepthPolicy(CANDIDATES), alpha=0.8, slope=0.1)
     machine.run(1000)
     late = machine.depths[500:]
     assert late.count(4) > 0.9 * len(late)
@@ -57,14 +55,14 @@ def test_a_good_draft_is_run_deep() -> None:
 
 def test_the_depth_that_pays_most_is_found() -> None:
     # E[L]/T at α = 0.5, slope 0.25: 1, 1.2, 1.167, 1.071, 0.969.
-    machine = Machine(DepthPolicy(CANDIDATES, control_share=0.02), alpha=0.5, slope=0.25)
+    machine = Machine(DepthPolicy(CANDIDATES), alpha=0.5, slope=0.25)
     machine.run(2000)
     late = machine.depths[1000:]
     assert late.count(1) + late.count(2) > 0.9 * len(late)
 
 
 def test_a_better_version_is_noticed_within_a_few_rounds() -> None:
-    machine = Machine(DepthPolicy(CANDIDATES, control_share=0.02), alpha=0.0, slope=0.1)
+    machine = Machine(DepthPolicy(CANDIDATES), alpha=0.0, slope=0.1)
     machine.run(500)
     machine.alpha = 0.8
     machine.policy.renew()
@@ -74,33 +72,25 @@ def test_a_better_version_is_noticed_within_a_few_rounds() -> None:
 
 def test_an_improvement_without_a_swap_is_noticed_too() -> None:
     """Traffic may turn to what the draft knows."""
-    machine = Machine(DepthPolicy(CANDIDATES, control_share=0.02), alpha=0.0, slope=0.1)
+    machine = Machine(DepthPolicy(CANDIDATES), alpha=0.0, slope=0.1)
     machine.run(500)
     machine.alpha = 0.8
     machine.run(3000)
     assert machine.depths[-100:].count(0) < 10
 
 
-def test_the_control_share_is_plain_and_marked() -> None:
-    machine = Machine(DepthPolicy(CANDIDATES, control_share=0.1), alpha=0.8, slope=0.1)
-    machine.run(2000)
-    controls = [depth for depth, control in zip(machine.depths, machine.controls, strict=True) if control]
-    assert controls == [0] * len(controls)
-    assert 0.07 * 2000 < len(controls) < 0.13 * 2000
-
-
 def test_a_limit_holds_for_every_round() -> None:
-    policy = DepthPolicy(CANDIDATES, control_share=0.02)
+    policy = DepthPolicy(CANDIDATES)
     for limit in (0, 1, 2):
         for _ in range(200):
-            choice = policy.choose(1, limit)
-            assert choice.depth <= limit
-            policy.costs.add(1, choice.depth, 1.0)
-            policy.observe(choice.depth, [choice.depth])
+            depth = policy.choose(1, limit)
+            assert depth <= limit
+            policy.costs.add(1, depth, 1.0)
+            policy.observe(depth, [depth])
 
 
 def test_batch_sizes_have_costs_of_their_own() -> None:
-    policy = DepthPolicy(CANDIDATES, control_share=0.0, probe_share=0.0)
+    policy = DepthPolicy(CANDIDATES, probe_share=0.0)
     cheap, dear = Machine(policy, alpha=0.7, slope=0.05), Machine(policy, alpha=0.7, slope=1.5)
     for _ in range(200):
         cheap.run(1, batch=1)
@@ -110,7 +100,7 @@ def test_batch_sizes_have_costs_of_their_own() -> None:
 
 
 def test_ranks_with_equal_observations_choose_alike() -> None:
-    first, second = (Machine(DepthPolicy(CANDIDATES, control_share=0.05), alpha=0.6, slope=0.2) for _ in range(2))
+    first, second = (Machine(DepthPolicy(CANDIDATES), alpha=0.6, slope=0.2) for _ in range(2))
     first.run(500)
     second.run(500)
     assert first.depths == second.depths
@@ -118,7 +108,7 @@ def test_ranks_with_equal_observations_choose_alike() -> None:
 
 def test_depth_0_must_be_possible() -> None:
     with pytest.raises(ValueError, match="depth 0"):
-        DepthPolicy([1, 3], control_share=0.02)
+        DepthPolicy([1, 3])
 
 
 def test_one_slow_round_does_not_count() -> None:

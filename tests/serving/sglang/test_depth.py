@@ -19,7 +19,7 @@ def make_control(
     *, is_fresh: bool = False, control_share: float = 0.0, seen: list[WatchedRound] | None = None
 ) -> DepthControl:
     return DepthControl(
-        DepthPolicy([0, 1, 3], control_share=0.0, probe_share=0.0),
+        DepthPolicy([0, 1, 3], probe_share=0.0),
         StepClock(torch.device("cpu")),
         SpeedupMeter(),
         dormancy=Dormancy(is_fresh=is_fresh),
@@ -118,7 +118,14 @@ def test_what_the_watch_is_told() -> None:
 
 
 def test_a_fixed_depth_is_measured_too() -> None:
-    control = DepthControl(None, StepClock(torch.device("cpu")), SpeedupMeter(), dormancy=Dormancy(is_fresh=True))
+    control = DepthControl(
+        None,
+        StepClock(torch.device("cpu")),
+        SpeedupMeter(),
+        version=1,
+        control=ControlShare(0.0),
+        dormancy=Dormancy(is_fresh=True),
+    )
     control.started()
     control.launched(requests(1), 3)
     control.verified([2])
