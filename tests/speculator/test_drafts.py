@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from speculator.checkpoint import config_from_json, draft_config_json, draft_state
+from speculator.difference import _tensor_change
 from speculator.drafts import DraftDesk
 from speculator.errors import (
     ConfigError,
@@ -373,3 +374,10 @@ def test_a_number_is_not_given_twice(store: DraftStore) -> None:
     store.lifecycle.move(2, State.QUARANTINED, actor="test")
     (store.root / "versions" / "000002").rename(store.root / "elsewhere")
     assert add(store) == 3
+
+
+def test_equal_tensors_are_equal_however_large() -> None:
+    large = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    change = _tensor_change("large", large, large.clone())
+    assert (change.num_changed, change.relative_l2) == (0, 0.0)
+    assert change.cosine == pytest.approx(1.0, abs=1e-9)
