@@ -22,6 +22,7 @@ from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
 from speculator.model import Eagle3Draft
 from speculator.recording import RecordingReader
+from trainer.allocator import keep_freed_memory
 from trainer.batch import cut, make_example, pack
 from trainer.checkpoint import Progress, save_checkpoint
 from trainer.config import load_config
@@ -52,6 +53,7 @@ def measure_resident(recording: Path, model_dir: Path, *, num_tokens: int, num_s
 def _be_like_the_trainer(recording: Path, model_dir: Path, num_tokens: int, num_steps: int) -> dict[str, float]:
     unused = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
     config = load_config(model_dir=model_dir, **unused)
+    keep_freed_memory()
     torch.set_num_threads(config.num_threads)
     draft = fresh_draft(model_dir, draft_vocab_size=config.draft_vocab_size, seed=config.seed)
     rng = random.Random(config.seed)

@@ -10,6 +10,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
+from trainer.allocator import keep_freed_memory
 from trainer.config import TrainerConfig
 from trainer.device import choose_device, local_rank
 from trainer.distributed import join_ranks
@@ -34,6 +35,7 @@ def run_trainer(config: TrainerConfig) -> None:
     StoreError when it cannot save its checkpoint.
     """
     os.environ.setdefault(*_KERNEL_CACHE)
+    keep_freed_memory()
     os.nice(config.nice)
     torch.set_num_threads(config.num_threads)
     stop = threading.Event()
