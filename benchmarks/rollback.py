@@ -115,7 +115,9 @@ def noisy(draft: Eagle3Draft, share: float, seed: int = 1) -> dict[str, Tensor]:
     return state
 
 
-def subtly_worse(draft: Eagle3Draft, examples: Sequence[Example], loss: float) -> tuple[dict[str, Tensor], float]:
+def subtly_worse(
+    draft: Eagle3Draft, examples: Sequence[Example], loss: float, *, seed: int = 1
+) -> tuple[dict[str, Tensor], float]:
     """Tensors with as much noise as takes `loss` of the accept length on these answers, and what it does take."""
 
     def length(state: dict[str, Tensor]) -> float:
@@ -127,8 +129,8 @@ def subtly_worse(draft: Eagle3Draft, examples: Sequence[Example], loss: float) -
     low, high = 0.0, 2.0
     for _ in range(8):
         middle = (low + high) / 2
-        low, high = (middle, high) if length(noisy(draft, middle)) > (1 - loss) * good else (low, middle)
-    worse = noisy(draft, high)
+        low, high = (middle, high) if length(noisy(draft, middle, seed)) > (1 - loss) * good else (low, middle)
+    worse = noisy(draft, high, seed)
     return worse, 1 - length(worse) / good
 
 

@@ -56,6 +56,8 @@ class AcceptComparison:
         self._cells: dict[tuple[Stratum, int], _Cell] = {}
         self._requests: dict[str, int] = {}
         self._pairs = 0
+        self._usual = 0.0
+        """What the incumbent accepts of such verifications, whatever their depth; where it is not known, as much."""
         self.seen = self.known = 0
         """Verifications, and those that count."""
         self.accepted = 0
@@ -63,6 +65,7 @@ class AcceptComparison:
     def add(self, depth: int, verification: Verification) -> None:
         self.seen += 1
         self.accepted += verification.accepted
+        self._usual += self._reference.means.get(verification.stratum, verification.accepted)
         known = self._reference.moments(verification.stratum, depth)
         if known is None:
             return
@@ -87,6 +90,16 @@ class AcceptComparison:
     def incumbent_length(self) -> float:
         """The accept length that the incumbent would have had on these requests."""
         return 1 + sum(cell.count * cell.known.mean for cell in self._cells.values()) / max(self.known, 1)
+
+    @property
+    def mix(self) -> float:
+        """The incumbent's accept length on these requests over that on its own: below 1 where traffic became harder.
+
+        1 where nothing is known of it: perhaps it does not draft.
+        """
+        if not self.seen or not self._reference.means:
+            return 1.0
+        return (1 + self._usual / self.seen) / self._reference.own_length
 
     def change(self, alpha: float) -> Change:
         """With bounds that hold over all looks together, each with probability 1 − alpha; needs known verifications."""
@@ -118,11 +131,12 @@ class AcceptComparison:
         return own, self._reference.inflation * sum(error * error for error in errors.values())
 
 
-def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, alpha: float) -> Change | None:
-    """The relative change of the time a token, at equal batch sizes and on a machine equally busy.
+def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, mix: float = 1.0, alpha: float) -> Change | None:
+    """The relative change of the time a token, at equal batch sizes, on a machine equally busy and on equal requests.
 
     Against the incumbent's time a token at the same batch size, the new version's rounds took d times as long and the
-    control rounds beside them m times: the machine's part. The change is d / m − 1. None until both versions have ten
+    control rounds beside them m times: the machine's part. The requests' part is 1 / `mix` (`AcceptComparison.mix`): of
+    harder ones a round of any draft commits fewer. The change is d · mix / m − 1. None until both versions have ten
     control rounds; without control rounds a trainer that starts beside would look like a slow draft.
     """
     if min(sum(part.num_rounds(drafted=False) for part in sums) for sums in (new, incumbent)) < _FEWEST_CONTROLS:
@@ -134,7 +148,7 @@ def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, alpha: float)
         return None
     information = 1 / max(by_new.error**2 + by_incumbent.error**2, 1e-12)
     half = mixture_bound(information, tuned_for=1 / _TUNED_ERROR**2, alpha=alpha) / information
-    log_change = by_new.value
+    log_change = by_new.value + math.log(mix)
     return Change(
         estimate=math.expm1(log_change), lower=math.expm1(log_change - half), upper=math.expm1(log_change + half)
     )

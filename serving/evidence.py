@@ -79,7 +79,8 @@ class Evidence:
         """(depth of the round, verification)."""
         self.blocks: deque[Sums] = deque(maxlen=_KEPT_BLOCKS)
         """Rounds, thirty-two a block."""
-        self.num_rounds = 0
+        self.num_rounds = self.num_own = 0
+        """Rounds; verifications in them, without those of other versions (`pool`), which come before them."""
 
     def add(self, round_: WatchedRound) -> None:
         if self.num_rounds % _ROUNDS_A_BLOCK == 0:
@@ -87,6 +88,7 @@ class Evidence:
         self.num_rounds += 1
         self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
         self.verifications.extend((round_.depth, verification) for verification in round_.verifications)
+        self.num_own += len(round_.verifications)
 
     def error(self) -> float:
         """Relative standard error of the accept length, as if all verifications were independent; needs some."""
@@ -123,11 +125,16 @@ class Reference:
     the incumbent never went so deep, both are cut at the largest depth it is known at.
     """
 
-    def __init__(self, verifications: Iterable[tuple[int, Verification]]) -> None:
+    def __init__(self, verifications: Iterable[tuple[int, Verification]], *, num_own: int) -> None:
+        """The last `num_own` are of the rounds whose times stand for the incumbent."""
         self._accepted: dict[Stratum, Counter[tuple[int, int]]] = {}
         """By stratum: how often (depth, accepted) came."""
         self._moments: dict[tuple[Stratum, int], Moments | None] = {}
         rows = list(verifications)
+        self.means = _means(verification for _, verification in rows)
+        """Accepted tokens a verification, at the depths that were drafted; of well known strata."""
+        usual = [self.means.get(one.stratum, one.accepted) for _, one in rows[-num_own:]] if num_own else []
+        self.own_length = 1 + sum(usual) / max(len(usual), 1)
         for depth, verification in rows:
             counter = self._accepted.setdefault(verification.stratum, Counter())
             counter[depth, verification.accepted] += 1
@@ -165,3 +172,10 @@ class Reference:
                 count, total, squares = clusters.get(verification.request_id, (0, 0.0, 0.0))
                 clusters[verification.request_id] = count + 1, total + residual, squares + residual * residual
         return list(clusters.values())
+
+
+def _means(verifications: Iterable[Verification]) -> dict[Stratum, float]:
+    accepted: dict[Stratum, list[int]] = {}
+    for one in verifications:
+        accepted.setdefault(one.stratum, []).append(one.accepted)
+    return {stratum: sum(counts) / len(counts) for stratum, counts in accepted.items() if len(counts) >= _FEWEST_KNOWN}

@@ -1,8 +1,8 @@
 """Watches a version that has just come into service, and says whether it stays.
 
 The accept length is compared with the incumbent's by strata, so that another mix of requests is not taken for another
-draft; the time a token at equal batch sizes, with the control rounds of both as the measure of the machine. Both bounds
-hold over all looks together, so one may look as often as one likes:
+draft; the time a token at equal batch sizes and on equal requests, with the control rounds of both as the measure of
+the machine. Both bounds hold over all looks together, so one may look as often as one likes:
 
 * rolled back when it is confidently worse (accept length, upper bound < 0) or confidently more than 10% slower;
 * promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
@@ -152,7 +152,7 @@ class LiveWatch:
         """A new version is in service, on trial."""
         self._drain()
         self._waiting_since_s = self._returned = None
-        comparison = AcceptComparison(Reference(self._baseline.verifications))
+        comparison = AcceptComparison(Reference(self._baseline.verifications, num_own=self._baseline.num_own))
         self._trial = _Trial(Evidence(version), comparison, self._clock())
 
     def judge(self) -> Verdict:
@@ -161,7 +161,8 @@ class LiveWatch:
         self._drain()
         trial, rules = self._trial, self.rules
         accept = trial.comparison
-        timing = time_change(list(trial.evidence.blocks), list(self._baseline.blocks), alpha=rules.alpha / 2)
+        blocks, baseline = list(trial.evidence.blocks), list(self._baseline.blocks)
+        timing = time_change(blocks, baseline, mix=accept.mix, alpha=rules.alpha / 2)
         if timing is not None and timing.lower > rules.slower_margin:
             return self._verdict(Outcome.ROLLED_BACK, "slower a token than the incumbent", timing)
         if accept.known >= rules.min_verifications:
@@ -188,7 +189,7 @@ class LiveWatch:
                 trial.evidence.pool(self._baseline)
             self._baseline = trial.evidence
         elif trial.comparison.known:
-            past = AcceptComparison(Reference(self._baseline.verifications))
+            past = AcceptComparison(Reference(self._baseline.verifications, num_own=self._baseline.num_own))
             self._returned = past, trial.comparison.change(self.rules.alpha).estimate
 
     def rollback_doubt(self) -> float | None:

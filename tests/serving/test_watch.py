@@ -68,6 +68,55 @@ def test_another_mix_of_requests_is_no_other_draft() -> None:
         assert float(verdict.numbers["accept_length"] or 0) < 1.5 < 2.0
 
 
+def test_harder_requests_do_not_make_a_draft_slow() -> None:
+    """Traffic moves while an equal version is on trial: to requests that the incumbent is known by, or not."""
+    for seed in range(8):
+        for known in (0.3, 0.0):
+            rng, watch = random.Random(seed), LiveWatch(1)
+            lengths, mix = {CHAT: 1.2, CODE: 2.2}, {CHAT: known, CODE: 1 - known}
+            serve(watch, rounds(rng, 1, lengths, mix=mix, control_share=0.05), 2000)
+            harder = rounds(rng, 2, lengths, mix={CHAT: 1.0, CODE: 0.0}, control_share=0.05)
+            verdict = try_out(watch, 2, harder, look_every=1000)
+            assert verdict.outcome is Outcome.PROMOTED
+            assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.0, abs=0.1)
+
+
+def test_the_times_are_those_of_the_incumbents_own_requests() -> None:
+    """An older version's evidence, of easier requests, is pooled with it; its times are not."""
+    lengths, harder = {CHAT: 1.2, CODE: 2.2}, {CHAT: 1.0, CODE: 0.0}
+    for seed in range(5):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, lengths, control_share=0.05), 3000)
+        for version in (2, 3):
+            verdict = try_out(watch, version, rounds(rng, version, lengths, mix=harder, control_share=0.05))
+            assert verdict.outcome is Outcome.PROMOTED
+            assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.0, abs=0.1)
+
+
+def test_drafting_is_not_slower_than_an_incumbent_that_does_not_draft() -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    for turn in range(2000):
+        watch.observe(WatchedRound(1, 1, turn % 20 > 0, 0, 0.03 * rng.uniform(0.9, 1.1), 1, ()))
+    watch.begin(2)
+    serve(watch, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05), 2000)
+    verdict = watch.judge()
+    assert verdict.outcome is not Outcome.ROLLED_BACK
+    assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.04 / 1.7 / 0.03 - 1, abs=0.1)
+
+
+def test_deeper_chains_pay_for_themselves() -> None:
+    """A round of more proposals takes longer; the tokens that it commits beyond the incumbent's depth count."""
+    rng, watch = random.Random(0), LiveWatch(1)
+    shallow = rounds(rng, 1, {CHAT: 3.0}, control_share=0.05)
+    for round_ in (next(shallow) for _ in range(3000)):
+        cut = tuple(one._replace(accepted=min(one.accepted, 2)) for one in round_.verifications)
+        committed = sum(1 + one.accepted for one in cut) or round_.committed
+        watch.observe(round_._replace(depth=min(round_.depth, 2), committed=committed, verifications=cut))
+    verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 3.0}, control_share=0.05, round_s=0.048))
+    assert verdict.outcome is Outcome.PROMOTED
+    assert float(verdict.numbers["time_change"] or 0) < 0.0
+
+
 def test_a_chain_of_slightly_worse_versions_cannot_creep() -> None:
     """Each is 3% worse than the one before, which alone would mostly pass; together they are found out."""
     reached = []

@@ -1,0 +1,148 @@
+"""Recorded greedy answers as traffic: recorded once, read back, and asked for with a shift and a burst."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import engine_with
+from benchmarks.replayed import Answer
+from benchmarks.workloads import RecordOptions, workload_prompts
+from serving.engine import CapturePolicy, GenerateRequest
+from slipstream.topics import Prompt, built_in_prompts, read_prompts
+from speculator.checkpoint import target_fingerprint
+from speculator.codec import encode_trace
+from speculator.errors import ConfigError, TraceError
+from speculator.fresh import fresh_draft
+from speculator.labels import draft_ids_by_target_id
+from speculator.model import Eagle3Draft
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.sampling import SamplingParams
+from speculator.trace import Trace
+from trainer.batch import make_example
+
+BURST, BURST_SHARE = (0.55, 0.58), 0.8
+"""When one text comes over and over, and its share of the requests."""
+SHORTEST = 16
+"""Tokens of an answer that is worth serving."""
+FEWEST = 48
+"""Answers below which there is no traffic to speak of."""
+
+
+async def _ask_all(engine: Any, prompts: Sequence[Prompt], max_tokens: int) -> None:
+    async def one(number: int, prompt: Prompt) -> None:
+        tokens = engine.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+        request = GenerateRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(tokens[-(engine.info.context_length - max_tokens) :]),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(temperature=0),
+            policy=CapturePolicy(domain=prompt.domain),
+        )
+        async for _ in engine.generate(request):
+            pass
+
+    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
+    """Answers to as many prompts of either half of the domains, decoded plainly; made now where the cache has none."""
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    first, second = halves(prompt.domain for prompt in prompts)
+    chosen = workload_prompts(f"{'+'.join(first)}>{'+'.join(second)}", prompts, arguments.answers, seed=0)
+    # Nobody waits for a stream here, so prompts are read in long chunks.
+    settings = {
+        "depth": 0,
+        "control_share": 0.0,
+        "num_slots": 16,
+        "max_waiting": len(chosen),
+        "prefill_chunk": 256,
+    }
+    options = RecordOptions(
+        model_dir=model_dir,
+        max_tokens=arguments.max_tokens,
+        temperature=0.0,
+        num_threads=arguments.threads,
+        depth=0,
+        passes=0,
+        engine=settings,
+    )
+    path: Path = arguments.cache / f"{options.key(chosen)}.rec"
+    if path.exists():
+        return path
+    print(f"recording {len(chosen)} answers", flush=True)
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    header = RecordingHeader(
+        target_fingerprint=target_fingerprint(model_dir), model=model_dir.name, created_ms=time.time_ns() // 1_000_000
+    )
+    with RecordingWriter(temporary, header) as writer:
+
+        def keep(trace: Trace) -> None:
+            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+        draft = fresh_draft(model_dir, seed=0)
+        with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as engine:
+            asyncio.run(_ask_all(engine, chosen, arguments.max_tokens))
+    temporary.rename(path)
+    return path
+
+
+def read_answers(path: Path, draft: Eagle3Draft) -> list[Answer]:
+    """The greedy answers of a recording. Raises ConfigError where there are too few."""
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    answers: list[Answer] = []
+    with RecordingReader(path) as reader:
+        for trace in reader.traces():
+            is_greedy = trace.header.sampling.temperature == 0 and not trace.constrained.any()
+            if not is_greedy or trace.num_completion_tokens < SHORTEST:
+                continue
+            with contextlib.suppress(TraceError):
+                example = make_example(trace, draft_ids_V, feature_width=draft.fc.in_features)
+                answers.append(Answer(number=len(answers), trace=trace, example=example))
+    if len(answers) < FEWEST:
+        raise ConfigError(f"{path} has {len(answers)} usable greedy answers: record more at temperature 0")
+    return answers
+
+
+def halves(domains: Iterable[str]) -> tuple[list[str], list[str]]:
+    """A and B."""
+    names = sorted(set(domains))
+    if len(names) < 2:
+        raise ConfigError("the traffic has one domain and cannot shift: use prompts of several")
+    return names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]
+
+
+class Traffic:
+    """Which answer is asked for at a virtual time: of a domain of the phase one that was asked for least so far."""
+
+    def __init__(self, answers: Sequence[Answer], *, end_s: float, seed: int) -> None:
+        first, second = halves(answer.trace.header.domain for answer in answers)
+        self._phases = [
+            [answer for answer in answers if answer.trace.header.domain in domains]
+            for domains in (first, second, first + second)
+        ]
+        self._end_s, self._rng = end_s, random.Random(seed)
+        self._poison = self._rng.choice(answers)
+        self.asked: Counter[int] = Counter()
+        """By the answer's number."""
+
+    def __call__(self, at_s: float) -> Answer:
+        share = min(at_s / self._end_s, 1.0)
+        phase = self._phases[min(int(3 * share), 2)]
+        answer = self._poison
+        if not (BURST[0] <= share < BURST[1] and self._rng.random() < BURST_SHARE):
+            domain = self._rng.choice(phase).trace.header.domain
+            candidates = [one for one in phase if one.trace.header.domain == domain]
+            fewest = min(self.asked[one.number] for one in candidates)
+            answer = self._rng.choice([one for one in candidates if self.asked[one.number] == fewest])
+        self.asked[answer.number] += 1
+        return answer

@@ -1,0 +1,295 @@
+"""An engine that decodes recorded answers again: real drafts, real acceptance, and a clock that its rounds wind.
+
+Under drafter-invariant verification the text does not depend on the draft, so a greedy answer that was recorded once
+can be served again with any draft: each round accepts as many proposals as are the text (speculator/acceptance.py).
+What a round costs is told to the engine, since nothing of the target is computed. Two things differ from a live engine:
+a chain ends by its own request's confidence, not by the batch's mean, and after a swap in the middle of an answer the
+draft's keys before it are those of the new version.
+
+Shape letters: N tokens of an answer behind its first, which comes with the prompt; K = depth.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from serving.engine import SwapReport
+from serving.evidence import Verification, WatchedRound, stratum_of
+from serving.speedup import ControlShare
+from speculator.model import Eagle3Draft
+from speculator.trace import Trace, VerifyRounds
+from trainer.batch import Example, Window, pack
+from trainer.unroll import unroll
+
+DEPTH, MIN_CONFIDENCE, CONTROL_SHARE = 4, 0.15, 0.02
+"""The local engine's defaults."""
+_ALL_CONTEXT = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A recorded answer; `number` is its own."""
+
+    number: int
+    trace: Trace = field(repr=False)
+    example: Example = field(repr=False)
+
+    @property
+    def length(self) -> int:
+        """Its N."""
+        return self.example.num_bases - self.example.answer_base
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chains:
+    """What a draft proposes behind every token of an answer: `tokens` [N, K] int32 and `logprobs` [N, K] float16 up to
+    the first one that is rejected, −1 and 0 behind it; `accepted` [N]; `pace` [N + 1], the verifications until so many
+    tokens are committed, each spread evenly over what it commits.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    accepted: np.ndarray
+    pace: np.ndarray
+
+
+@torch.no_grad()
+def decode_again(
+    draft: Eagle3Draft,
+    example: Example,
+    *,
+    depth: int = DEPTH,
+    min_confidence: float = MIN_CONFIDENCE,
+    autocast: bool = True,
+) -> Chains:
+    """The chains of a greedy answer's every position; `autocast` multiplies matrices in bfloat16."""
+    num = example.num_bases - example.answer_base
+    window = Window(example=example, start=example.answer_base, num_bases=num)
+    batch = pack([window], max_context=_ALL_CONTEXT)
+    tokens_NK = torch.full((num, depth), -1)
+    logprobs_NK = torch.zeros(num, depth)
+    accepted_N, confidence_N = torch.zeros(num, dtype=torch.long), torch.zeros(num)
+    least = math.log(min_confidence) if min_confidence else -math.inf
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for proposals in unroll(draft, batch, num_steps=depth):
+            likeliest_S = proposals.logits.float().log_softmax(-1).max(-1)
+            confidence_N[proposals.chains] += likeliest_S.values
+            verified_S = confidence_N[proposals.chains] >= least
+            chains = proposals.chains[verified_S]
+            tokens_NK[chains, proposals.step] = draft.target_ids[likeliest_S.indices[verified_S]]
+            logprobs_NK[chains, proposals.step] = likeliest_S.values[verified_S]
+            accepted_N[chains] += proposals.hits[verified_S]
+    accepted = accepted_N.numpy()
+    return Chains(
+        tokens=tokens_NK.int().numpy(), logprobs=logprobs_NK.half().numpy(), accepted=accepted, pace=pace_of(accepted)
+    )
+
+
+def pace_of(accepted: np.ndarray) -> np.ndarray:
+    """See `Chains`. Example: [1, 0, 0] is a round of two tokens and one of one, so [0, 0.5, 1, 2]."""
+    num = len(accepted)
+    pace, at, rounds = np.zeros(num + 1), 0, 0
+    while at < num:
+        stop = min(at + int(accepted[at]) + 1, num)
+        pace[at : stop + 1] = rounds + np.arange(stop - at + 1) / (stop - at)
+        at, rounds = stop, rounds + 1
+    return pace
+
+
+@dataclass(frozen=True)
+class Served:
+    """A version and its weights."""
+
+    version: int
+    draft: Eagle3Draft = field(repr=False)
+
+
+class Table:
+    """The chains of every version and answer that was asked for; some 4 KiB each."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Chains] = {}
+
+    def chains(self, served: Served, answer: Answer) -> Chains:
+        key = served.version, answer.number
+        if key not in self._known:
+            self._known[key] = decode_again(served.draft, answer.example)
+        return self._known[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Milliseconds of a round by batch size from 1: decoding plainly, and drafting."""
+
+    plain_ms: tuple[float, ...]
+    round_ms: tuple[float, ...]
+    spread: float
+    """Standard deviation of a round's logarithm; the mean stays."""
+
+    def draw_s(self, rng: random.Random, *, batch: int, drafted: bool) -> float:
+        mean_ms = (self.round_ms if drafted else self.plain_ms)[batch - 1]
+        return mean_ms / 1000 * math.exp(rng.gauss(-(self.spread**2) / 2, self.spread))
+
+
+class Step(NamedTuple):
+    """One verification: round `round` committed the answer's tokens `start` … `stop` − 1 (N of them, see above)."""
+
+    round: int
+    at_s: float
+    version: int
+    answer: Answer
+    start: int
+    stop: int
+
+
+@dataclass
+class _Running:
+    request_id: str
+    answer: Answer
+    at: int = 0
+    rounds: list[tuple[int, int, Chains]] = field(default_factory=list)
+    """(place, version, its chains) where something was proposed."""
+
+
+class ReplayEngine:
+    """Serves `traffic(clock)` to a number of clients; has what `DraftFollower` drives. For one thread.
+
+    `clients` is the number of costs. A client asks as soon as its answer has ended, all of them together at most
+    `per_minute` times a minute. An install takes as long as loading did, and meanwhile the rounds go on.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int], Eagle3Draft],
+        version: int,
+        traffic: Callable[[float], Answer],
+        *,
+        costs: Costs,
+        per_minute: float,
+        on_round: Callable[[WatchedRound], object],
+        on_trace: Callable[[Trace], object],
+        seed: int = 0,
+    ) -> None:
+        self.served = Served(version, load(version))
+        self.table = Table()
+        self.clock_s = 0.0
+        self.steps: list[Step] = []
+        """Verifications, for whoever takes them away."""
+        self.num_requests = self.num_rounds = 0
+        self.rounds_of: Counter[int] = Counter()
+        self.seconds_of: Counter[int] = Counter()
+        """By version, in service."""
+        self._load, self._traffic, self._costs = load, traffic, costs
+        self._clients, self._interval_s, self._next_s = len(costs.round_ms), 60 / per_minute, 0.0
+        self._on_round, self._on_trace = on_round, on_trace
+        self._control, self._rng = ControlShare(CONTROL_SHARE, seed), random.Random(seed)
+        self._running: list[_Running] = []
+
+    @property
+    def draft_version(self) -> int:
+        return self.served.version
+
+    def install_draft(self, version: int) -> SwapReport:
+        """Raises DraftError or StoreError; the version in service then stays."""
+        started_s = time.perf_counter()
+        served = Served(version, self._load(version))
+        self.run_until(self.clock_s + time.perf_counter() - started_s)
+        previous, self.served = self.served, served
+        return SwapReport(version=version, previous=previous.version, stall_ms=0.0, step=self.num_rounds)
+
+    def run_until(self, end_s: float) -> None:
+        while self.clock_s < end_s:
+            self._admit()
+            if self._running:
+                self._round()
+            else:
+                self._pass(min(self._next_s, end_s) - self.clock_s)
+
+    def _admit(self) -> None:
+        while len(self._running) < self._clients and self._next_s <= self.clock_s:
+            self._running.append(_Running(f"replay-{self.num_requests}", self._traffic(self.clock_s)))
+            self.num_requests += 1
+            self._next_s = max(self._next_s + self._interval_s, self.clock_s)
+
+    def _pass(self, seconds: float) -> None:
+        self.clock_s += seconds
+        self.seconds_of[self.draft_version] += seconds
+
+    def _round(self) -> None:
+        batch, version = len(self._running), self.draft_version
+        drafted = not self._control.is_control(batch)
+        seconds = self._costs.draw_s(self._rng, batch=batch, drafted=drafted)
+        self._pass(seconds)
+        self.num_rounds += 1
+        self.rounds_of[version] += 1
+        verifications, committed = [], 0
+        for one in self._running:
+            start, accepted = one.at, 0
+            if drafted:
+                accepted = self._verify(one)
+                header = one.answer.trace.header
+                stratum = stratum_of(header.domain, header.sampling)
+                verifications.append(Verification(one.request_id, stratum, accepted))
+            one.at = min(start + accepted + 1, one.answer.length)
+            committed += one.at - start
+            if drafted:
+                self.steps.append(Step(self.num_rounds, self.clock_s, version, one.answer, start, one.at))
+        self._on_round(
+            WatchedRound(
+                version=version,
+                batch=batch,
+                drafted=drafted,
+                depth=DEPTH if drafted else 0,
+                seconds=seconds,
+                committed=committed,
+                verifications=tuple(verifications),
+            )
+        )
+        for one in [one for one in self._running if one.at == one.answer.length]:
+            self._running.remove(one)
+            self._on_trace(_trace_of(one))
+
+    def _verify(self, one: _Running) -> int:
+        """Accepted proposals."""
+        chains = self.table.chains(self.served, one.answer)
+        if chains.tokens[one.at, 0] >= 0:
+            one.rounds.append((one.at, self.draft_version, chains))
+        return int(chains.accepted[one.at])
+
+
+def _trace_of(one: _Running) -> Trace:
+    """The recorded trace as if it had been served now."""
+    trace, rounds = one.answer.trace, one.rounds
+    header = msgspec.structs.replace(
+        trace.header,
+        trace_id=one.request_id,
+        request_id=one.request_id,
+        engine_id="replay",
+        created_ms=time.time_ns() // 1_000_000,
+    )
+    tokens = np.stack([chains.tokens[at] for at, _, chains in rounds]) if rounds else np.zeros((0, DEPTH), np.int32)
+    return replace(
+        trace,
+        header=header,
+        rounds=VerifyRounds(
+            # The first round stands at the answer's first token.
+            position=np.array([header.num_prompt_tokens + at for at, _, _ in rounds], np.int32),
+            draft_tokens=tokens,
+            draft_logprobs=np.array([chains.logprobs[at] for at, _, chains in rounds], np.float16).reshape(
+                tokens.shape
+            ),
+            draft_parents=np.broadcast_to(np.arange(-1, DEPTH - 1, dtype=np.int8), tokens.shape).copy(),
+            num_accepted=np.array([chains.accepted[at] for at, _, chains in rounds], np.int8),
+            draft_version=np.array([version for _, version, _ in rounds], np.int32),
+        ),
+    )
