@@ -2,7 +2,8 @@
 
 Running requests always fill slots 0…n−1, so a batch attends over a view of the cache and nothing is gathered.
 
-Shape letters: S slots, G key heads, L positions, h head size, B batch, H query heads, T new tokens.
+Shape letters: S slots, G key heads, L positions, h head size, B batch, H query heads, N heads of one kind or several,
+T new tokens, P = H / G query heads of one key head, R = T × P.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class KVSlots:
-    """Keys and values [layers, S, G, L, h] with room for `length` positions a slot.
+    """`keys` and `values` [layers, S, G, L, h] with room for `length` positions a slot, in one storage.
 
     Positions past a request's committed length hold leftovers of rejected proposals; the mask never shows them and
     the next write covers them. On CPU, pages that were never written cost no memory.
@@ -22,15 +23,32 @@ class KVSlots:
     def __init__(
         self, num_layers: int, num_slots: int, num_heads: int, length: int, head_dim: int, like: Tensor
     ) -> None:
-        shape = (num_layers, num_slots, num_heads, length, head_dim)
+        shape = (num_layers, num_slots, 2 * num_heads, length, head_dim)
         # Zeros, not empty: a NaN left in fresh memory would survive a masked softmax (0 × NaN).
-        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._storage = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.keys, self.values = self._storage[:, :, :num_heads], self._storage[:, :, num_heads:]
+        self._layers = list(self._storage)
+        self._lines = [layer.view(-1, head_dim) for layer in self._layers]
+
+    def lines(self, slots_B: Tensor, positions_BT: Tensor) -> Tensor:
+        """Where `write` puts the heads of new tokens: indices [B · T · 2G] into a layer's lines of h numbers."""
+        num_heads, length = self._storage.shape[2:4]
+        heads = torch.arange(num_heads, device=positions_BT.device)
+        lines_BTN = (slots_B[:, None, None] * num_heads + heads) * length + positions_BT[:, :, None]
+        return lines_BTN.flatten()
+
+    def write(self, layer: int, lines: Tensor, kv_BTNh: Tensor) -> None:
+        """Store new keys and values, N = 2G heads a token, in one operation whatever the positions are."""
+        self._lines[layer].index_copy_(0, lines, kv_BTNh.reshape(-1, kv_BTNh.shape[-1]))
+
+    def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
+        """Views of keys and values, [B, G, length, h] each."""
+        keys, values = self._layers[layer][slots, :, :length].chunk(2, 1)
+        return keys, values
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot over another."""
-        for cache in (self.keys, self.values):
-            cache[:, destination, :, :length] = cache[:, source, :, :length]
+        self._storage[:, destination, :, :length] = self._storage[:, source, :, :length]
 
 
 class SlotWindow:
@@ -38,33 +56,44 @@ class SlotWindow:
 
     def __init__(self, first: int, starts: list[int], num_new: int, like: Tensor) -> None:
         device = like.device
-        self.batch = len(starts)
-        self.slots = slice(first, first + self.batch)
-        self.length = max(starts) + num_new
+        self._slots = slice(first, first + len(starts))
+        self._length = max(starts) + num_new
         self.positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(num_new, device=device)
-        self._rows_B1 = torch.arange(self.batch, device=device)[:, None]
-        hidden_BTL = torch.arange(self.length, device=device) > self.positions_BT[:, :, None]
-        self._mask_BTL = torch.zeros(hidden_BTL.shape, dtype=like.dtype, device=device)
-        self._mask_BTL.masked_fill_(hidden_BTL, float("-inf"))
-        self._grouped_mask: Tensor | None = None
+        self._like = like
+        # One new token that follows everything in the window sees all of it.
+        self._masked = num_new > 1 or min(starts) < max(starts)
+        self._lines: Tensor | None = None
+        self._mask_B1RL: Tensor | None = None
 
     def attend(
         self, cache: KVSlots, layer: int, q_BHTh: Tensor, k_BGTh: Tensor, v_BGTh: Tensor, scale: float | None
     ) -> Tensor:
         """Write the new keys and values, then attend causally over everything before; returns [B, H, T, h]."""
-        keys, values = cache.keys[layer, self.slots], cache.values[layer, self.slots]
-        keys[self._rows_B1, :, self.positions_BT] = k_BGTh.transpose(1, 2)
-        values[self._rows_B1, :, self.positions_BT] = v_BGTh.transpose(1, 2)
-        batch, num_heads, num_new, head_dim = q_BHTh.shape
-        # The query heads of one key head become extra rows: no key is repeated in memory.
-        per_group = num_heads // k_BGTh.shape[1]
-        if self._grouped_mask is None:
-            self._grouped_mask = self._mask_BTL[:, None].repeat(1, 1, per_group, 1)
-        out = F.scaled_dot_product_attention(
-            q_BHTh.reshape(batch, -1, per_group * num_new, head_dim),
-            keys[:, :, : self.length],
-            values[:, :, : self.length],
-            attn_mask=self._grouped_mask,
-            scale=scale,
-        )
-        return out.reshape(batch, num_heads, num_new, head_dim)
+        batch, num_groups, num_new, head_dim = k_BGTh.shape
+        q_BGPTh = q_BHTh.reshape(batch, num_groups, -1, num_new, head_dim)
+        q_BRGh = q_BGPTh.permute(0, 3, 2, 1, 4).flatten(1, 2)
+        out_BRGh = self.attend_rows(cache, layer, q_BRGh, torch.cat([k_BGTh, v_BGTh], 1).transpose(1, 2), scale)
+        out_BTPGh = out_BRGh.view(batch, num_new, -1, num_groups, head_dim)
+        return out_BTPGh.permute(0, 3, 2, 1, 4).flatten(1, 2)
+
+    def attend_rows(self, cache: KVSlots, layer: int, q_BRGh: Tensor, kv_BTNh: Tensor, scale: float | None) -> Tensor:
+        """The same, with the queries as rows of their key head, a token's rows together; returns [B, R, G, h].
+
+        No key is repeated in memory, and this order is the one in which the result leaves the kernel.
+        """
+        if self._lines is None:
+            slots_B = torch.arange(self._slots.start, self._slots.stop, device=kv_BTNh.device)
+            self._lines = cache.lines(slots_B, self.positions_BT)
+        cache.write(layer, self._lines, kv_BTNh)
+        keys, values = cache.read(layer, self._slots, self._length)
+        mask = self._mask(q_BRGh.shape[1]) if self._masked else None
+        out = F.scaled_dot_product_attention(q_BRGh.transpose(1, 2), keys, values, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2)
+
+    def _mask(self, num_rows: int) -> Tensor:
+        if self._mask_B1RL is None:
+            rows_BR = self.positions_BT.repeat_interleave(num_rows // self.positions_BT.shape[1], 1)
+            hidden_BRL = torch.arange(self._length, device=rows_BR.device) > rows_BR[:, :, None]
+            mask_BRL = torch.zeros(hidden_BRL.shape, dtype=self._like.dtype, device=rows_BR.device)
+            self._mask_B1RL = mask_BRL.masked_fill_(hidden_BRL, float("-inf"))[:, None]
+        return self._mask_B1RL

@@ -1,4 +1,6 @@
-"""The target model: Hugging Face modelling over our key/value slots, with the three features that the draft reads.
+"""The target model over our key/value slots, with the three features that the draft reads.
+
+Models that `serving.local.decoder` knows run through it; every other one runs through Hugging Face's own modelling.
 
 Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -15,9 +18,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
+from serving.local.decoder import Decoder, fusible
 from serving.local.packed import pack_linears
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
+
+log = structlog.get_logger(__name__)
 
 _ATTENTION = "slipstream_slots"
 
@@ -43,6 +49,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_mask)
 class Target:
     """A frozen causal language model with `num_slots` × `context_length` positions of cache.
 
+    `fused=False` keeps Hugging Face's modelling where our own pass would run: the reference of tests and benchmarks.
     Raises ConfigError when the directory holds no model that this engine can run.
     """
 
@@ -55,6 +62,7 @@ class Target:
         cache_margin: int,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
+        fused: bool = True,
     ) -> None:
         self._model = _load(model_dir, dtype, device)
         config = self._model.config
@@ -62,14 +70,20 @@ class Target:
         self.config: dict[str, Any] = config.to_dict()
         self.context_length = min(context_length, config.max_position_embeddings)
         self.embed: Tensor = self._model.get_input_embeddings().weight.detach()
-        self._aux: dict[int, Tensor] = {}
-        layers = self._model.model.layers
-        for index in aux_layer_ids(len(layers)):
-            layers[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+        num_layers = len(self._model.model.layers)
+        aux_layers = aux_layer_ids(num_layers)
+        self._run: Decoder | _HuggingFaceDecoder
+        if fused and fusible(self._model):
+            self._run = Decoder(self._model, aux_layers)
+        else:
+            log.info(
+                "the target runs through Hugging Face modelling", layers=type(self._model.model.layers[0]).__name__
+            )
+            self._run = _HuggingFaceDecoder(self._model, aux_layers)
         if device == "cpu":
             pack_linears(self._model)
         self.cache = KVSlots(
-            num_layers=len(layers),
+            num_layers=num_layers,
             num_slots=num_slots,
             num_heads=config.num_key_value_heads,
             length=self.context_length + cache_margin,
@@ -81,30 +95,43 @@ class Target:
     def device(self) -> torch.device:
         return self.embed.device
 
-    def _keep_input(self, index: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            self._aux[index] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
     def forward(self, tokens_BT: Tensor, *, first_slot: int, starts: list[int]) -> tuple[Tensor, Tensor]:
         """Process new tokens [B, T] of slots first_slot… whose caches hold `starts` [B] positions.
 
         Returns the final hidden states [B, T, d] (ready for `logits`) and the features [B, T, 3d].
         """
         window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed)
-        hidden_BTd = self._model.model(
-            input_ids=tokens_BT,
-            position_ids=window.positions_BT,
-            use_cache=False,
-            slot_window=window,
-            slot_cache=self.cache,
-        ).last_hidden_state
-        return hidden_BTd, torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
+        return self._run(tokens_BT, window, self.cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] → [..., V]."""
         return self._model.lm_head(hidden)  # type: ignore[no-any-return]
+
+
+class _HuggingFaceDecoder:
+    """The model's own forward pass, with our attention in it; hooks keep the inputs of the aux layers."""
+
+    def __init__(self, model: Any, aux_layers: tuple[int, ...]) -> None:
+        self._decoder = model.model
+        self._aux: dict[int, Tensor] = {}
+        for index in aux_layers:
+            model.model.layers[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+
+    def _keep_input(self, index: int) -> Any:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            self._aux[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
+        hidden_BTd = self._decoder(
+            input_ids=tokens_BT,
+            position_ids=window.positions_BT,
+            use_cache=False,
+            slot_window=window,
+            slot_cache=cache,
+        ).last_hidden_state
+        return hidden_BTd, torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
 
 
 def _load(model_dir: Path, dtype: torch.dtype, device: str) -> Any:

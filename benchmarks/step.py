@@ -1,0 +1,110 @@
+"""The target's step against the time that reading its weights takes, and against Hugging Face's modelling.
+
+    python -m benchmarks.step [--quick] [--json FILE] [--threads 1]
+
+A step of one token reads every weight once: bytes of weights over the measured read bandwidth is its floor. The read,
+our step and Hugging Face's step (over the same slots and the same packed layers) take turns, on the same threads.
+Target: a step of one token within 1.6 × of the floor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.common import Spread, Target, finish, parser
+from serving.local.target import Target as TargetModel
+from slipstream.models import resolve_model
+
+WINDOWS = ((1, 1), (1, 2), (1, 5), (4, 1), (8, 1), (8, 5))  # batch × new tokens
+READ_BYTES = 256 << 20
+
+
+def main() -> None:
+    options = parser("The target's step against the memory floor")
+    options.add_argument("--threads", type=int, default=1, help="the demo's engine has one")
+    options.add_argument("--context", type=int, default=200, help="positions before the new tokens")
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    repeats = 12 if arguments.quick else 40
+    model_dir = resolve_model(arguments.model)
+    ours, theirs = (
+        TargetModel(model_dir, num_slots=8, context_length=arguments.context + 64, cache_margin=8, fused=fused)
+        for fused in (True, False)
+    )
+    source = torch.ones(READ_BYTES // 4)
+    weight_bytes = _weight_bytes(ours)
+    rows: list[tuple[str, object]] = [
+        (f"threads {arguments.threads}, context {arguments.context}, {repeats} repeats", "median    (min … max)"),
+        ("bytes of weights a step reads", f"{weight_bytes / 1e6:8.1f} MB"),
+    ]
+    document: dict[str, object] = {"threads": arguments.threads, "weight_bytes": weight_bytes, "repeats": repeats}
+    targets = []
+    for batch, num_new in WINDOWS:
+        tokens = torch.randint(len(ours.embed), (batch, num_new), generator=torch.Generator().manual_seed(0))
+        starts = [arguments.context] * batch
+        runs = {
+            "floor": source.sum,
+            "ours": lambda tokens=tokens, starts=starts: _step(ours, tokens, starts),
+            "hugging_face": lambda tokens=tokens, starts=starts: _step(theirs, tokens, starts),
+        }
+        times_ms = _interleaved(runs, repeats)
+        times_ms["floor"] = [value * weight_bytes / READ_BYTES for value in times_ms["floor"]]
+        over_floor = _ratio(times_ms["ours"], times_ms["floor"])
+        before_after = _ratio(times_ms["hugging_face"], times_ms["ours"])
+        spreads = {name: Spread.of(values) for name, values in times_ms.items()}
+        name = f"{batch} × {num_new}"
+        rows += [
+            (f"{name}: floor, ms", spreads["floor"]),
+            (f"{name}: step, ms", spreads["ours"]),
+            (f"{name}: Hugging Face's step, ms", spreads["hugging_face"]),
+            (f"{name}: step over floor", over_floor),
+            (f"{name}: Hugging Face's step over ours", before_after),
+        ]
+        document[f"{batch}x{num_new}"] = {
+            **{f"{name}_ms": spread.to_dict() for name, spread in spreads.items()},
+            "over_floor": over_floor.to_dict(),
+            "hugging_face_over_ours": before_after.to_dict(),
+        }
+        if batch == num_new == 1:
+            targets.append(Target("step_over_floor", over_floor.median, 1.6, at_least=False))
+    finish(rows, targets, document, arguments.json)
+
+
+def _weight_bytes(target: TargetModel) -> int:
+    """Bytes of layers and output projection, once each; the embedding is looked up, not read."""
+    config = target.config
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    attention = 2 * width * (heads + config["num_key_value_heads"]) * head_dim
+    layers = config["num_hidden_layers"] * (attention + 3 * width * inner)
+    return int((layers + target.embed.numel()) * target.embed.element_size())
+
+
+@torch.inference_mode()
+def _step(target: TargetModel, tokens: torch.Tensor, starts: list[int]) -> list[list[int]]:
+    hidden, _ = target.forward(tokens, first_slot=0, starts=starts)
+    chosen: list[list[int]] = target.logits(hidden).max(-1).indices.tolist()
+    return chosen
+
+
+def _interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each run, in turns; the first two turns warm up."""
+    times_ms: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 2):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if turn >= 2:
+                times_ms[name].append(1000 * (time.perf_counter() - started))
+    return times_ms
+
+
+def _ratio(above: list[float], below: list[float]) -> Spread:
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A forward pass of our own over the weights of Llama-like Hugging Face models, with few and large operations.
+
+A step of one token reads every weight once and otherwise only pays for calls, so calls are what this saves: one
+projection for queries, keys and values and one for gate and up, rotary embedding over all heads in three operations,
+keys and values stored in one.
+
+Shape letters: B batch, T new tokens, M = B × T, d hidden size, H query heads, G key heads, N = H + 2G, h head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serving.local.attention import KVSlots, SlotWindow
+
+_SAME_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+"""Hugging Face layers whose forward pass `FusedLayer` repeats. Others may look the same and compute differently."""
+
+
+def fusible(model: Any) -> bool:
+    """Whether `Decoder` can run this model: its layers are known and rotate whole heads."""
+    layers, config = model.model.layers, model.config
+    head_dim = layers[0].self_attn.head_dim if hasattr(layers[0], "self_attn") else 0
+    return (
+        all(type(layer).__name__ in _SAME_LAYERS for layer in layers)
+        and 2 * model.model.rotary_emb.inv_freq.numel() == head_dim
+        and config.num_attention_heads % config.num_key_value_heads == 0
+    )
+
+
+class Decoder:
+    """Embedding, layers and final norm of a fusible model, whose layers it replaces by fused ones."""
+
+    def __init__(self, model: Any, aux_layers: tuple[int, ...]) -> None:
+        layers = model.model.layers
+        for index in range(len(layers)):
+            layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
+        self._layers: list[FusedLayer] = list(layers)
+        self._embed: Tensor = model.model.embed_tokens.weight
+        self._norm = RMSNorm(model.model.norm)
+        self._rotary = model.model.rotary_emb
+        self._aux_layers = aux_layers
+
+    def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
+        """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
+        x_Md = F.embedding(tokens_BT.flatten(), self._embed)
+        rotation = self._rotation(x_Md, window.positions_BT)
+        aux = []
+        for index, layer in enumerate(self._layers):
+            if index in self._aux_layers:
+                aux.append(x_Md)
+            x_Md = layer(x_Md, rotation, window, cache, index)
+        return self._norm(x_Md).view(*tokens_BT.shape, -1), torch.cat(aux, -1).view(*tokens_BT.shape, -1)
+
+    def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
+        cos_Mh, sin_Mh = (table.flatten(0, 1) for table in self._rotary(x_Md, positions_BT))
+        left, right = sin_Mh.chunk(2, -1)
+        num_rotated, num_values = self._layers[0].num_rotated, self._layers[0].num_groups
+        return (
+            _per_head(cos_Mh, num_rotated, torch.ones_like(cos_Mh), num_values),
+            _per_head(torch.cat([-left, right], -1), num_rotated, torch.zeros_like(sin_Mh), num_values),
+        )
+
+
+class FusedLayer(nn.Module):
+    """One decoder layer.
+
+    Query heads are stored by their place in the group first, the group second: a token's queries then lie as rows of
+    their key heads, which is how `SlotWindow.attend_rows` takes and returns them.
+    """
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_dim: int = attention.head_dim
+        self.num_groups: int = config.num_key_value_heads
+        self.num_queries: int = config.num_attention_heads
+        self.num_rotated = self.num_queries + self.num_groups
+        self.scale: float = attention.scaling
+        heads = torch.arange(self.num_queries * self.head_dim, device=attention.q_proj.weight.device)
+        order = heads.view(self.num_groups, -1, self.head_dim).transpose(0, 1).flatten()
+        self.qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
+        self.out = _linear(attention.o_proj.weight[:, order], attention.o_proj.bias)
+        self.gate_up = _stacked(mlp.gate_proj, mlp.up_proj)
+        self.down = _linear(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.act = mlp.act_fn
+        self.attention_norm = RMSNorm(layer.input_layernorm)
+        self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
+        self.query_norm = RMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = RMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+
+    def forward(
+        self, x_Md: Tensor, rotation: tuple[Tensor, Tensor], window: SlotWindow, cache: KVSlots, index: int
+    ) -> Tensor:
+        x_Md = x_Md + self.out(self._attend(self.attention_norm(x_Md), rotation, window, cache, index))
+        gate, up = self.gate_up(self.mlp_norm(x_Md)).chunk(2, -1)
+        return x_Md + self.down(self.act(gate).mul_(up))  # type: ignore[no-any-return]
+
+    def _attend(
+        self, x_Md: Tensor, rotation: tuple[Tensor, Tensor], window: SlotWindow, cache: KVSlots, index: int
+    ) -> Tensor:
+        batch, num_new = window.positions_BT.shape
+        qkv_MNh = self.qkv(x_Md).view(len(x_Md), -1, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k, v = qkv_MNh.split_with_sizes([self.num_queries, self.num_groups, self.num_groups], 1)
+            qkv_MNh = torch.cat([self.query_norm(q), self.key_norm(k), v], 1)
+        cos, signed_sin = rotation
+        swapped = qkv_MNh.view(*qkv_MNh.shape[:2], 2, -1).flip(2).view_as(qkv_MNh)
+        rotated_BTNh = torch.addcmul(qkv_MNh * cos, swapped, signed_sin).view(batch, num_new, -1, self.head_dim)
+        q_BTHh, kv_BTNh = rotated_BTNh.split_with_sizes([self.num_queries, 2 * self.num_groups], 2)
+        q_BRGh = q_BTHh.reshape(batch, -1, self.num_groups, self.head_dim)
+        return window.attend_rows(cache, index, q_BRGh, kv_BTNh, self.scale).reshape(len(x_Md), -1)
+
+
+class RMSNorm(nn.Module):
+    """Hugging Face's RMSNorm, [..., d] → [..., d]: float32 arithmetic whatever the dtype."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps: float = norm.variance_epsilon
+        width = len(norm.weight)
+        # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)
+        self._scaled_weight = norm.weight.float() * math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * self._eps), device=norm.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16 and x.is_cpu:  # half the time of rms_norm there, and one rounding fewer
+            length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+            return (x * self._scaled_weight).div_(length.hypot_(self._floor)).to(x.dtype)  # type: ignore[no-any-return]
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _stacked(first: nn.Linear, *others: nn.Linear, order: Tensor | None = None) -> nn.Linear:
+    """Several projections of one input as one; `order` rearranges the outputs of the first."""
+    linears = [first, *others]
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    if order is not None:
+        weights[0] = weights[0][order]
+        biases[:1] = [bias[order] for bias in biases[:1]]
+    return _linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _per_head(rotated_Mh: Tensor, num_rotated: int, fixed_Mh: Tensor, num_fixed: int) -> Tensor:
+    tables = [rotated_Mh[:, None].expand(-1, num_rotated, -1), fixed_Mh[:, None].expand(-1, num_fixed, -1)]
+    return torch.cat(tables, 1)

@@ -1,0 +1,152 @@
+"""Our own forward pass gives what Hugging Face's gives, over the same slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from serving.local.decoder import FusedLayer
+from serving.local.packed import PackedLinear
+from serving.local.target import Target
+from speculator.model import aux_layer_ids
+from tests.toy import make_toy_model
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+# Batch, new tokens, first slot, starts.
+WINDOWS = [
+    (1, 1, 0, [0]),
+    (1, 1, 2, [7]),
+    (1, 5, 0, [11]),
+    (4, 3, 0, [0, 12, 5, 9]),
+    (8, 1, 0, [12, 3, 0, 7, 7, 1, 11, 2]),
+    (8, 1, 0, [6] * 8),
+]
+PREFIX = 12
+# Relative to the norm. Norms and rotary tables are float32 whatever the dtype: float64 does not agree to 1e-16.
+TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-5}
+
+
+def _target(model_dir: Path, dtype: torch.dtype, *, fused: bool) -> Target:
+    target = Target(model_dir, num_slots=8, context_length=64, cache_margin=4, dtype=dtype, fused=fused)
+    assert all(isinstance(layer, FusedLayer) == fused for layer in target._model.model.layers)
+    return target
+
+
+def _tokens(target: Target, *shape: int, seed: int) -> Tensor:
+    return torch.randint(len(target.embed), shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def _outputs(target: Target, batch: int, num_new: int, first: int, starts: list[int]) -> list[Tensor]:
+    """Hidden states, features and logits of a window after all slots have read a prefix and one was moved."""
+    target.forward(_tokens(target, 8, PREFIX, seed=0), first_slot=0, starts=[0] * 8)
+    target.cache.move(5, 0, PREFIX)
+    tokens = _tokens(target, batch, num_new, seed=1)
+    hidden, aux = target.forward(tokens, first_slot=first, starts=starts)
+    return [hidden, aux, target.logits(hidden)]
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).double().norm() / theirs.double().norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_features_and_logits_are_hugging_faces(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model_dir = make_toy_model(tmp_path, family=family)
+    _set_every_bias_and_norm(model_dir)
+    ours, theirs = (_target(model_dir, dtype, fused=fused) for fused in (True, False))
+    for window in WINDOWS:
+        for mine, reference in zip(_outputs(ours, *window), _outputs(theirs, *window), strict=True):
+            assert mine.shape == reference.shape
+            assert mine.dtype == reference.dtype
+            assert _error(mine, reference) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_we_are_as_near_to_the_exact_result_as_hugging_face(tmp_path: Path, family: str) -> None:
+    """Both round at every step, in different places."""
+    model_dir = make_toy_model(tmp_path, family=family)
+    _set_every_bias_and_norm(model_dir)
+    exact = _target(model_dir, torch.float64, fused=False)
+    ours, theirs = (_target(model_dir, torch.bfloat16, fused=fused) for fused in (True, False))
+    for part in range(3):
+        pooled = [
+            torch.cat([_outputs(t, *window)[part].flatten() for window in WINDOWS]) for t in (exact, ours, theirs)
+        ]
+        noise = _error(pooled[2], pooled[0])
+        assert 0 < noise < 0.1
+        assert _error(pooled[1], pooled[0]) < 1.3 * noise
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_text_agrees_with_the_plain_model(tmp_path: Path, family: str) -> None:
+    """Neither our cache nor our attention is in the reference here."""
+    model_dir = make_toy_model(tmp_path, family=family)
+    _set_every_bias_and_norm(model_dir)
+    target = _target(model_dir, torch.float64, fused=True)
+    tokens = _tokens(target, 1, 20, seed=3)
+    with torch.inference_mode():
+        chunks = [
+            target.forward(tokens[:, start:end], first_slot=3, starts=[start])
+            for start, end in ((0, 9), (9, 10), (10, 14), (14, 20))
+        ]
+        reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(
+            tokens, output_hidden_states=True
+        )
+        logits = target.logits(torch.cat([hidden for hidden, _ in chunks], 1))
+    features = torch.cat([reference.hidden_states[index] for index in aux_layer_ids(8)], -1)
+    assert _error(logits, reference.logits) < 2e-6
+    assert _error(torch.cat([aux for _, aux in chunks], 1), features) < 2e-6
+
+
+def test_slots_do_not_see_each_other_and_leftovers_are_never_read(tmp_path: Path) -> None:
+    target = _target(make_toy_model(tmp_path), torch.float64, fused=True)
+    with torch.inference_mode():
+        prefix, new = _tokens(target, 1, PREFIX, seed=4), _tokens(target, 1, 2, seed=5)
+        target.forward(prefix, first_slot=1, starts=[0])
+        alone, _ = target.forward(new, first_slot=1, starts=[PREFIX])
+        # Rejected proposals behind slot 1, and other texts of other lengths around it.
+        target.forward(_tokens(target, 1, 9, seed=6), first_slot=1, starts=[PREFIX])
+        target.forward(_tokens(target, 3, 30, seed=7), first_slot=2, starts=[0, 0, 0])
+        others = _tokens(target, 3, 2, seed=8)
+        together, _ = target.forward(torch.cat([new, others]), first_slot=1, starts=[PREFIX, 30, 3, 17])
+    assert _error(together[0], alone[0]) < 1e-6
+
+
+def test_weights_are_packed_in_bfloat16_on_the_cpu_and_the_originals_are_gone(tmp_path: Path) -> None:
+    target = _target(make_toy_model(tmp_path), torch.bfloat16, fused=True)
+    layer = target._model.model.layers[0]
+    projections = [layer.qkv, layer.out, layer.gate_up, layer.down]
+    assert all(isinstance(projection, PackedLinear) for projection in projections)
+    assert not [name for name, _ in target._model.named_parameters() if "_proj" in name]
+
+
+@pytest.mark.parametrize("family", ["gemma", "olmo2"])
+def test_other_layers_run_through_hugging_face(tmp_path: Path, family: str) -> None:
+    """Gemma's norms add one to their weights; OLMo 2 norms in other places."""
+    model_dir = make_toy_model(tmp_path, family=family)
+    target = Target(model_dir, num_slots=2, context_length=64, cache_margin=4, dtype=torch.float64)
+    tokens = _tokens(target, 1, 16, seed=9)
+    with torch.inference_mode():
+        hidden, _ = target.forward(tokens, first_slot=1, starts=[0])
+        reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(tokens).logits
+        assert _error(target.logits(hidden), reference) < 2e-6
+
+
+def _set_every_bias_and_norm(model_dir: Path) -> None:
+    """A fresh model's biases are zero and its norms one, which would hide a mistake in either.
+
+    Saved in bfloat16, so that every dtype computes with the same weights.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            offset = 1.0 if "norm" in name else 0.0
+            parameter.data.normal_(offset, 0.3, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(model_dir)
