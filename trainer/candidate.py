@@ -51,7 +51,13 @@ class Candidates:
             target_fingerprint=target_fingerprint,
             learnt_tokens=training.learnt_tokens,
         )
-        self._rollbacks = RollbackWatch(store.lifecycle, metrics, first_pause_s=config.publish_pause_s, clock=clock)
+        self._rollbacks = RollbackWatch(
+            store.lifecycle,
+            metrics,
+            published=pointer.published,
+            first_pause_s=config.publish_pause_s,
+            clock=clock,
+        )
         metrics.published_version.set(training.version)
 
     def heed_rollbacks(self) -> bool:

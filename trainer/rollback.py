@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import structlog
 
-from speculator.errors import StoreError
+from speculator.errors import StoreError, StreamError
 from speculator.lifecycle import BARRED, Lifecycle, State
 from trainer.metrics import TrainerMetrics
 
@@ -39,10 +39,18 @@ class RollbackWatch:
     """Rank 0's view of the lifecycle. What cannot be read now is read next time: learning goes on meanwhile."""
 
     def __init__(
-        self, lifecycle: Lifecycle, metrics: TrainerMetrics, *, first_pause_s: float, clock: Callable[[], float]
+        self,
+        lifecycle: Lifecycle,
+        metrics: TrainerMetrics,
+        *,
+        published: Callable[[], int | None],
+        first_pause_s: float,
+        clock: Callable[[], float],
     ) -> None:
-        """`clock` gives seconds since the epoch, as the lifecycle's transitions have them."""
-        self._lifecycle, self._metrics = lifecycle, metrics
+        """`published` gives the version that the pointer names, or raises StreamError; `clock` seconds since the epoch,
+        as the lifecycle's transitions have them.
+        """
+        self._lifecycle, self._metrics, self._published = lifecycle, metrics, published
         self._first_pause_s, self._clock = first_pause_s, clock
         self._looked = (0, -math.inf)
         self.paused = False
@@ -71,7 +79,7 @@ class RollbackWatch:
         until_s = 0.0
         if len(rollbacks) >= 2:
             until_s = rollbacks[-1].at_ms / 1000 + pause_s(len(rollbacks), self._first_pause_s)
-        on_trial = len(rollbacks) >= 2 and self._lifecycle.state(version) in _UNDECIDED
+        on_trial = len(rollbacks) >= 2 and self._is_on_trial(version)
         paused = now_s < until_s or on_trial
         if paused == self.paused:
             return
@@ -85,3 +93,12 @@ class RollbackWatch:
         self._lifecycle.events.append(
             "publishing_paused" if paused else "publishing_resumed", actor="trainer", **numbers
         )
+
+    def _is_on_trial(self, version: int) -> bool:
+        """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed."""
+        if self._lifecycle.state(version) not in _UNDECIDED:
+            return False
+        try:
+            return self._published() == version
+        except StreamError:
+            return True

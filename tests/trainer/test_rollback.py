@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from speculator.errors import StreamError
 from speculator.lifecycle import Lifecycle, State
 from trainer.metrics import TrainerMetrics
 from trainer.rollback import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
@@ -20,11 +21,24 @@ class Desk:
 
     def __init__(self, root: Path) -> None:
         self.lifecycle, self.registry, self.now_s = Lifecycle(root), CollectorRegistry(), time.time()
+        self.published: int | None = None
+        self.is_redis_away = False
         self.watch = self.new_watch(self.registry)
         self.make(1, State.LIVE, State.PROMOTED)
 
     def new_watch(self, registry: CollectorRegistry) -> RollbackWatch:
-        return RollbackWatch(self.lifecycle, TrainerMetrics(registry), first_pause_s=PAUSE_S, clock=lambda: self.now_s)
+        return RollbackWatch(
+            self.lifecycle,
+            TrainerMetrics(registry),
+            published=self.pointer,
+            first_pause_s=PAUSE_S,
+            clock=lambda: self.now_s,
+        )
+
+    def pointer(self) -> int | None:
+        if self.is_redis_away:
+            raise StreamError("away")
+        return self.published
 
     def make(self, version: int, *states: State, actor: str = "engine:0") -> None:
         if self.lifecycle.state(version) is None:
@@ -99,6 +113,7 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     assert (desk.watch.paused, desk.gauge) == (False, 0)
 
     desk.make(4)
+    desk.published = 4
     desk.look(4)
     assert desk.watch.paused, "one at a time"
     desk.roll_back(4)
@@ -112,12 +127,25 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     assert not desk.watch.paused
 
     desk.make(5, State.LIVE)
+    desk.published = 5
     desk.look(5)
     assert desk.watch.paused
     desk.lifecycle.move(5, State.PROMOTED, actor="engine:0")
     desk.look(5)
     assert not desk.watch.paused
     assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
+
+
+def test_nobody_waits_for_a_trial_of_what_was_never_published(desk: Desk) -> None:
+    for version in (2, 3):
+        desk.roll_back(version)
+    desk.published = 1
+    desk.make(4)  # and the trainer is killed
+    desk.look(4, after_s=2 * PAUSE_S)
+    assert not desk.watch.paused
+    desk.is_redis_away = True
+    desk.look(4)
+    assert desk.watch.paused, "nothing could be published anyway"
 
 
 def test_an_operators_promotion_ends_the_pause(desk: Desk) -> None:

@@ -1,0 +1,237 @@
+"""Services that die by SIGKILL exactly before or after a step that others see, and the process that brings them up.
+
+    python -m tests.slipstream.mortal MODEL_DIR
+
+has everything imported, so that a service is there in no time: it forks one for each order that it reads, says the
+process id, and then how it ended. Services are put together as the command line does it; every step is written down
+before it is made and after, as `before publish 2` and `after publish 2`, and one of these may be the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+from safetensors import safe_open
+
+import slipstream.serve
+import trainer.loop
+import trainer.rollback
+import trainer.run
+import trainer.shadow
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.lifetime import serve_until_signal
+from serving.gateway.server import GatewayServer, bind
+from serving.hotswap import DraftFollower
+from serving.local.config import LocalEngineConfig
+from serving.local.engine import LocalEngine
+from serving.local.target import Target
+from serving.watch import LiveWatch, WatchRules
+from slipstream.layout import model_key
+from speculator.checkpoint import target_fingerprint
+from speculator.drafts import DraftDesk
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream, connect
+from tests.doubles import DoubleEngine
+from tests.trainer.examples import config_for, promote
+from trainer.run import run_trainer
+from trainer.training import Training
+
+KEY = "the-key-of-the-operator"
+RULES = WatchRules(margin=0.2, promotion_alpha=0.3, min_verifications=10, min_baseline=30, baseline_error=1.0)
+"""Some answers decide. What is tried here is plain: as good, or of no use at all."""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of a service."""
+
+    service: str
+    model_dir: str
+    redis_url: str
+    folder: str
+    """Holds what the services share, and `steps`, all that they did, one life after the other."""
+    dies: str = ""
+    """Such as `before publish 2`; empty: at SIGTERM."""
+
+
+def live(order: Order) -> None:
+    """Become the service, to the end."""
+    steps = os.open(f"{order.folder}/steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def reach(moment: str) -> None:
+        os.write(steps, f"{moment}\n".encode())
+        if moment == order.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _watch_steps(reach)
+    {"serve": _serve, "gateway": _gateway, "train": _train}[order.service](order, reach)
+
+
+def _watch_steps(reach: Callable[[str], None]) -> None:
+    def watch(owner: Any, method: str, name: Callable[..., str | None]) -> None:
+        call = getattr(owner, method)
+
+        @functools.wraps(call)
+        def watched(*args: Any) -> Any:
+            step = name(*args)
+            if step is None:
+                return call(*args)
+            reach(f"before {step}")
+            result = call(*args)
+            reach(f"after {step}")
+            return result
+
+        setattr(owner, method, watched)
+
+    watch(os, "rename", _renamed)
+    watch(DraftPointer, "publish", lambda _, version: f"publish {version}")
+    watch(DraftPointer, "replace", lambda _, old, new: f"replace {old} by {new}")
+    watch(DraftPointer, "pin", lambda _, version: f"pin {version}")
+    watch(DraftPointer, "unpin", lambda _: "unpin")
+    watch(LocalEngine, "install_draft", lambda _, version: f"install {version}")
+    watch(TraceStream, "ack", lambda *_: "ack")
+    watch(Training, "start_over", lambda _, version: f"start over from {version}")
+
+
+def _renamed(source: Path, target: Path) -> str | None:
+    """What becomes durable with a rename; None for what is nobody else's concern."""
+    match target.parent.name:
+        case "versions":
+            return f"stored {int(target.name)}"
+        case "states":
+            state = json.loads(source.read_bytes())[-1]["state"]
+            return f"{state} {int(target.stem)}"
+        case "state":
+            with safe_open(source, framework="pt") as file:
+                return f"checkpoint of {json.loads(file.metadata()['progress'])['version']}"
+        case _:
+            return None
+
+
+def _serve(order: Order, reach: Callable[[str], None]) -> None:
+    async def told(server: GatewayServer, *, draft_version: int, **rest: Any) -> None:
+        reach(f"serves {draft_version} at {server.url}")
+        await serve_until_signal(server, draft_version=draft_version, **rest)
+
+    slipstream.serve.LiveWatch = functools.partial(LiveWatch, rules=RULES)
+    slipstream.serve.DraftFollower = functools.partial(DraftFollower, poll_s=0.02)
+    slipstream.serve.serve_until_signal = told
+    engine = LocalEngineConfig(
+        model_dir=Path(order.model_dir),
+        model_name="toy",
+        dtype="float64",
+        depth=3,
+        min_confidence=0.0,
+        control_share=0.0,
+        num_slots=4,
+        context_length=256,
+        capture=False,
+        engine_id="engine-0",
+    )
+    options = slipstream.serve.ServeOptions(
+        engine=engine,
+        store=Path(order.folder, "store"),
+        redis_url=order.redis_url,
+        host="127.0.0.1",
+        port=0,
+        stream_max_bytes=1 << 20,
+        draft_vocab_size=16,
+        vocab_texts=(),
+        seed=0,
+    )
+    slipstream.serve.run_server(options, GatewaySettings())
+
+
+def _gateway(order: Order, reach: Callable[[str], None]) -> None:
+    """The gateway of an engine that is a process of its own, as `slipstream serve --engine sglang` starts it."""
+    fingerprint = target_fingerprint(Path(order.model_dir))
+    pointer = DraftPointer(connect(order.redis_url), model_key(Path(order.model_dir), fingerprint))
+    desk = DraftDesk(DraftStore(Path(order.folder, "store")), lambda: pointer, target_fingerprint=fingerprint)
+    server = GatewayServer(_admin_app(desk), bind("127.0.0.1", 0))
+    reach(f"serves 0 at {server.url}")
+    asyncio.run(serve_until_signal(server, model="toy", draft_version=0))
+
+
+def _admin_app(desk: DraftDesk) -> FastAPI:
+    settings = GatewaySettings(admin_key=SecretStr(KEY))
+    return create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
+
+
+def _train(order: Order, reach: Callable[[str], None]) -> None:
+    """The gate is open, and it does not doze for as long as it usually does."""
+    train_until = trainer.run.train_until
+
+    def told(*args: Any) -> None:
+        reach("trains")
+        train_until(*args)
+
+    trainer.run.train_until = told
+    trainer.shadow.decide = promote
+    trainer.loop.IDLE_BLOCK_MS = 20
+    trainer.rollback.LOOK_INTERVAL_S = 0.02
+    model_dir = Path(order.model_dir)
+    run_trainer(
+        config_for(
+            model_dir,
+            Path(order.folder),
+            redis_url=order.redis_url,
+            model_key=model_key(model_dir, target_fingerprint(model_dir)),
+            checkpoint_interval_s=0.0,
+            publish_interval_s=0.0,
+            publish_min_tokens=200,
+            publish_pause_s=0.0,
+            max_passes=0.01,
+            autocast=False,
+            device="cpu",
+        )
+    )
+
+
+def _nursery(model_dir: Path) -> None:
+    torch.set_num_threads(1)
+    # What they import and compute on first use is here already, and collecting garbage copies no pages.
+    Target(model_dir, num_slots=1, context_length=8, cache_margin=1, dtype=torch.float64)
+    _admin_app(DraftDesk(DraftStore(model_dir), lambda: sys.exit("not to be used")))
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "of the threads, a fork has one"
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            _child(msgspec.json.decode(line, type=Order))
+        os.write(1, f"{child}\n".encode())
+        os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+
+
+def _child(order: Order) -> None:
+    log = os.open(f"{order.folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        live(order)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _nursery(Path(sys.argv[1]))
