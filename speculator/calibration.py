@@ -1,0 +1,30 @@
+"""Probabilities kept honest: what a proposer predicts of its proposals, corrected by what verification accepted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+_MEMORY = 0.995
+"""What an observed proposal still weighs after another of its kind."""
+_PRIOR_WEIGHT = 8.0
+_MOST_CERTAIN = 0.99
+
+
+class Calibration:
+    """Accepted over predicted proposals by kind, fading; a kind that nobody has seen is believed."""
+
+    def __init__(self) -> None:
+        self._predicted: defaultdict[Hashable, float] = defaultdict(lambda: _PRIOR_WEIGHT)
+        self._accepted: defaultdict[Hashable, float] = defaultdict(lambda: _PRIOR_WEIGHT)
+
+    def probability(self, kind: Hashable, predicted: float) -> float:
+        """The prediction times what was accepted over what was predicted."""
+        if kind not in self._predicted:
+            return min(predicted, _MOST_CERTAIN)
+        return min(predicted * self._accepted[kind] / self._predicted[kind], _MOST_CERTAIN)
+
+    def add(self, kind: Hashable, predicted: float, *, accepted: bool) -> None:
+        """A proposal that verification reached."""
+        self._predicted[kind] = _MEMORY * self._predicted[kind] + predicted
+        self._accepted[kind] = _MEMORY * self._accepted[kind] + accepted

@@ -1,0 +1,167 @@
+"""Where did the end of this context occur before, and what came next? An index of the newest tokens of growing texts.
+
+The tokens of all texts share one ring, in the order in which they are appended, so the window is exact: the newest
+`capacity` tokens, whoever wrote them. `before` and `after` link the tokens of one text. Chains link, newest first, the
+places that end with the same two tokens, and those with the same one (the hash chains of LZ77 compressors, RFC 1951
+section 4). A search follows a chain for a few places, then keeps those whose texts agree with the context further back.
+Where the window ends, `before` and `after` are −1, and a chain ends at the first place outside.
+
+Why this and not a suffix tree or automaton: a window has to forget, which is one overwritten slot here; no token is an
+object of its own, so the garbage collector has nothing to walk; a token takes 36 bytes in the arrays and at most 150 in
+the dictionaries; and it costs nothing that only the newest few places are looked at (benchmarks/suffix.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+NEW_TEXT = -1
+"""The handle from which a text begins."""
+_GROWTH = 256
+_MOST_STEPS = 256
+"""Places of a chain that are passed at most: ends of texts, which have nothing after them, are passed over."""
+
+
+class Match(NamedTuple):
+    """The last `length` tokens of the context end at each of `places`, newest first, and each of them goes on."""
+
+    length: int
+    places: list[int]
+
+
+class Vote(NamedTuple):
+    """`agreeing` of the `total` places that agree with everything before say that `token` comes next."""
+
+    token: int
+    agreeing: int
+    total: int
+
+
+class SuffixIndex:
+    """The newest `capacity` tokens of any number of texts; a match is at most `max_match` tokens long.
+
+    `max_places` newest places of the last two tokens, or else of the last one, are looked at. Token ids are below 2³¹.
+    Not for more than one thread.
+    """
+
+    def __init__(self, capacity: int, *, max_match: int = 16, max_places: int = 16) -> None:
+        if min(capacity, max_match, max_places) < 1:
+            raise ValueError("capacity, max_match and max_places must be at least 1")
+        self._capacity, self._max_match, self._max_places = capacity, max_match, max_places
+        self._end = 0
+        """Position of the next token; position p lies in slot p % capacity and is gone from `_end − capacity` down."""
+        self._token = array("i")
+        self._before, self._after = array("q"), array("q")
+        # The newest place by token and by pair of tokens, and from each place the one before it in its chain.
+        self._ones: dict[int, int] = {}
+        self._pairs: dict[int, int] = {}
+        self._older_one, self._older_pair = array("q"), array("q")
+
+    def __len__(self) -> int:
+        """Tokens in the window."""
+        return min(self._end, self._capacity)
+
+    def append(self, text: int, tokens: Sequence[int]) -> int:
+        """Add tokens to the text with this handle (`NEW_TEXT` for the first ones); returns its handle from now on."""
+        capacity, token_at, before, after = self._capacity, self._token, self._before, self._after
+        ones, pairs, older_one, older_pair = self._ones, self._pairs, self._older_one, self._older_pair
+        for token in tokens:
+            position = self._end
+            slot = position % capacity
+            if position >= capacity:
+                self._forget(position - capacity)
+            elif slot == len(token_at):
+                self._grow()
+            self._end = position + 1
+            token_at[slot], before[slot], after[slot] = token, -1, -1
+            older_one[slot] = ones.get(token, -1)
+            ones[token] = position
+            if text > position - capacity and text >= 0:
+                last = text % capacity
+                pair = token_at[last] << 32 | token
+                before[slot], after[last] = text, position
+                older_pair[slot] = pairs.get(pair, -1)
+                pairs[pair] = position
+            text = position
+        return text
+
+    def match(self, context: Sequence[int]) -> Match:
+        """The longest end of `context` that occurs with something after it; length 0 where none does."""
+        limit = min(self._max_match, len(context))
+        if limit == 0:
+            return Match(0, [])
+        if limit > 1:
+            pair = context[-2] << 32 | context[-1]
+            if places := self._chain(self._pairs.get(pair, -1), self._older_pair, needs_before=True):
+                return self._extend(context, places, limit)
+        places = self._chain(self._ones.get(context[-1], -1), self._older_one, needs_before=False)
+        return Match(1 if places else 0, places)
+
+    def follow(self, places: Sequence[int]) -> Iterator[Vote]:
+        """Next tokens, one after the other: each the most frequent one after the places that agree so far.
+
+        Of equally frequent tokens the one that was seen last is taken.
+        """
+        after, token, capacity = self._after, self._token, self._capacity
+        while following := [q for p in places if (q := after[p % capacity]) >= 0]:
+            heard = [token[q % capacity] for q in following]
+            best = heard[0] if len(heard) == 1 else max(heard, key=heard.count)
+            yield Vote(best, heard.count(best), len(heard))
+            places = [q for q, next_token in zip(following, heard, strict=True) if next_token == best]
+
+    def _grow(self) -> None:
+        """Room for more tokens, up to the whole ring: a short text takes little."""
+        room = min(_GROWTH, self._capacity - len(self._token))
+        for column in (self._token, self._before, self._after, self._older_one, self._older_pair):
+            column.extend([-1] * room)
+
+    def _forget(self, position: int) -> None:
+        """Unlink the oldest token; chains that lead to it end by themselves at the edge of the window."""
+        slot = position % self._capacity
+        token, following = self._token[slot], self._after[slot]
+        if self._ones.get(token) == position:
+            del self._ones[token]
+        if following >= 0:
+            self._before[following % self._capacity] = -1
+            pair = token << 32 | self._token[following % self._capacity]
+            if self._pairs.get(pair) == following:
+                del self._pairs[pair]
+
+    def _chain(self, place: int, older: array[int], *, needs_before: bool) -> list[int]:
+        """The newest places of a chain that go on, and whose token before is in the window where that is needed."""
+        oldest, capacity = max(self._end - self._capacity, 0), self._capacity
+        places: list[int] = []
+        for _ in range(_MOST_STEPS):
+            if place < oldest or len(places) == self._max_places:
+                break
+            slot = place % capacity
+            if self._after[slot] >= 0 and (not needs_before or self._before[slot] >= 0):
+                places.append(place)
+            place = older[slot]
+        return places
+
+    def _extend(self, context: Sequence[int], places: list[int], limit: int) -> Match:
+        """Keep the places that agree with the context furthest back, from a match of two tokens on."""
+        before, token, capacity = self._before, self._token, self._capacity
+        length = 2
+        firsts = [before[place % capacity] for place in places]
+        while len(places) > 1 and length < limit:
+            wanted = context[-1 - length]
+            agreeing = [
+                (place, earlier)
+                for place, first in zip(places, firsts, strict=True)
+                if (earlier := before[first % capacity]) >= 0 and token[earlier % capacity] == wanted
+            ]
+            if not agreeing:
+                return Match(length, places)
+            places, firsts = [place for place, _ in agreeing], [first for _, first in agreeing]
+            length += 1
+        first = firsts[0]
+        while length < limit:
+            first = before[first % capacity]
+            if first < 0 or token[first % capacity] != context[-1 - length]:
+                break
+            length += 1
+        return Match(length, places)

@@ -1,0 +1,328 @@
+"""Suffix drafts: the index agrees with a brute-force search; tenants are apart; windows hold; estimates are honest."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculator.suffix import (
+    Source,
+    SuffixConfig,
+    SuffixDrafter,
+    SuffixProposal,
+    SuffixRequest,
+)
+from speculator.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+APPENDS = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=25)
+CONTEXT = st.lists(st.integers(0, 3), max_size=12)
+
+
+class SlowIndex:
+    """The same index as plain lists of (position, token), searched from end to end."""
+
+    def __init__(self, capacity: int, max_match: int, max_places: int) -> None:
+        self.capacity, self.max_match, self.max_places = capacity, max_match, max_places
+        self.texts: dict[int, list[tuple[int, int]]] = {}
+        self.end = 0
+
+    def append(self, text: int, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.texts.setdefault(text, []).append((self.end, token))
+            self.end += 1
+            for name, entries in self.texts.items():
+                self.texts[name] = [entry for entry in entries if entry[0] >= self.end - self.capacity]
+
+    def match(self, context: Sequence[int]) -> Match:
+        """Among the newest places of the last two tokens, or else of the last one, those that agree furthest back."""
+        lengths = {
+            position: self._agreement(context, [token for _, token in entries[: at + 1]])
+            for entries in self.texts.values()
+            for at, (position, _) in enumerate(entries[:-1])
+        }
+        for least in (2, 1):
+            newest = sorted((p for p, length in lengths.items() if length >= least), reverse=True)[: self.max_places]
+            if newest:
+                longest = max(lengths[place] for place in newest)
+                return Match(longest, [place for place in newest if lengths[place] == longest])
+        return Match(0, [])
+
+    def _agreement(self, context: Sequence[int], text: Sequence[int]) -> int:
+        limit = min(self.max_match, len(context), len(text))
+        return max((n for n in range(1, limit + 1) if list(context[-n:]) == list(text[-n:])), default=0)
+
+    def follow(self, places: Sequence[int], num_tokens: int) -> list[Vote]:
+        votes: list[Vote] = []
+        following = {
+            position: [token for p, token in entries if p > position] for position, entries in self._homes(places)
+        }
+        for step in range(num_tokens):
+            heard = [rest[step] for rest in following.values() if len(rest) > step]
+            if not heard:
+                break
+            # Counter keeps the order in which tokens were first seen, which is newest place first.
+            token, count = Counter(heard).most_common(1)[0]
+            votes.append(Vote(token, count, len(heard)))
+            following = {p: rest for p, rest in following.items() if len(rest) > step and rest[step] == token}
+        return votes
+
+    def _homes(self, places: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+        return [(p, next(entries for entries in self.texts.values() if p in dict(entries))) for p in places]
+
+
+@given(
+    appends=APPENDS,
+    context=CONTEXT,
+    capacity=st.integers(1, 30),
+    max_match=st.integers(1, 6),
+    max_places=st.integers(1, 4),
+)
+def test_the_index_finds_what_a_search_from_end_to_end_finds(
+    appends: list[tuple[int, list[int]]], context: list[int], capacity: int, max_match: int, max_places: int
+) -> None:
+    index = SuffixIndex(capacity, max_match=max_match, max_places=max_places)
+    slow = SlowIndex(capacity, max_match, max_places)
+    handles: dict[int, int] = {}
+    for text, tokens in appends:
+        handles[text] = index.append(handles.get(text, NEW_TEXT), tokens)
+        slow.append(text, tokens)
+        match = index.match(context)
+        assert match == slow.match(context)
+        assert list(islice(index.follow(match.places), 4)) == slow.follow(match.places, 4)
+    assert len(index) == min(slow.end, capacity)
+
+
+@given(text=st.lists(st.integers(0, 2), min_size=2, max_size=60), context=CONTEXT)
+def test_with_enough_places_the_match_is_the_longest_and_votes_count_every_occurrence(
+    text: list[int], context: list[int]
+) -> None:
+    index = SuffixIndex(1000, max_match=32, max_places=1000)
+    index.append(NEW_TEXT, text)
+    match = index.match(context)
+    ends = [at for at in range(1, len(text)) if match.length and text[:at][-match.length :] == context[-match.length :]]
+    assert len(match.places) == len(ends)
+    longer = context[-match.length - 1 :]
+    assert len(context) == match.length or longer not in [text[:at][-len(longer) :] for at in range(1, len(text))]
+    if ends:
+        following = Counter(text[at] for at in ends)
+        vote = next(index.follow(match.places))
+        assert (vote.agreeing, vote.total) == (following.most_common(1)[0][1], len(ends))
+
+
+def test_the_window_forgets_the_oldest_tokens_and_memory_stays() -> None:
+    index = SuffixIndex(100)
+    index.append(NEW_TEXT, [7, 8, 9])
+    assert index.match([7, 8]).length == 2
+    text = NEW_TEXT
+    for token in range(1000, 2000):
+        text = index.append(text, [token])
+    assert len(index) == 100
+    assert index.match([7, 8]).length == 0
+    assert index.match([1899, 1900]).length == 1  # the pair's first token has left the window
+    assert index.match([1900, 1901]).length == 2
+    assert len(index._ones) <= 100
+    assert len(index._pairs) <= 100
+
+
+def test_a_search_passes_over_a_bounded_number_of_ends() -> None:
+    index = SuffixIndex(10_000)
+    index.append(NEW_TEXT, [5, 6])
+    for _ in range(200):
+        index.append(NEW_TEXT, [5])
+    assert index.match([5]).length == 1
+    for _ in range(200):
+        index.append(NEW_TEXT, [5])
+    assert index.match([5]).length == 0
+
+
+@pytest.mark.parametrize("name", ["capacity", "max_match", "max_places"])
+def test_an_index_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SuffixIndex(**{"capacity": 1, "max_match": 1, "max_places": 1, name: 0})
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+SECRET = [501, 502, 503, 504, 505, 506, 507, 508]
+
+
+def ask(request: SuffixRequest, max_tokens: int = 8) -> SuffixProposal:
+    return request.propose(max_tokens)
+
+
+def test_a_request_proposes_from_its_prompt_and_its_own_answer() -> None:
+    request = SuffixDrafter().start([1, 2, 3, 4, 5, 6], tenant="a")
+    request.commit([9, 2, 3])
+    assert ask(request).tokens[:3] == (4, 5, 6)
+    assert ask(request).source is Source.OWN
+    request.commit([40, 41, 42, 43, 9, 2, 3])
+    proposal = ask(request)
+    assert proposal.match_length == 3
+    assert proposal.tokens[0] == 40
+
+
+def test_an_answer_of_the_tenant_serves_its_other_requests_while_it_is_still_written() -> None:
+    drafter = SuffixDrafter()
+    first = drafter.start([1], tenant="a")
+    second = drafter.start([2], tenant="a")
+    first.commit(SECRET)
+    second.commit(SECRET[:4])
+    proposal = ask(second)
+    assert proposal.source is Source.TENANT
+    assert proposal.tokens == tuple(SECRET[4:])
+
+
+def test_of_equal_matches_the_group_is_taken_before_the_tenant() -> None:
+    drafter = SuffixDrafter()
+    drafter.start([1], tenant="a").commit([*SECRET[:4], 7])
+    drafter.start([1], tenant="a", group_id="g").commit([*SECRET[:4], 8])
+    member = drafter.start([1], tenant="a", group_id="g")
+    member.commit(SECRET[:4])
+    assert ask(member).source is Source.GROUP
+    assert ask(member).tokens[0] == 8
+
+
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.sampled_from(["", "g"]), st.booleans(), st.lists(st.integers(0, 3), max_size=8)
+        ),
+        max_size=12,
+    )
+)
+def test_no_tenant_is_ever_proposed_anothers_token(events: list[tuple[str, str, bool, list[int]]]) -> None:
+    """Tenants write disjoint tokens after the same contexts and under the same group names."""
+    drafter = SuffixDrafter(SuffixConfig(max_tenants=1, max_groups=1))
+    foreign = {"a": 1000, "b": 2000}
+    running: list[tuple[str, SuffixRequest]] = []
+    for tenant, group_id, shared, tokens in events:
+        request = drafter.start([0], tenant=tenant, group_id=group_id, shared=shared)
+        request.commit([part for token in tokens for part in (token, foreign[tenant] + token)] + [0])
+        running.append((tenant, request))
+        for name, other in running:
+            assert all(token < 1000 or token // 1000 * 1000 == foreign[name] for token in ask(other).tokens)
+
+
+def test_a_request_that_is_not_shared_neither_takes_nor_gives() -> None:
+    drafter = SuffixDrafter()
+    private = drafter.start([1], tenant="a", group_id="g", shared=False)
+    private.commit(SECRET)
+    other = drafter.start([2], tenant="a", group_id="g")
+    other.commit(SECRET[:4])
+    assert ask(other).tokens == ()
+    other.commit([601, 602, 603])
+    private.commit([601, 602])
+    assert ask(private).tokens == ()
+
+
+def test_least_recently_used_tenants_and_groups_are_dropped() -> None:
+    drafter = SuffixDrafter(SuffixConfig(max_tenants=2, max_groups=1))
+    for tenant in ("a", "b", "a", "c"):
+        drafter.start([1], tenant=tenant).commit(SECRET)
+    for tenant, remembers in (("a", True), ("b", False)):
+        late = drafter.start([2], tenant=tenant)
+        late.commit(SECRET[:4])
+        assert bool(ask(late).tokens) is remembers
+    drafter.start([1], tenant="z", group_id="g").commit(SECRET[:5])
+    drafter.start([1], tenant="z", group_id="h").commit(SECRET)
+    late = drafter.start([2], tenant="z", group_id="g")
+    late.commit(SECRET[:4])
+    assert ask(late).source is Source.TENANT
+
+
+# -- budgets and probabilities ----------------------------------------------------------------------------------------
+
+
+def repeating(config: SuffixConfig, match: int) -> SuffixRequest:
+    """A request whose last `match` tokens occurred before, with twenty tokens after them."""
+    request = SuffixDrafter(config).start(list(range(100, 100 + match + 20)), tenant="a")
+    request.commit([5, *range(100, 100 + match)])
+    return request
+
+
+@pytest.mark.parametrize(
+    ("match", "alpha", "longest"), [(1, 2.0, 2), (3, 2.0, 6), (3, 1.0, 3), (3, 4.0, 12), (12, 2.0, 16)]
+)
+def test_a_chain_is_at_most_alpha_times_its_match(match: int, alpha: float, longest: int) -> None:
+    proposal = ask(repeating(SuffixConfig(alpha=alpha, min_reach=0.0), match), max_tokens=16)
+    assert proposal.match_length == match
+    assert len(proposal.tokens) == longest
+
+
+def test_a_chain_ends_where_it_is_hardly_reached() -> None:
+    config = SuffixConfig(min_reach=0.3)
+    proposal = ask(repeating(config, 3))
+    whole = ask(repeating(SuffixConfig(min_reach=0.0), 3))
+    assert 0 < len(proposal.tokens) < len(whole.tokens)
+    assert whole.first(len(proposal.tokens)) == proposal
+    reach = 1.0
+    for probability in proposal.probabilities:
+        reach *= probability
+    assert reach >= 0.3 > reach * whole.probabilities[len(proposal.tokens)]
+
+
+def test_expected_accepted_adds_the_chances_to_get_so_far() -> None:
+    proposal = SuffixProposal(tokens=(1, 2, 3), probabilities=(0.5, 0.5, 0.2))
+    assert proposal.expected_accepted == pytest.approx(0.5 + 0.25 + 0.05)
+    assert proposal.first(1).expected_accepted == pytest.approx(0.5)
+    assert SuffixProposal().expected_accepted == 0
+
+
+def test_more_agreement_and_a_longer_match_promise_more() -> None:
+    def first(times: int, match: int, dissent: bool = False) -> float:
+        request = SuffixDrafter().start([100], tenant="a")
+        for _ in range(times):
+            request.commit([*range(200, 200 + match), 7, 1])
+        if dissent:
+            request.commit([*range(200, 200 + match), 8, 1])
+        request.commit(range(200, 200 + match))
+        return ask(request).probabilities[0]
+
+    assert first(1, 2) < first(1, 8)
+    assert first(1, 2) < first(4, 2)
+    assert first(4, 2, dissent=True) < first(4, 2)
+
+
+def test_useless_proposals_stop_and_come_back_when_they_would_have_been_right() -> None:
+    """The committed tokens judge a chain whether it was verified or not."""
+    request, fresh = SuffixDrafter().start([0], tenant="a"), itertools.count(1)
+
+    def proposed(truth_is_repeated: bool, rounds: int) -> list[int]:
+        """How many tokens were proposed each time that a token seen once came again."""
+        lengths = []
+        for _ in range(rounds):
+            seen, after, other = (next(fresh) for _ in range(3))
+            request.commit([seen, after, seen])
+            lengths.append(len(ask(request).tokens))
+            request.commit([after if truth_is_repeated else other])
+        return lengths
+
+    useless = proposed(truth_is_repeated=False, rounds=500)
+    assert useless[0] > 0
+    assert sum(useless[-50:]) == 0
+    assert min(proposed(truth_is_repeated=True, rounds=500)[-50:]) > 0
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_only_proposals_that_were_reached_are_judged(accepted: int) -> None:
+    """Matches of 7 and of 8 tokens are of different kinds: a rejected first proposal says nothing about the second."""
+    passages = [list(range(start, start + 30)) for start in (100, 200)]
+    request = SuffixDrafter(SuffixConfig(min_reach=0.0)).start(passages[0] + passages[1], tenant="a")
+    request.commit([5, *passages[0][:7]])
+    before = ask(request).probabilities[:2]
+    request.commit([*passages[0][7 : 7 + accepted], 99])
+    request.commit([6, *passages[1][:7]])
+    after = ask(request).probabilities[:2]
+    if accepted:
+        assert after[0] > before[0]
+        assert after[1] < before[1]
+    else:
+        assert after[0] < before[0]
+        assert after[1] == before[1]
