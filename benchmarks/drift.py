@@ -46,7 +46,6 @@ import torch
 
 from benchmarks.common import Spread, Target, finish, parser
 from benchmarks.workloads import RecordOptions, recorded
-from serving.local.config import LocalEngineConfig
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import PASSES, Feed
 from slipstream.topics import built_in_prompts, read_prompts
@@ -59,6 +58,7 @@ from trainer.batch import Example, make_example, pack
 from trainer.config import TrainerConfig, load_config
 from trainer.drift import MIN_MARGIN, DriftMonitor
 from trainer.evaluate import predict_acceptance
+from trainer.shadow import MIN_CONFIDENCE
 from trainer.step import Learner
 
 LEAD = 300
@@ -309,8 +309,8 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--max-tokens", type=int, help="completion tokens an answer")
     options.add_argument("--steps", type=int, default=0, help=f"of the draft; default: every answer {PASSES} times")
     options.add_argument("--trials", type=int, help="of every kind")
-    options.add_argument("--depth", type=int, default=LocalEngineConfig.depth)
-    options.add_argument("--min-confidence", type=float, default=LocalEngineConfig.min_confidence)
+    options.add_argument("--depth", type=int, default=4)
+    options.add_argument("--min-confidence", type=float, default=MIN_CONFIDENCE)
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = options.parse_args()
     quick = arguments.quick

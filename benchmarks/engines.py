@@ -59,7 +59,7 @@ def engine_with(
         model_dir,
         num_slots=config.num_slots,
         context_length=config.context_length,
-        cache_margin=config.max_depth + 1,
+        cache_margin=config.cache_margin,
         dtype=getattr(torch, config.dtype),
     )
     engine = LocalEngine(

@@ -19,6 +19,7 @@ from serving.local.target import Target
 from serving.local.text import AnswerText, LocalTokenizer
 from slipstream.models import resolve_model
 from speculator.fresh import fresh_draft
+from speculator.planner import FixedPlanner
 from speculator.sampling import SamplingParams
 
 DEPTHS = (0, 1, 2, 3, 4)
@@ -47,7 +48,7 @@ def _measure(model_dir: Path, prompts: list[str], repeats: int) -> dict[int, flo
     target = Target(model_dir, num_slots=len(prompts), context_length=2048, cache_margin=max(DEPTHS) + 1)
     draft = fresh_draft(model_dir, seed=0).to(torch.bfloat16)
     serving = ServingDraft(draft, 1, num_slots=len(prompts), length=2048 + max(DEPTHS) + 1)
-    runner = RoundRunner(target, serving, min_confidence=0.0, capture_topk=64, prompt_labels=0)
+    runner = RoundRunner(target, serving, FixedPlanner(0.0), suffix_depth=0, capture_topk=64, prompt_labels=0)
     tokenizer = LocalTokenizer(model_dir)
     generations = []
     for slot, prompt in enumerate(prompts):

@@ -34,10 +34,13 @@ from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from trainer.batch import Example, cut, make_example, pack
 from trainer.config import load_config
+from trainer.shadow import MIN_CONFIDENCE
 from trainer.step import Learner
 
 # Answers that are generated at the same time, between two updates of the draft.
 GROUP = 8
+# What is recorded must not depend on how fast this machine is.
+_ENGINE: dict[str, Any] = {"control_share": 0.0, "min_confidence": MIN_CONFIDENCE, "suffix_depth": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +90,15 @@ class _LearningEngine:
             model_dir=options.model_dir,
             model_name=options.model_dir.name,
             depth=options.depth,
-            control_share=0.0,
             num_slots=GROUP,
             num_threads=options.num_threads,
-            **options.engine,
+            **{**_ENGINE, **options.engine},
         )
         target = TargetModel(
             config.model_dir,
             num_slots=config.num_slots,
             context_length=config.context_length,
-            cache_margin=config.max_depth + 1,
+            cache_margin=config.cache_margin,
         )
         in_service = fresh_draft(
             config.model_dir, draft_vocab_size=self._config.draft_vocab_size, seed=options.seed

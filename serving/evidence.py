@@ -51,6 +51,8 @@ class WatchedRound(NamedTuple):
     seconds: float
     committed: int
     verifications: tuple[Verification, ...]
+    is_timed: bool = True
+    """False where proposals of others were verified, too: what it took and committed then says nothing of the draft."""
 
 
 class Moments(NamedTuple):
@@ -86,7 +88,8 @@ class Evidence:
         if self.num_rounds % _ROUNDS_A_BLOCK == 0:
             self.blocks.append(Sums())
         self.num_rounds += 1
-        self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
+        if round_.is_timed:
+            self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
         self.verifications.extend((round_.depth, verification) for verification in round_.verifications)
         self.num_own += len(round_.verifications)
 

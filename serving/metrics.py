@@ -30,6 +30,15 @@ class EngineMetrics:
         self.round_tokens = Counter(
             "slipstream_round_tokens", "Tokens committed by decode rounds", ["mode", "batch"], registry=registry
         )
+        self.expected_seconds = Counter(
+            "slipstream_round_expected_seconds",
+            "Time that planned rounds were expected to take; their tokens over this is the throughput that is expected",
+            ["batch"],
+            registry=registry,
+        )
+        self.expected_tokens = Counter(
+            "slipstream_round_expected_tokens", "Tokens that they were expected to commit", ["batch"], registry=registry
+        )
         self.verifications = Counter(
             "slipstream_verifications",
             "Verifications: one per request and drafting round, also where no proposal was worth it",
@@ -40,8 +49,15 @@ class EngineMetrics:
             "Tokens that verifications earned, bonus included; over verifications = acceptance length",
             registry=registry,
         )
-        self.proposals = Counter("slipstream_proposals", "Proposals by position", ["position"], registry=registry)
-        self.accepted = Counter("slipstream_accepted", "Accepted by position", ["position"], registry=registry)
+        self.proposals = Counter(
+            "slipstream_proposals",
+            "Verified proposals by source and position",
+            ["source", "position"],
+            registry=registry,
+        )
+        self.accepted = Counter(
+            "slipstream_accepted", "Accepted ones by source and position", ["source", "position"], registry=registry
+        )
         self.draft_version = Gauge("slipstream_draft_version", "Draft version in service", registry=registry)
         self.last_swap = Gauge("slipstream_last_swap_timestamp_seconds", "Time of the last swap", registry=registry)
         self.depth = Gauge("slipstream_depth", "Most proposals a round", registry=registry)
@@ -58,23 +74,31 @@ class EngineMetrics:
         *,
         batch: int,
         drafted: bool,
-        num_proposals: int,
         seconds: float,
         committed: int,
+        proposed: tuple[int, ...],
         accepted: tuple[int, ...],
+        from_head: tuple[bool, ...],
+        expected: tuple[float, float],
     ) -> None:
-        """Count one round, as `serving.local.rounds.RoundReport` describes it."""
+        """Count one round, as `serving.local.rounds.RoundReport` describes it; `expected` are tokens and seconds."""
         mode, size = ("speculative" if drafted else "control"), str(batch)
         self.rounds.labels(mode, size).inc()
         self.round_seconds.labels(mode, size).inc(seconds)
         self.round_tokens.labels(mode, size).inc(committed)
         if not drafted:
             return
+        tokens, expected_s = expected
+        self.expected_tokens.labels(size).inc(tokens)
+        self.expected_seconds.labels(size).inc(expected_s)
         self.verifications.inc(batch)
         self.verified_tokens.inc(sum(accepted) + batch)
-        for position in range(num_proposals):
-            self.proposals.labels(str(position + 1)).inc(batch)
-            self.accepted.labels(str(position + 1)).inc(sum(1 for count in accepted if count > position))
+        for num_proposed, num_accepted, is_heads in zip(proposed, accepted, from_head, strict=True):
+            source = "head" if is_heads else "suffix"
+            for position in range(num_proposed):
+                self.proposals.labels(source, str(position + 1)).inc()
+            for position in range(num_accepted):
+                self.accepted.labels(source, str(position + 1)).inc()
 
 
 class ServingCollector(Collector):

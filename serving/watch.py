@@ -7,7 +7,8 @@ the machine. Both bounds hold over all looks together, so one may look as often 
 * rolled back when it is confidently worse (accept length, upper bound < 0) or confidently more than 10% slower;
 * promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
 * promoted, too, when a newer version waits and 500 verifications do not look worse: the gate found it better, and more
-  of its time would be better spent on the one after it;
+  of its time would be better spent on the one after it. A version that is hardly used, because drafting does not pay,
+  has few: 500 rounds in which it was not found worse will do;
 * after `max_verifications`: rolled back when one last, plain look says so; promoted when the estimate is within the
   margin; watched on otherwise;
 * after twice as many: one more look, then promoted. (Independent verifications are counted, so with requests that
@@ -65,8 +66,11 @@ class WatchRules:
     min_baseline: int = 300
     """Verifications that it takes at least, and that must do for a version that has been waiting for `patience_s`."""
     patience_s: float = 30.0
-    rounds_without_drafting: int = 500
-    """Rounds after which an incumbent without verifications is one that does not draft, and no measure of anything."""
+    idle_rounds: int = 500
+    """Rounds from which on a version with few verifications is one that the planner hardly uses: little is at stake, so
+    nothing waits until more is known of it."""
+    idle_share: float = 0.25
+    """Verifications a round below which they are few."""
 
 
 class Outcome(enum.Enum):
@@ -140,13 +144,11 @@ class LiveWatch:
         waited_s = 0.0 if self._waiting_since_s is None else self._clock() - self._waiting_since_s
         if self.baseline_verifications >= rules.min_baseline and self._baseline.error() <= rules.baseline_error:
             return True
+        if self._is_idle(self._baseline):
+            return True
         if waited_s < rules.patience_s:
             return False
-        does_not_draft = (
-            self._baseline.num_rounds >= rules.rounds_without_drafting
-            and self.baseline_verifications < rules.rounds_without_drafting
-        )
-        return does_not_draft or self.baseline_verifications >= rules.min_baseline
+        return self.baseline_verifications >= rules.min_baseline
 
     def begin(self, version: int) -> None:
         """A new version is in service, on trial."""
@@ -174,8 +176,8 @@ class LiveWatch:
                 better = hopeful.estimate > 0
                 reason = "accepts more than the incumbent" if better else "accepts as much as the incumbent"
                 return self._verdict(Outcome.PROMOTED, reason, timing, is_better=better)
-            if self._makes_room(change.estimate, timing):
-                return self._verdict(Outcome.PROMOTED, "looks no worse, and a newer version waits", timing)
+        if self._waiting_since_s is not None and self._makes_room(timing):
+            return self._verdict(Outcome.PROMOTED, "looks no worse, and a newer version waits", timing)
         if self._patience() >= 1:
             return self._late_verdict(timing)
         return self._verdict(Outcome.WATCHING, "", timing)
@@ -222,12 +224,19 @@ class LiveWatch:
             return self._verdict(Outcome.PROMOTED, "not confirmed to be worse", timing)
         return self._verdict(Outcome.WATCHING, "", timing)
 
-    def _makes_room(self, estimate: float, timing: Change | None) -> bool:
+    def _makes_room(self, timing: Change | None) -> bool:
         assert self._trial is not None
-        is_waited_for = self._waiting_since_s is not None
-        is_enough = self._trial.comparison.known >= self.rules.enough_for_a_successor
-        is_slower = timing is not None and timing.estimate >= self.rules.slower_margin
-        return is_waited_for and is_enough and not is_slower and estimate >= -self.rules.margin / 2
+        accept, rules = self._trial.comparison, self.rules
+        if self._is_idle(self._trial.evidence):
+            return True
+        is_slower = timing is not None and timing.estimate >= rules.slower_margin
+        if is_slower or accept.known < rules.enough_for_a_successor:
+            return False
+        return accept.change(rules.alpha).estimate >= -rules.margin / 2
+
+    def _is_idle(self, evidence: Evidence) -> bool:
+        rounds, rules = evidence.num_rounds, self.rules
+        return rounds >= rules.idle_rounds and evidence.num_own < rules.idle_share * rounds
 
     def _patience(self) -> float:
         """What has been seen, in units of `max_verifications`."""

@@ -150,6 +150,9 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
     ] = None,
+    suffix_depth: Annotated[
+        int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
+    ] = 16,
     sglang_python: Annotated[
         Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
     ] = None,
@@ -216,6 +219,7 @@ def serve(
         control_share=control_share,
         capture=capture,
         num_threads=threads or max(1, (os.cpu_count() or 2) - 1),
+        suffix_depth=suffix_depth,
     )
     run_server(
         ServeOptions(
@@ -234,7 +238,7 @@ def serve(
 
 
 _OPTIONS_OF_ONE_ENGINE = {
-    "local": ("slots", "context_length", "threads"),
+    "local": ("slots", "context_length", "threads", "suffix_depth"),
     "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
 }
 _INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}

@@ -120,7 +120,7 @@ def _build_engine(
         config.model_dir,
         num_slots=config.num_slots,
         context_length=config.context_length,
-        cache_margin=config.max_depth + 1,
+        cache_margin=config.cache_margin,
         dtype=getattr(torch, config.dtype),
         device=config.device,
     )

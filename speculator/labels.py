@@ -57,7 +57,7 @@ import torch
 from torch import Tensor
 
 from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.trace import NO_DRAFT, Trace
 from speculator.verify import served_logits
 
 GREEDY_LABEL_TEMPERATURE = 1.0
@@ -194,7 +194,8 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
         committed_R = tokens_T[np.minimum(at_R, len(tokens_T) - 1)]
         accepted_RP[:, node] = judged_RP[:, node] & (proposed_R == committed_R)
     tokens_RP = rounds.draft_tokens
-    known_RP = judged_RP & (tokens_RP < len(draft_ids_V)) & (start_R - 1 >= first_base)[:, None]
+    is_drafts_R = (rounds.draft_version != NO_DRAFT) & (start_R - 1 >= first_base)
+    known_RP = judged_RP & (tokens_RP < len(draft_ids_V)) & is_drafts_R[:, None]
     round_J, node_J = np.nonzero(known_RP)
     verdicts = Verdicts(
         bases=torch.from_numpy(start_R[round_J] - 1 - first_base),

@@ -23,6 +23,8 @@ from speculator.sampling import SamplingParams
 SCHEMA_VERSION = 1
 # Sizes that a damaged header must not be able to exceed: no rows cost no bytes, but their width costs memory.
 MAX_TOP_K = 4096
+NO_DRAFT = 0
+"""In the place of a draft version: a suffix of earlier text proposed, which no draft learns from."""
 MAX_PROPOSALS = 127
 
 
@@ -49,8 +51,8 @@ class VerifyRounds:
 
     `draft_tokens` [R, P] int32 with −1 where a round proposed fewer than P; `draft_logprobs` [R, P] float16 under the
     draft that proposed; `draft_parents` [R, P] int8 index of the parent proposal, −1 for the root (a chain is
-    −1, 0, 1, …); `num_accepted` [R] int8 without the bonus token; `draft_version` [R] int32; `position` [R] int32
-    absolute position of the last committed token when the round was drafted.
+    −1, 0, 1, …); `num_accepted` [R] int8 without the bonus token; `draft_version` [R] int32, or `NO_DRAFT`;
+    `position` [R] int32 absolute position of the last committed token when the round was drafted.
     """
 
     position: np.ndarray

@@ -63,7 +63,7 @@ def make_trace(
             draft_logprobs=-rng.exponential(1.0, (R, P)).astype(np.float16),
             draft_parents=np.tile(np.arange(-1, P - 1, dtype=np.int8), (R, 1)),
             num_accepted=(rng.random(R) * (num_proposed + 1)).astype(np.int8),
-            draft_version=np.sort(rng.integers(0, 5, R)).astype(np.int32),
+            draft_version=np.sort(rng.integers(1, 6, R)).astype(np.int32),
         ),
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speculator.trace import Trace
+from speculator.trace import NO_DRAFT, Trace
 from trainer.batch import Example
 
 _HASH_BYTES = 16
@@ -73,5 +73,7 @@ def provenance_of(trace: Trace) -> Provenance:
         text_hash=hashlib.blake2b(token_ids.tobytes(), digest_size=_HASH_BYTES).digest(),
         num_completion_tokens=trace.num_completion_tokens,
         num_accepted=int(rounds.num_accepted.sum()),
-        num_proposed_by_version=tuple((version, count) for version, count in sorted(proposed.items()) if count),
+        num_proposed_by_version=tuple(
+            (version, count) for version, count in sorted(proposed.items()) if count and version != NO_DRAFT
+        ),
     )

@@ -23,10 +23,13 @@ class LocalEngineConfig:
     max_waiting: int = 256
     """Requests queued beyond the running ones; the next is refused as busy."""
     depth: int = 4
-    """Most proposals a round."""
-    min_confidence: float = 0.15
-    """A proposal is verified while the draft thinks it is reached and accepted with this probability. On two cores one
-    more proposal costs about a tenth of a round that commits 1.5 tokens: below 0.15 it loses time."""
+    """Most proposals of the draft in a round; 0 decodes plainly."""
+    suffix_depth: int = 16
+    """Most proposals from suffixes of earlier text; 0 keeps no text to propose from."""
+    min_confidence: float | None = None
+    """None plans every round by what rounds cost and earn (speculator/planner.py). A number instead verifies the
+    draft's proposals, and no others, while it thinks that they are reached and accepted with this probability: what a
+    round does then depends on nothing that was measured."""
     max_depth: int = 5
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
@@ -39,4 +42,10 @@ class LocalEngineConfig:
     prompt_labels: int = 128
     """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
     num_threads: int = 1
+
+    @property
+    def cache_margin(self) -> int:
+        """Cache positions that a round may need past a request's limit."""
+        return max(self.max_depth, self.suffix_depth) + 1
+
     engine_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")

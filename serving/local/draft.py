@@ -5,7 +5,8 @@ Shape letters: B batch, M pairs to read, d hidden size, D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,39 +88,20 @@ class ServingDraft:
         window = SlotWindow(first_slot, list(starts), tokens_BM.shape[1], self.model.norm.weight)
         return self.model(tokens_BM, self.model.fuse(aux_BMw), window.positions_BT, self._attend(window))  # type: ignore[no-any-return]
 
-    def propose(
-        self,
-        feature_Bd: Tensor,
-        *,
-        depth: int,
-        min_confidence: float,
-        lengths: Sequence[int],
-        sources: Sequence[DraftSource],
-    ) -> tuple[Tensor, Tensor]:
-        """Draw up to `depth` proposals for slots 0…B−1 whose committed lengths are `lengths` (the newest included).
+    def chain(
+        self, feature_Bd: Tensor, *, lengths: Sequence[int], sources: Sequence[DraftSource]
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Draw one proposal after the other for slots 0…B−1 whose committed lengths are `lengths`, newest included.
 
-        `feature_Bd` is `read`'s output at each request's newest pair. The chains end, for all requests at once, where
-        the draft's probability that the next proposal is reached and accepted falls below `min_confidence`, averaged
-        over the batch: verifying it would cost more than it earns. Returns target ids [B, P] int64 and the draft's
-        log-probabilities [B, P] float32, both under the sampling that the request is served with; 0 ≤ P ≤ depth.
+        `feature_Bd` is `read`'s output at each request's newest pair. Each item is computed when it is asked for: by
+        request, target ids and the draft's log-probabilities under the sampling that the request is served with.
         """
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        reached_B = torch.zeros(len(lengths), device=feature_Bd.device)
-        for step in range(depth):
+        for step in itertools.count():
             ids_B, logprob_B = self._draw(feature_Bd, [length + step for length in lengths], sources)
-            reached_B = reached_B + logprob_B
-            if reached_B.exp().mean() < min_confidence:
-                break
-            tokens.append(ids_B)
-            logprobs.append(logprob_B)
-            if step + 1 < depth:
-                window = SlotWindow(0, [length - 1 + step for length in lengths], 1, self.model.norm.weight)
-                feature_B1d = self.model(ids_B[:, None], feature_Bd[:, None], window.positions_BT, self._attend(window))
-                feature_Bd = feature_B1d[:, 0]
-        if not tokens:
-            return ids_B[:, None][:, :0], logprob_B[:, None][:, :0]
-        return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+            yield ids_B.tolist(), logprob_B.tolist()
+            window = SlotWindow(0, [length - 1 + step for length in lengths], 1, self.model.norm.weight)
+            feature_B1d = self.model(ids_B[:, None], feature_Bd[:, None], window.positions_BT, self._attend(window))
+            feature_Bd = feature_B1d[:, 0]
 
     def _draw(
         self, feature_Bd: Tensor, positions: Sequence[int], sources: Sequence[DraftSource]

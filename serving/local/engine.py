@@ -27,6 +27,7 @@ from serving.local.capture import build_trace, span_of
 from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft, StagedDraft
 from serving.local.generation import Generation
+from serving.local.proposer import Planner
 from serving.local.rounds import RoundReport, RoundRunner
 from serving.local.target import Target
 from serving.local.text import AnswerText, LocalTokenizer
@@ -35,6 +36,8 @@ from serving.speedup import ControlShare, SpeedupMeter
 from speculator.depth import RoundCosts
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
 from speculator.model import Eagle3Draft
+from speculator.planner import FixedPlanner, RoundPlanner
+from speculator.suffix import SuffixDrafter, SuffixRequest
 from speculator.trace import Trace
 
 log = structlog.get_logger(__name__)
@@ -53,7 +56,7 @@ class LocalEngine:
     """Implements `serving.engine.Engine` over a Hugging Face model directory.
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
-    round says about the draft; neither may block.
+    round says about the draft; neither may block. `planner` takes the place of the one that the settings ask for.
     """
 
     def __init__(
@@ -69,21 +72,25 @@ class LocalEngine:
         meter: SpeedupMeter,
         on_trace: Callable[[Trace], object] | None = None,
         on_round: Callable[[WatchedRound], object] | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self._config = config
         self._target = target
         self._tokenizer = LocalTokenizer(config.model_dir)
         cache_length = target.cache.keys.shape[3]
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
+        self._planner = planner or _planner(config)
+        self._suffixes = SuffixDrafter() if config.suffix_depth else None
         self._runner = RoundRunner(
             target,
             self._draft,
-            min_confidence=config.min_confidence,
+            self._planner,
+            suffix_depth=config.suffix_depth,
             capture_topk=config.capture_topk,
             prompt_labels=config.prompt_labels,
         )
         self._fingerprint, self._load_draft = target_fingerprint, load_draft
-        self._metrics, self._meter = metrics, meter
+        self.metrics, self._meter = metrics, meter
         self._on_trace, self._on_round = on_trace, on_round
         self._costs = RoundCosts()
         self.estimated_speedup = EstimatedSpeedup(self._costs)
@@ -135,7 +142,7 @@ class LocalEngine:
         if not 0 <= depth <= self._config.max_depth:
             raise RequestError(f"depth {depth} is not in 0…{self._config.max_depth}", param="depth")
         self._depth = depth
-        self._metrics.depth.set(depth)
+        self.metrics.depth.set(depth)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
@@ -169,7 +176,7 @@ class LocalEngine:
                 self._wake.notify()
             return swap.report.result()
         except Exception:
-            self._metrics.swaps.labels("failed").inc()
+            self.metrics.swaps.labels("failed").inc()
             raise
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -246,10 +253,11 @@ class LocalEngine:
             swap.report.set_exception(error)
             return
         stall_s = time.perf_counter() - started
-        self._metrics.swaps.labels("installed").inc()
-        self._metrics.swap_stall.observe(stall_s)
-        self._metrics.draft_version.set(self._draft.version)
-        self._metrics.last_swap.set_to_current_time()
+        self._planner.renew()
+        self.metrics.swaps.labels("installed").inc()
+        self.metrics.swap_stall.observe(stall_s)
+        self.metrics.draft_version.set(self._draft.version)
+        self.metrics.last_swap.set_to_current_time()
         swap.report.set_result(
             SwapReport(version=self._draft.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
         )
@@ -264,13 +272,23 @@ class LocalEngine:
         for generation in [generation for generation in self._running if generation.aborted]:
             self._free_slot(generation)
             gone += 1
-        self._metrics.aborted.inc(gone)
+        self.metrics.aborted.inc(gone)
 
     def _admit(self) -> None:
         with self._wake:
             if self._prefilling is None and self._waiting and len(self._running) < self._config.num_slots:
                 self._prefilling = self._waiting.popleft()
-            self._metrics.waiting.set(len(self._waiting))
+                self._prefilling.suffix = self._new_suffix(self._prefilling.request)
+            self.metrics.waiting.set(len(self._waiting))
+
+    def _new_suffix(self, request: GenerateRequest) -> SuffixRequest | None:
+        if self._suffixes is None:
+            return None
+        policy = request.policy
+        # Who opts out of capture leaves nothing for other requests, either.
+        return self._suffixes.start(
+            request.prompt_token_ids, tenant=policy.tenant, group_id=policy.group_id, shared=policy.capture
+        )
 
     def _prefill(self, generation: Generation) -> None:
         slot = len(self._running)
@@ -284,13 +302,15 @@ class LocalEngine:
         is_control = self._control.is_control(len(self._running))
         depth = 0 if is_control else self._depth
         report = self._runner.run(self._running, depth)
-        self._metrics.observe_round(
+        self.metrics.observe_round(
             batch=report.batch,
             drafted=report.drafted,
-            num_proposals=report.num_proposals,
             seconds=report.seconds,
             committed=report.committed,
+            proposed=report.proposed,
             accepted=report.accepted,
+            from_head=report.from_head,
+            expected=(report.plan.expected_tokens, report.plan.expected_s),
         )
         self._measure(report, depth, is_control)
         self._finish_done()
@@ -314,7 +334,6 @@ class LocalEngine:
             self._on_round(self._watched(report, depth, is_control))
 
     def _watched(self, report: RoundReport, depth: int, is_control: bool) -> WatchedRound:
-        verified = zip(self._running, report.accepted, strict=True) if report.drafted else ()
         return WatchedRound(
             version=self._draft.version,
             batch=report.batch,
@@ -322,9 +341,14 @@ class LocalEngine:
             depth=depth,
             seconds=report.seconds,
             committed=report.committed,
+            # A suffix chain that was verified beside the head's makes the round no measure of the head.
+            is_timed=not any(
+                num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True)
+            ),
             verifications=tuple(
                 Verification(generation.request.request_id, generation.stratum, accepted)
-                for generation, accepted in verified
+                for generation, accepted, is_heads in zip(self._running, report.accepted, report.from_head, strict=True)
+                if is_heads
             ),
         )
 
@@ -333,7 +357,7 @@ class LocalEngine:
             if self._on_trace is not None and generation.capture and not generation.aborted:
                 self._on_trace(self._trace_of(generation))
             self._free_slot(generation)
-        self._metrics.running.set(len(self._running))
+        self.metrics.running.set(len(self._running))
 
     def _trace_of(self, generation: Generation) -> Trace:
         start, end = span_of(generation, self._config.context_window)
@@ -365,6 +389,12 @@ class LocalEngine:
             generation.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
         if swap is not None:
             swap.report.set_exception(EngineDeadError("the engine stopped before the swap"))
+
+
+def _planner(config: LocalEngineConfig) -> Planner:
+    if config.min_confidence is not None:
+        return FixedPlanner(config.min_confidence)
+    return RoundPlanner(max_depth=config.max_depth)
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:

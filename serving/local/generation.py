@@ -19,6 +19,7 @@ from serving.engine import Chunk, FinishReason, GenerateRequest
 from serving.evidence import Stratum, stratum_of
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
+from speculator.suffix import SuffixRequest
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RoundRecord:
     draft_logprobs: list[float]
     num_accepted: int
     draft_version: int
+    """`speculator.trace.NO_DRAFT` for proposals from a suffix."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Generation:
     stratum: Stratum = field(init=False)
     num_prefilled: int = 0
     num_pairs_read: int = 0
+    suffix: SuffixRequest | None = None
+    """Proposes from earlier text; set when the request is admitted."""
     rounds: list[RoundRecord] = field(default_factory=list)
     topk: list[TopK] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -94,6 +98,8 @@ class Generation:
             if self.tokens_left == 0:
                 self.finish_reason = "length"
                 break
+        if self.suffix is not None:
+            self.suffix.commit(taken)
         shown = self.text.take() if self.finish_reason is None else self.text.finish()
         self.deliver(
             Chunk(

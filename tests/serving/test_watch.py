@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -221,6 +223,51 @@ def test_an_idle_engine_is_not_ready_and_one_that_does_not_draft_is() -> None:
     for _ in range(500):
         watch.observe(WatchedRound(1, 1, True, 0, 0.03, 1, ()))
     assert watch.is_ready()
+
+
+def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]:
+    """The same version where drafting hardly pays: one round in `every` drafts."""
+    for number, round_ in enumerate(source):
+        yield round_ if number % every == 0 else WatchedRound(round_.version, 1, True, 0, 0.03, 1, ())
+
+
+def test_versions_that_are_hardly_used_do_not_hold_up_the_next() -> None:
+    """The first of a lineage do not pay; the one that does waits behind them."""
+    rng, watch = random.Random(0), LiveWatch(1)
+    serve(watch, rarely(rounds(rng, 1, {CHAT: 1.05}), 20), 600)
+    watch.expect()
+    assert watch.is_ready()
+    watch.begin(2)
+    watch.expect()
+    serve(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 400)
+    assert watch.judge().outcome is Outcome.WATCHING
+    serve(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 200)
+    assert watch.judge().outcome is Outcome.PROMOTED
+
+
+def test_a_useless_version_is_found_out_though_it_is_hardly_used() -> None:
+    for seed in range(10):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 1.8}), 2000)
+        watch.expect()
+        verdict = try_out(
+            watch,
+            2,
+            itertools.chain(itertools.islice(rounds(rng, 2, {CHAT: 1.0}), 50), rarely(rounds(rng, 2, {CHAT: 1.0}), 50)),
+            look_every=10,
+        )
+        assert verdict.outcome is Outcome.ROLLED_BACK
+
+
+def test_rounds_in_which_others_proposed_say_nothing_about_time() -> None:
+    """The text repeats itself, and suffixes make the same draft look twice as fast."""
+    rng, watch = random.Random(0), LiveWatch(1)
+    for round_ in itertools.islice(rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000):
+        lucky = round_._replace(committed=3 * round_.committed, is_timed=False)
+        watch.observe(lucky if round_.drafted and rng.random() < 0.5 else round_)
+    verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05), look_every=500)
+    assert verdict.outcome is Outcome.PROMOTED
+    assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.0, abs=0.1)
 
 
 def test_rounds_of_other_versions_say_nothing() -> None:

@@ -24,10 +24,10 @@ def _run() -> DemoRun:
 
     def rounds(count: int, *, accepted: int, seconds: float) -> None:
         for _ in range(count):
-            metrics.observe_round(
-                batch=1, drafted=True, num_proposals=2, seconds=seconds, committed=accepted + 1, accepted=(accepted,)
-            )
-        metrics.observe_round(batch=1, drafted=False, num_proposals=0, seconds=0.02, committed=1, accepted=(0,))
+            one = {"proposed": (2,), "accepted": (accepted,), "from_head": (True,), "expected": (accepted + 1, seconds)}
+            metrics.observe_round(batch=1, drafted=True, seconds=seconds, committed=accepted + 1, **one)
+        none = {"proposed": (0,), "accepted": (0,), "from_head": (False,), "expected": (0.0, 0.0)}
+        metrics.observe_round(batch=1, drafted=False, seconds=0.02, committed=1, **none)
 
     scrape(0)
     rounds(10, accepted=0, seconds=0.03)

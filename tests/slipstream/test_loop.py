@@ -131,7 +131,7 @@ def test_the_demo_runs_and_writes_its_figures(
         monkeypatch.setenv(name, value)
     document, plot = tmp_path / "out.json", tmp_path / "out.png"
     result = run_cli(
-        *("demo", "--model", toy_model, "--minutes", 0.25, "--json", document, "--plot", plot, "--port", 18765),
+        *("demo", "--model", toy_model, "--minutes", 0.4, "--json", document, "--plot", plot, "--port", 18765),
         *("--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24, "--dtype", "float32"),
     )
     assert result.returncode == 0, result.stderr

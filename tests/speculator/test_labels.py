@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from speculator.labels import draft_ids_by_target_id, make_labels, make_verdicts
 from speculator.sampling import SamplingParams
-from speculator.trace import Trace, check_trace
+from speculator.trace import NO_DRAFT, Trace, check_trace
 from tests.traces import make_trace, with_rounds
 
 V = 12
@@ -181,7 +181,7 @@ def round_trace(rounds: list[dict[str, Any]], *, T: int = 12, first_position: in
         draft_parents=parents,
         draft_logprobs=-np.abs(np.random.default_rng(seed).normal(size=tokens.shape)).astype(np.float16),
         num_accepted=np.zeros(len(rounds), np.int8),
-        draft_version=np.arange(len(rounds), dtype=np.int32),
+        draft_version=np.arange(1, len(rounds) + 1, dtype=np.int32),
     )
 
 
@@ -205,7 +205,7 @@ def verdicts_by_hand(trace: Trace, *, first_base: int) -> set[tuple[int, int, in
             base = at - 2
             if base >= first_base and token in TARGET_IDS:
                 logprob = float(rounds.draft_logprobs[row, node])
-                found.add((base - first_base, len(path) - 1, token, token == committed[-1], row, logprob))
+                found.add((base - first_base, len(path) - 1, token, token == committed[-1], row + 1, logprob))
     return found
 
 
@@ -245,6 +245,15 @@ def test_verdicts_of_trees_are_those_of_every_path_walked_from_its_root(trace: T
     duplicates = len(make_verdicts(trace, DRAFT_IDS, first_base=first_base)) != len(expected)
     if not duplicates:  # a tree that proposes one token twice under one parent has the same verdict twice
         assert as_set(trace, first_base=first_base) == expected
+
+
+def test_what_no_draft_proposed_is_no_verdict_on_one() -> None:
+    rounds = [{"position": position, "tokens": [0, 1], "parents": [-1, 0]} for position in (4, 7)]
+    trace = round_trace(rounds)
+    both = make_verdicts(trace, DRAFT_IDS, first_base=0)
+    second = make_verdicts(with_rounds(trace, draft_version=np.array([NO_DRAFT, 2], np.int32)), DRAFT_IDS, first_base=0)
+    assert set(both.versions.tolist()) == {1, 2}
+    assert second.versions.tolist() == [version for version in both.versions.tolist() if version == 2]
 
 
 def test_a_chain_is_judged_up_to_its_first_rejection() -> None:

@@ -149,7 +149,7 @@ def with_trees(trace: Trace, seed: int) -> Trace:
         draft_parents=np.array(parents, np.int8),
         draft_logprobs=-rng.exponential(1.0, (R, P)).astype(np.float16),
         num_accepted=np.zeros(R, np.int8),
-        draft_version=np.zeros(R, np.int32),
+        draft_version=np.ones(R, np.int32),
     )
 
 

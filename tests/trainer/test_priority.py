@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speculator.labels import Verdicts
-from tests.traces import make_trace
+from speculator.trace import NO_DRAFT
+from tests.traces import make_trace, with_rounds
 from tests.trainer.stored import stored_of
 from trainer.domains import DEFAULT, OTHER, DomainNames
 from trainer.priority import MAX_REPEAT, TenantMix, capped_shares, priority
@@ -122,6 +124,8 @@ def test_provenance_counts_what_was_proposed_and_hashes_what_was_said() -> None:
     source = provenance_of(trace)
     assert (source.tenant, source.domain) == ("me", "math")
     assert sum(count for _, count in source.num_proposed_by_version) == (trace.rounds.draft_tokens >= 0).sum()
+    by_suffixes = with_rounds(trace, draft_version=np.full(20, NO_DRAFT, np.int32))
+    assert provenance_of(by_suffixes).num_proposed_by_version == ()
     assert source.acceptance == pytest.approx(trace.rounds.num_accepted.sum() / 36)
     other = dataclasses.replace(trace, token_ids=trace.token_ids + 1)
     assert provenance_of(other).text_hash != source.text_hash

@@ -211,7 +211,7 @@ def drafted_by(draft: Eagle3Draft, trace: Trace) -> Trace:
         draft_logprobs=np.array(logprobs, np.float16),
         draft_parents=np.tile(np.arange(-1, DEPTH - 1, dtype=np.int8), (R, 1)),
         num_accepted=np.array(accepted, np.int8),
-        draft_version=np.zeros(R, np.int32),
+        draft_version=np.ones(R, np.int32),
     )
 
 

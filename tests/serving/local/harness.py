@@ -80,7 +80,8 @@ def toy_engine(
     depth: int = 3,
     control_share: float = 0.0,
     slots: int = 4,
-    min_confidence: float = 0.0,
+    min_confidence: float | None = 0.0,
+    suffix_depth: int = 0,
     on_round: Callable[[WatchedRound], object] | None = None,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
@@ -90,6 +91,7 @@ def toy_engine(
         dtype="float64",
         depth=depth,
         min_confidence=min_confidence,
+        suffix_depth=suffix_depth,
         control_share=control_share,
         num_slots=slots,
         context_length=256,
@@ -100,7 +102,7 @@ def toy_engine(
         prompt_labels=12,
     )
     target = Target(
-        model_dir, num_slots=slots, context_length=256, cache_margin=config.max_depth + 1, dtype=torch.float64
+        model_dir, num_slots=slots, context_length=256, cache_margin=config.cache_margin, dtype=torch.float64
     )
     drafts: dict[int, Eagle3Draft] = {}
     registry, traces = CollectorRegistry(), []

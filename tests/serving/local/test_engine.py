@@ -17,7 +17,9 @@ from serving.engine import CapturePolicy, Chunk
 from serving.local.packed import pack, pack_linears
 from speculator.codec import decode_trace, encode_trace
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
+from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
+from speculator.trace import NO_DRAFT
 from tests.serving.local.harness import Harness, toy_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until
@@ -190,14 +192,33 @@ def test_an_unsure_draft_proposes_nothing_and_a_sure_one_the_whole_chain(model_d
         harness.ask(harness.request("hello"))
         # The last chunk of an answer is delivered before its round is counted.
         wait_until(lambda: harness.traces)
-        assert harness.metric("slipstream_proposals_total", position="1") == 0
+        assert harness.metric("slipstream_proposals_total", source="head", position="1") == 0
         assert harness.metric("slipstream_verifications_total") == 39
         assert len(harness.traces[0].rounds.position) == 0
     sure = random_draft(model_dir, seed=1)
     sure.lm_head.weight.data.mul_(100)
     with toy_engine(model_dir, draft=sure, depth=4, min_confidence=0.1) as harness:
         harness.ask(harness.request("hello"))
-        assert harness.metric("slipstream_proposals_total", position="4") > 0
+        assert harness.metric("slipstream_proposals_total", source="head", position="4") > 0
+
+
+def test_what_was_answered_before_is_proposed_again_to_the_same_tenant_alone(model_dir: Path) -> None:
+    with toy_engine(model_dir, draft=random_draft(model_dir, seed=9), min_confidence=None, suffix_depth=8) as harness:
+
+        def rounds(tenant: str, *, capture: bool = True) -> int:
+            policy = CapturePolicy(tenant=tenant, capture=capture)
+            (answer,) = harness.ask(harness.request("what is 2 and 2?", policy=policy, max_tokens=60))
+            return len(answer.chunks)
+
+        private = rounds("a", capture=False)
+        assert rounds("a") >= private - 5, "a request that opted out left its answer behind"
+        assert rounds("a") < private / 2
+        assert rounds("b") >= private - 5
+        wait_until(lambda: len(harness.traces) == 3)
+        _, second, _ = (decode_trace(encode_trace(trace)) for trace in harness.traces)
+        assert (second.rounds.draft_version == NO_DRAFT).any()
+        draft_ids_V = torch.arange(second.target_topk_ids.max() + 1)
+        assert (make_verdicts(second, draft_ids_V, first_base=0).versions != NO_DRAFT).all()
 
 
 def test_depth_changes_between_rounds_and_zero_is_plain_decoding(model_dir: Path) -> None:

@@ -76,6 +76,16 @@ def test_chains_that_end_early_change_no_text(
     assert _texts(model_dir, sampling, depth=5, min_confidence=min_confidence) == plain
 
 
+def test_planned_rounds_and_suffix_chains_change_no_text(
+    model_dir: Path, plain: list[list[int]], sampling: SamplingParams
+) -> None:
+    with toy_engine(model_dir, min_confidence=None, suffix_depth=8, control_share=0.1) as harness:
+        for _ in range(3):
+            requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
+            assert [answer.token_ids for answer in harness.ask(*requests)] == plain
+        assert harness.metric("slipstream_accepted_total", source="suffix", position="4") > 0
+
+
 def test_one_at_a_time_is_the_same_as_together(
     model_dir: Path, plain: list[list[int]], sampling: SamplingParams
 ) -> None:

@@ -1,0 +1,186 @@
+"""Where a round's proposals come from: each request's suffix chain, or the learned head's, as the planner decides.
+
+Of a request's two chains the one that is expected to earn more is verified. The chains of a round are cut where one
+more token of all of them together costs more than it earns; a request with a shorter chain leaves its row unused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from serving.local.draft import ServingDraft
+from serving.local.generation import Generation
+from serving.local.reading import DraftReader
+from speculator.planner import HeadVerdict, Plan
+from speculator.suffix import SuffixProposal
+
+
+class Planner(Protocol):
+    """Implemented by `speculator.planner`, which says what each method means."""
+
+    def plan(
+        self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], *, head_depth: int
+    ) -> Plan: ...
+
+    def head_probability(self, step: int, probability: float) -> float: ...
+
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool: ...
+
+    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool: ...
+
+    def observe(
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+    ) -> None: ...
+
+    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None: ...
+
+    def renew(self) -> None: ...
+
+    @property
+    def is_awake(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What one request proposes, by whom, and the proposer's own probability of each token."""
+
+    tokens: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    suffix: SuffixProposal | None = None
+    """Where it is a suffix chain, as far as it is verified; None for the head's."""
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """The chains of a round, and what the head's took: seconds, steps and pairs read; all 0 where it was not asked."""
+
+    plan: Plan
+    chains: tuple[Chain, ...]
+    num_steps: int = 0
+    num_pairs: int = 0
+    seconds: float = 0.0
+
+    @property
+    def width(self) -> int:
+        return max(len(chain.tokens) for chain in self.chains)
+
+    @property
+    def from_head(self) -> tuple[bool, ...]:
+        """Which requests the head was asked for, whether or not it had anything worth verifying."""
+        return tuple(self.num_steps > 0 and chain.suffix is None for chain in self.chains)
+
+
+class Proposer:
+    """Used by the engine's thread."""
+
+    def __init__(self, draft: ServingDraft, reader: DraftReader, planner: Planner, *, suffix_depth: int) -> None:
+        self._draft, self._reader, self._planner, self._suffix_depth = draft, reader, planner, suffix_depth
+
+    def propose(self, generations: Sequence[Generation], *, head_depth: int) -> Proposals:
+        """Chains for the requests in slots 0…B−1; `head_depth` is the most tokens of the head's."""
+        suffixes = [self._suffix(generation) for generation in generations]
+        reaches = [_reaches(suffix) for suffix in suffixes]
+        num_keys = sum(len(generation.tokens) for generation in generations)
+        domains = [generation.request.policy.domain for generation in generations]
+        plan = self._planner.plan(domains, num_keys, reaches, head_depth=head_depth)
+        if plan.uses_head:
+            return self._with_head(plan, generations, suffixes, reaches, head_depth)
+        return Proposals(plan, tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes))
+
+    def observe(
+        self, proposals: Proposals, generations: Sequence[Generation], accepted: Sequence[int], verify_s: float
+    ) -> None:
+        """What the round took apart from drafting, and what verification accepted of each chain."""
+        self._planner.observe(
+            proposals.plan,
+            num_proposals=proposals.width,
+            num_steps=proposals.num_steps,
+            num_pairs=proposals.num_pairs,
+            draft_s=proposals.seconds,
+            verify_s=verify_s,
+        )
+        verdicts = []
+        rows = zip(generations, proposals.chains, proposals.from_head, accepted, strict=True)
+        for generation, chain, is_from_head, count in rows:
+            if is_from_head:
+                verdicts.append(HeadVerdict(generation.request.policy.domain, chain.probabilities, count))
+        self._planner.observe_head(verdicts)
+
+    def _suffix(self, generation: Generation) -> SuffixProposal:
+        if generation.suffix is None:
+            return SuffixProposal()
+        # The last token of an answer is the target's own in any case.
+        return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))
+
+    def _with_head(
+        self,
+        plan: Plan,
+        generations: Sequence[Generation],
+        suffixes: Sequence[SuffixProposal],
+        reaches: Sequence[Sequence[float]],
+        head_depth: int,
+    ) -> Proposals:
+        started_s = time.perf_counter()
+        kept, num_steps, num_pairs = self._head_steps(plan, generations, reaches, head_depth)
+        seconds = time.perf_counter() - started_s
+        width = len(kept)
+        # Where only suffix chains go on, they go on as long as they pay.
+        while (total := _total(reaches, plan.from_suffix, width)) > 0 and self._planner.is_worth_verifying(
+            plan, width, total
+        ):
+            width += 1
+        chains = [
+            _cut(suffix, width)
+            if is_suffix
+            else Chain(tuple(ids[row] for ids, _ in kept), tuple(math.exp(scores[row]) for _, scores in kept))
+            for row, (suffix, is_suffix) in enumerate(zip(suffixes, plan.from_suffix, strict=True))
+        ]
+        return Proposals(plan, tuple(chains), num_steps, num_pairs, seconds)
+
+    def _head_steps(
+        self, plan: Plan, generations: Sequence[Generation], reaches: Sequence[Sequence[float]], head_depth: int
+    ) -> tuple[list[tuple[list[int], list[float]]], int, int]:
+        """The steps that are worth verifying, (token ids, log-probabilities) by request; steps and pairs computed."""
+        feature_Bd, num_pairs = self._reader.read_all(generations)
+        lengths = [len(generation.tokens) for generation in generations]
+        drawn: Iterator[tuple[list[int], list[float]]] = self._draft.chain(
+            feature_Bd, lengths=lengths, sources=[generation.source for generation in generations]
+        )
+        kept: list[tuple[list[int], list[float]]] = []
+        reach_B = [0.0 if is_suffix else 1.0 for is_suffix in plan.from_suffix]
+        num_steps = 0
+        for step, (ids, scores) in enumerate(itertools.islice(drawn, head_depth)):
+            num_steps = step + 1
+            reach_B = [
+                reach * self._planner.head_probability(step, math.exp(score))
+                for reach, score in zip(reach_B, scores, strict=True)
+            ]
+            total = sum(reach_B) + _total(reaches, plan.from_suffix, step)
+            is_looked_at = plan.is_probe and step == 0
+            if not is_looked_at and not self._planner.is_worth_verifying(plan, step, total):
+                break
+            kept.append((ids, scores))
+            if not self._planner.is_worth_drafting(plan, num_steps, sum(reach_B)):
+                break
+        return kept, num_steps, num_pairs
+
+
+def _reaches(suffix: SuffixProposal) -> list[float]:
+    """R_k, k from the first proposal on."""
+    return list(itertools.accumulate(suffix.probabilities, operator.mul))
+
+
+def _total(reaches: Sequence[Sequence[float]], chosen: Sequence[bool], step: int) -> float:
+    """How many of the chosen suffix chains are expected to be accepted at this step."""
+    return sum(reach[step] for reach, is_chosen in zip(reaches, chosen, strict=True) if is_chosen and step < len(reach))
+
+
+def _cut(suffix: SuffixProposal, num_tokens: int) -> Chain:
+    suffix = suffix.first(num_tokens)
+    return Chain(suffix.tokens, suffix.probabilities, suffix)

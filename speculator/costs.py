@@ -1,0 +1,148 @@
+"""What a round costs, measured while serving: seconds of a verification and of drafting, for any size of either.
+
+A verification of P proposals for each of b requests puts r = b · (P + 1) rows through the target, and its attention
+reads the keys of all b contexts:
+
+    T = θ₀ + θ₁ · r + θ₂ · (rows × keys that they attend to)
+
+The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own factor
+on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Drafting has a line of
+its own. A round that took far longer than expected was interrupted, and counts as a little too long only.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+_MEMORY = 0.997
+"""What a round still weighs after another: half after 230."""
+_CLIP = 1.5
+"""A time counts at most as this many times what was expected; if the machine has slowed down, the next ones add up."""
+_TRUSTED_AFTER = 8
+_FIT_EVERY = 8
+_PRIOR_ROUNDS = 0.05
+"""Weight of the assumed slopes, in rounds: enough to decide before anything else than plain steps was seen."""
+_SIZE_MEMORY = 0.95
+_SIZE_PRIOR = 4.0
+"""Rounds of a size after which its own factor counts as much as that of the coarser size, or the line."""
+
+Sizes = Sequence[Hashable]
+"""Names of a measurement's size, from the coarsest to the finest."""
+
+
+class FittedTime:
+    """Seconds as a linear function of a few non-negative features, the first of which is 1; no less than zero.
+
+    `slopes` are what the features are assumed to cost in relation to each other, until they were seen to vary.
+    """
+
+    def __init__(self, slopes: Sequence[float]) -> None:
+        self._slopes, self._size = slopes, len(slopes)
+        self._moments = [[0.0] * self._size for _ in slopes]
+        self._sums = [0.0] * self._size
+        self._scale = [0.0] * self._size
+        self._assumed = self._seconds = self._weight = 0.0
+        self._weights = [0.0] * self._size
+        self._factors: dict[Hashable, tuple[float, float]] = {}
+        self._is_cold = True
+        self.count = 0
+
+    def add(self, features: Sequence[float], seconds: float, *, sizes: Sizes) -> None:
+        """A measurement; each of its sizes gets a factor of its own. The first of all pays for warming up."""
+        if self._is_cold:
+            self._is_cold = False
+            return
+        if self.count >= _TRUSTED_AFTER:
+            seconds = min(seconds, _CLIP * self.seconds(features, sizes=sizes))
+        for row, x in enumerate(features):
+            moments = self._moments[row]
+            for column, y in enumerate(features):
+                moments[column] = _MEMORY * moments[column] + x * y
+            self._sums[row] = _MEMORY * self._sums[row] + x * seconds
+            self._scale[row] = max(self._scale[row], x)
+        self._assumed = _MEMORY * self._assumed + self._dot(self._slopes, features)
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._weight = _MEMORY * self._weight + 1
+        self.count += 1
+        if self.count < _TRUSTED_AFTER or self.count % _FIT_EVERY == 0:
+            self._fit()
+        ratio = seconds / max(self._dot(self._weights, features), 1e-9)
+        for size in sizes:
+            total, weight = self._factors.get(size, (0.0, 0.0))
+            self._factors[size] = _SIZE_MEMORY * total + ratio, _SIZE_MEMORY * weight + 1
+
+    def seconds(self, features: Sequence[float], *, sizes: Sizes = ()) -> float:
+        """The expected time; 0 before the first measurement."""
+        factor = 1.0
+        for size in sizes:
+            total, weight = self._factors.get(size, (0.0, 0.0))
+            factor = (total + _SIZE_PRIOR * factor) / (weight + _SIZE_PRIOR)
+        return factor * self._dot(self._weights, features)
+
+    def _fit(self) -> None:
+        prior = np.array(self._slopes) * (self._seconds / self._assumed)
+        # Where the measurements leave slopes open, all of them give way in proportion to what is assumed of each.
+        mean_s = self._seconds / self._weight
+        ridge = np.diag(_PRIOR_ROUNDS * mean_s * np.maximum(self._scale, 1e-9) / prior)
+        weights = _non_negative(np.array(self._moments) + ridge, np.array(self._sums) + ridge @ prior)
+        self._weights = weights.tolist()
+
+    @staticmethod
+    def _dot(weights: Sequence[float], features: Sequence[float]) -> float:
+        return float(sum(map(operator.mul, weights, features)))
+
+
+def _non_negative(moments: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """The least-squares weights; more work never takes less time, so what noise makes negative is left out."""
+    free = np.ones(len(sums), bool)
+    while True:
+        weights = np.zeros(len(sums))
+        weights[free] = np.linalg.solve(moments[np.ix_(free, free)], sums[free])
+        if (weights >= 0).all():
+            return weights
+        free &= weights > 0
+
+
+class RoundTimes:
+    """Verification and drafting times of one engine; used by the thread that decodes."""
+
+    def __init__(self) -> None:
+        # Before it is known: a further row costs an eighth of a step, 10,000 attended keys a tenth of it; a draft step
+        # and a pair that the draft reads an eighth each.
+        self._verify = FittedTime([1.0, 0.125, 1e-5])
+        self._draft = FittedTime([0.02, 0.1, 0.02])
+
+    @property
+    def num_verifications(self) -> int:
+        return self._verify.count
+
+    @property
+    def num_draftings(self) -> int:
+        return self._draft.count
+
+    def verify_s(self, batch: int, num_proposals: int, num_keys: int) -> float:
+        """Seconds of a round apart from drafting; `num_keys` is the sum of the context lengths."""
+        rows = num_proposals + 1
+        return self._verify.seconds([1.0, batch * rows, rows * num_keys], sizes=(batch, (batch, num_proposals)))
+
+    def draft_s(self, batch: int, num_steps: int, num_pairs: int) -> float:
+        """Seconds in which the learned draft reads `num_pairs` and proposes `num_steps` tokens for each request."""
+        if self._draft.count == 0:
+            # Nothing drafted yet: a guess from the target's own time, to have something to compare with.
+            return self.verify_s(batch, 0, 0) * (0.05 + 0.08 * num_steps)
+        sizes = batch, (batch, num_steps)
+        return self._draft.seconds([1.0, num_steps, num_steps * batch + num_pairs], sizes=sizes)
+
+    def add_verification(self, batch: int, num_proposals: int, num_keys: int, seconds: float) -> None:
+        rows = num_proposals + 1
+        sizes = batch, (batch, num_proposals)
+        self._verify.add([1.0, batch * rows, rows * num_keys], seconds, sizes=sizes)
+
+    def add_drafting(self, batch: int, num_steps: int, num_pairs: int, seconds: float) -> None:
+        sizes = batch, (batch, num_steps)
+        # A long time without drafting leaves many pairs: what they take is the line's business, not the size's.
+        is_usual = num_pairs <= 8 * batch
+        self._draft.add([1.0, num_steps, num_steps * batch + num_pairs], seconds, sizes=sizes if is_usual else ())

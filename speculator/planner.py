@@ -1,0 +1,283 @@
+"""What to propose in a round: nothing, the suffix's chains or the learned head's; and how many tokens of it.
+
+Every choice is a forecast of committed tokens over seconds, both from what was measured while serving. With b requests,
+R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of speculator/costs.py:
+
+    nothing     b / V(b, 0)
+    suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R from speculator/suffix.py
+    head        (b + Σ_i g_i) / (V(b, P̄) + D(b, s̄))                     g: what its chains earned lately, by domain
+
+The largest of them is the rate λ of this round, and the price of time: the head's chains grow while one more token of
+all of them, Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it. That
+is the stationarity condition of the ratio that is maximised (Dinkelbach, Management Science 13(7), 1967).
+
+A head that does not pay is asked in a few rounds all the same, and in some more after a swap: it may have learned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from speculator.calibration import Calibration
+from speculator.costs import RoundTimes
+from speculator.depth import PositionAcceptance
+
+_MEMORY = 0.98
+"""What a verification still weighs after another: half after 34."""
+_PRIOR_WEIGHT = 2.0
+_FIRST_GAIN = 1.0
+"""Accepted proposals of a head that nobody has seen: it is tried before it is judged."""
+_RENEWED_WEIGHT = 0.25
+"""What evidence about the previous version is worth for the next, which is mostly like it."""
+_PROBES_AFTER_RENEWAL = 50
+"""Rounds that look at a new version whatever the last one was worth: enough for the watch to see a useless one."""
+_AWAKE_ROUNDS = 200
+_MAX_DOMAINS = 64
+_REST = "other"
+
+
+class _Mean:
+    """A fading mean that begins at a guess."""
+
+    def __init__(self, guess: float) -> None:
+        self._sum, self._weight = _PRIOR_WEIGHT * guess, _PRIOR_WEIGHT
+
+    def add(self, value: float) -> None:
+        self._sum, self._weight = _MEMORY * self._sum + value, _MEMORY * self._weight + 1
+
+    def fade(self) -> None:
+        self._sum, self._weight = _RENEWED_WEIGHT * self._sum, _RENEWED_WEIGHT * self._weight
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight
+
+
+@dataclass(frozen=True)
+class HeadVerdict:
+    """What became of the head's chain for one request; an empty chain counts, too."""
+
+    domain: str
+    probabilities: Sequence[float]
+    """The head's own, of each proposal."""
+    num_accepted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a round of `batch` requests proposes: the head for those that have no better suffix, or suffixes alone."""
+
+    batch: int
+    num_keys: int
+    expected_tokens: float = 0.0
+    """Committed tokens that are expected of this round, or, of a probe, of the round in its place; 0 before anything
+    was measured. So with `expected_s`, its seconds.
+    """
+    expected_s: float = 0.0
+    uses_head: bool = False
+    is_probe: bool = False
+    """The head is only looked at: its first proposal is verified whatever it is worth."""
+    num_proposals: int = 0
+    """Of the suffix chains, where the head is not asked."""
+    from_suffix: tuple[bool, ...] = ()
+    """Which requests take their suffix chain where the head is asked."""
+
+    @property
+    def rate(self) -> float:
+        """λ, in tokens a second."""
+        return self.expected_tokens / self.expected_s if self.expected_s else 0.0
+
+
+class RoundPlanner:
+    """Plans the rounds of one engine; used by the thread that decodes."""
+
+    def __init__(self, *, max_depth: int, probe_share: float = 0.02, seed: int = 0) -> None:
+        self.times = RoundTimes()
+        self.confidence = Calibration()
+        self._positions = PositionAcceptance(max_depth)
+        self._gains: dict[str, _Mean] = {}
+        self._gain = _Mean(_FIRST_GAIN)
+        self._proposals: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
+        self._steps: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
+        self._probe_share, self._random = probe_share, random.Random(seed)
+        self._probes_left = 0
+        self._num_plans = self._last_use = 0
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], *, head_depth: int
+    ) -> Plan:
+        """The plan for requests of these domains. `suffixes` are R_ik of their suffix chains, k from the first
+        proposal on; `head_depth` is the most that the head may propose.
+        """
+        self._num_plans += 1
+        batch = len(domains)
+        if self.times.verify_s(batch, 0, num_keys) == 0.0:
+            return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
+        without = self._without_head(batch, num_keys, suffixes)
+        if not head_depth:
+            return without
+        from_suffix = tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
+        plan = self._with_head(domains, num_keys, suffixes, from_suffix, head_depth)
+        if plan.rate > without.rate:
+            self._last_use = self._num_plans
+            return plan
+        if self._is_probe():
+            return replace(
+                plan,
+                is_probe=True,
+                from_suffix=(False,) * batch,
+                expected_tokens=without.expected_tokens,
+                expected_s=without.expected_s,
+            )
+        return without
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the head has paid lately: then it reads prompts as they come."""
+        return self._num_plans - self._last_use < _AWAKE_ROUNDS
+
+    def head_probability(self, step: int, probability: float) -> float:
+        """Of a proposal at `step`, from 0, that the head gives `probability`: that it is accepted, once reached."""
+        return self.confidence.probability(step, probability)
+
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
+        """Whether one more token than `num_proposals`, reached and accepted `reach` times in all requests, pays."""
+        return reach > plan.rate * self._more_s(plan, num_proposals)
+
+    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
+        """Whether the head shall compute a step after `num_steps`, whose proposals are reached `reach` times."""
+        more_s = self.times.draft_s(plan.batch, num_steps + 1, plan.batch) - self.times.draft_s(
+            plan.batch, num_steps, plan.batch
+        )
+        expected = reach * self._positions.rate(num_steps + 1)
+        return expected > plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
+
+    def gain(self, domain: str) -> float:
+        """Accepted proposals of the head's chains, the empty ones included, in one verification."""
+        found = self._gains.get(domain)
+        return (found or self._gain).value
+
+    def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
+        """The best round of suffix chains; with none of them it is plain decoding."""
+        gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
+        depth, tokens, seconds = 0, float(batch), self.times.verify_s(batch, 0, num_keys)
+        for more, total in enumerate(itertools.accumulate(gains, initial=float(batch))):
+            more_s = self.times.verify_s(batch, more, num_keys)
+            if total * seconds > tokens * more_s:
+                depth, tokens, seconds = more, total, more_s
+        return Plan(batch=batch, num_keys=num_keys, num_proposals=depth, expected_tokens=tokens, expected_s=seconds)
+
+    def _with_head(
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        from_suffix: tuple[bool, ...],
+        head_depth: int,
+    ) -> Plan:
+        """A round that asks the head, if it goes like its last ones."""
+        batch = len(domains)
+        depth = min(round(self._proposals[batch].value), head_depth)
+        steps = min(max(round(self._steps[batch].value), 1), head_depth)
+        tokens = batch + sum(
+            sum(reaches[:depth]) if is_suffix else self.gain(domain)
+            for domain, reaches, is_suffix in zip(domains, suffixes, from_suffix, strict=True)
+        )
+        seconds = self.times.verify_s(batch, depth, num_keys) + self.times.draft_s(batch, steps, 2 * batch)
+        return Plan(
+            batch=batch,
+            num_keys=num_keys,
+            uses_head=True,
+            from_suffix=from_suffix,
+            expected_tokens=tokens,
+            expected_s=seconds,
+        )
+
+    def _more_s(self, plan: Plan, num_proposals: int) -> float:
+        more_s = self.times.verify_s(plan.batch, num_proposals + 1, plan.num_keys) - self.times.verify_s(
+            plan.batch, num_proposals, plan.num_keys
+        )
+        return max(more_s, 0.0)
+
+    def _is_probe(self) -> bool:
+        if self._probes_left > 0:
+            self._probes_left -= 1
+            return True
+        return self._random.random() < self._probe_share
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+    ) -> None:
+        """What a round took: its verification of so many proposals, and the head's part where it was asked."""
+        self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
+        if num_steps:
+            self.times.add_drafting(plan.batch, num_steps, num_pairs, draft_s)
+            self._proposals[plan.batch].add(num_proposals)
+            self._steps[plan.batch].add(num_steps)
+
+    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
+        """What a round earned with the head's chains."""
+        for verdict in verdicts:
+            self._positions.add(len(verdict.probabilities), verdict.num_accepted)
+            self._gain_of(verdict.domain).add(verdict.num_accepted)
+            self._gain.add(verdict.num_accepted)
+            for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
+                self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
+
+    def renew(self) -> None:
+        """Another draft version is in service: look at it even where the last one did not pay."""
+        self._positions.fade(_RENEWED_WEIGHT)
+        for gain in (self._gain, *self._gains.values()):
+            gain.fade()
+        self._probes_left = _PROBES_AFTER_RENEWAL
+
+    def _gain_of(self, domain: str) -> _Mean:
+        if domain not in self._gains:
+            domain = domain if len(self._gains) < _MAX_DOMAINS else _REST
+            self._gains.setdefault(domain, _Mean(self._gain.value))
+        return self._gains[domain]
+
+
+class FixedPlanner:
+    """Always the head, whose chains end where the probability that the next token is reached and accepted, as the head
+    itself sees it and on average over the requests, falls below `min_confidence`. For tests and recordings: what it
+    does depends on nothing that was measured.
+    """
+
+    def __init__(self, min_confidence: float) -> None:
+        self._min_confidence = min_confidence
+        self.is_awake = True
+
+    def plan(
+        self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], *, head_depth: int
+    ) -> Plan:
+        batch = len(domains)
+        return Plan(batch=batch, num_keys=num_keys, uses_head=head_depth > 0, from_suffix=(False,) * batch)
+
+    def head_probability(self, step: int, probability: float) -> float:
+        return probability
+
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
+        return reach / plan.batch >= self._min_confidence
+
+    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
+        return True
+
+    def observe(
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+    ) -> None:
+        """Nothing is measured."""
+
+    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
+        """Nothing is learned."""
+
+    def renew(self) -> None:
+        """Nothing was known of the version before."""

@@ -1,0 +1,34 @@
+"""The pure parts of benchmarks/serving.py: windows over runs, drafts that are of no use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.serving import Rates, Work, useless, windows
+from tests.toy import random_draft
+
+
+def test_windows_are_of_the_other_engines_time() -> None:
+    runs = [(10, 1.0, 10, 1.0), (10, 2.0, 10, 1.0), (10, 1.0, 10, 1.0)]
+    assert windows(runs, 1.0) == [1.0, 0.5, 1.0]
+    assert windows(runs, 2.0) == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert windows(runs, 4.0) == []
+
+
+def test_ratios_are_by_prompt() -> None:
+    rates, work = Rates(), Work("chat", (1,), 10)
+    for plain, head in ((10, 20), (100, 100), (50, 150)):
+        rates.add(work, "plain", plain, 1.0)
+        rates.add(work, "head", head, 1.0)
+    assert rates.ratio("chat", "head", "plain").median == 2.0
+
+
+def test_the_wrong_draft_says_other_tokens_as_surely(toy_model: Path) -> None:
+    draft = random_draft(toy_model, seed=1)
+    wrong = useless(draft, toy_model)["sure and wrong"]
+    assert set(wrong.target_ids.tolist()) == set(draft.target_ids.tolist())
+    assert (wrong.target_ids != draft.target_ids).all()
+    assert torch.equal(wrong.lm_head.weight, draft.lm_head.weight)

@@ -1,0 +1,191 @@
+"""Rounds as planned, in a world whose costs and acceptances are known: what is reached against what could be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from speculator.planner import FixedPlanner, HeadVerdict, RoundPlanner
+
+DEPTH = 4
+DRAFT_READ_S, DRAFT_STEP_S = 0.0015, 0.0015
+
+
+def verify_s(batch: int, proposals: int) -> float:
+    return 0.014 + 0.0025 * batch * (proposals + 1)
+
+
+@dataclass
+class World:
+    """An engine whose head gives every proposal the probability `alpha` with which it is accepted."""
+
+    alpha: float
+    batch: int = 1
+    suffix: Sequence[float] = ()
+    """Probabilities of each request's suffix chain, which are true."""
+    noise: float = 0.1
+    seed: int = 0
+    planner: RoundPlanner = field(default_factory=lambda: RoundPlanner(max_depth=DEPTH))
+    clock_s: float = 0.0
+    tokens: int = 0
+    heads: int = 0
+    windows: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def run(self, rounds: int, *, head_depth: int = DEPTH) -> None:
+        for _ in range(rounds):
+            self.round(head_depth)
+            self.windows.append((self.clock_s, self.tokens))
+
+    def round(self, head_depth: int) -> None:
+        planner, batch = self.planner, self.batch
+        reaches = []
+        reach = 1.0
+        for probability in self.suffix:
+            reach *= probability
+            reaches.append(reach)
+        plan = planner.plan(["chat"] * batch, 200 * batch, [reaches] * batch, head_depth=head_depth)
+        proposals, steps = plan.num_proposals, 0
+        if plan.uses_head:
+            proposals, reach = 0, 1.0
+            for step in range(head_depth):
+                steps = step + 1
+                reach *= planner.head_probability(step, self.alpha)
+                is_looked_at = plan.is_probe and step == 0
+                if not is_looked_at and not planner.is_worth_verifying(plan, step, batch * reach):
+                    break
+                proposals += 1
+                if not planner.is_worth_drafting(plan, steps, batch * reach):
+                    break
+        probabilities = [self.alpha] * proposals if steps else list(self.suffix[:proposals])
+        accepted = [self.accepted(probabilities) for _ in range(batch)]
+        verify = verify_s(batch, proposals) * (1 + self.rng.uniform(-self.noise, self.noise))
+        draft = (DRAFT_READ_S + DRAFT_STEP_S * (steps - 1)) if steps else 0.0
+        planner.observe(
+            plan, num_proposals=proposals, num_steps=steps, num_pairs=2 * batch, draft_s=draft, verify_s=verify
+        )
+        planner.observe_head([HeadVerdict("chat", probabilities, count) for count in accepted] if steps else [])
+        self.clock_s += verify + draft
+        self.tokens += batch + sum(accepted)
+        self.heads += steps > 0
+
+    def accepted(self, probabilities: Sequence[float]) -> int:
+        count = 0
+        while count < len(probabilities) and self.rng.random() < probabilities[count]:
+            count += 1
+        return count
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.clock_s
+
+    def best_fixed(self) -> float:
+        """Tokens a second of the best fixed depth."""
+
+        def rate(depth: int) -> float:
+            drafting = DRAFT_READ_S + DRAFT_STEP_S * (depth - 1) if depth else 0.0
+            length = sum(self.alpha**step for step in range(depth + 1))
+            return self.batch * length / (verify_s(self.batch, depth) + drafting)
+
+        return max(rate(depth) for depth in range(DEPTH + 1))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.4, 0.7, 0.95])
+def test_as_fast_as_the_best_fixed_depth(alpha: float, batch: int) -> None:
+    world = World(alpha, batch)
+    world.run(3000)
+    assert world.rate > 0.96 * world.best_fixed()
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_useless_head_costs_next_to_nothing(batch: int) -> None:
+    world = World(0.0, batch, noise=0.0)
+    world.run(6000)
+    plain = batch / verify_s(batch, 0)
+    for (start_s, first), (end_s, last) in zip(world.windows, world.windows[1000:], strict=False):
+        assert (last - first) / (end_s - start_s) > 0.97 * plain
+    assert world.heads > 20, "it must be looked at now and then"
+
+
+def test_a_head_that_lies_about_itself_is_found_out() -> None:
+    """It says 0.9 and is right once in ten times."""
+    world = World(0.1)
+    honest = world.planner.head_probability
+    world.planner.head_probability = lambda step, _: honest(step, 0.9)  # type: ignore[method-assign]
+    observe = world.planner.observe_head
+    world.planner.observe_head = lambda verdicts: observe(  # type: ignore[method-assign]
+        [HeadVerdict(one.domain, [0.9] * len(one.probabilities), one.num_accepted) for one in verdicts]
+    )
+    world.run(3000)
+    assert world.rate > 0.96 * world.best_fixed()
+
+
+def test_a_new_version_is_looked_at_at_once() -> None:
+    world = World(0.0)
+    world.run(1000)
+    assert not world.planner.is_awake
+    world.alpha = 0.9
+    world.planner.renew()
+    world.run(60)
+    assert world.planner.is_awake
+
+
+def test_without_a_swap_a_head_that_has_become_good_is_found() -> None:
+    world = World(0.0)
+    world.run(1000)
+    world.alpha = 0.9
+    world.run(1500)
+    assert world.planner.is_awake
+
+
+def test_a_good_suffix_needs_no_head() -> None:
+    world = World(0.3, suffix=[0.95] * 12)
+    world.run(1000)
+    assert world.rate > 2 * world.best_fixed()
+    assert world.heads < 100
+
+
+def test_a_suffix_that_promises_little_is_not_verified() -> None:
+    world = World(0.0, suffix=[0.05] * 4)
+    world.run(500)
+    plan = world.planner.plan(["chat"], 200, [[0.05]], head_depth=0)
+    assert plan.num_proposals == 0
+
+
+def test_the_better_source_is_taken_for_each_request() -> None:
+    world = World(0.85)
+    world.run(500)
+    plan = world.planner.plan(["chat", "chat"], 400, [[0.01], [0.9, 0.85, 0.8, 0.75]], head_depth=DEPTH)
+    assert plan.uses_head
+    assert plan.from_suffix == (False, True)
+
+
+def test_domains_have_gains_of_their_own() -> None:
+    planner = RoundPlanner(max_depth=DEPTH)
+    for _ in range(100):
+        planner.observe_head([HeadVerdict("code", [0.9] * 4, 4), HeadVerdict("chat", [0.1], 0)])
+    assert planner.gain("code") > 3.5
+    assert planner.gain("chat") < 0.2
+    assert planner.gain("never seen") == pytest.approx(2, abs=0.5)
+
+
+def test_domains_are_bounded() -> None:
+    planner = RoundPlanner(max_depth=DEPTH)
+    for number in range(1000):
+        planner.observe_head([HeadVerdict(str(number), [0.5], 1)])
+    assert len(planner._gains) <= 65
+
+
+def test_the_fixed_plan_asks_the_head_always_and_nothing_at_depth_0() -> None:
+    planner = FixedPlanner(0.15)
+    assert planner.plan(["chat"], 10, [[0.9]], head_depth=4).uses_head
+    assert not planner.plan(["chat"], 10, [[0.9]], head_depth=0).uses_head
+    plan = planner.plan(["chat", "chat"], 10, [[], []], head_depth=4)
+    assert planner.is_worth_verifying(plan, 3, 0.31)
+    assert not planner.is_worth_verifying(plan, 0, 0.29)
