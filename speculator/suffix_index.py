@@ -127,7 +127,16 @@ class SuffixIndex:
             self._before[following % self._capacity] = -1
             pair = token << 32 | self._token[following % self._capacity]
             if self._pairs.get(pair) == following:
-                del self._pairs[pair]
+                self._drop_newest(pair, following, oldest=position + 1)
+
+    def _drop_newest(self, pair: int, place: int, *, oldest: int) -> None:
+        """The newest place of a pair has lost its first token; older ones, of other texts, may still have theirs."""
+        while place >= oldest and self._before[place % self._capacity] < 0:
+            place = self._older_pair[place % self._capacity]
+        if place >= oldest:
+            self._pairs[pair] = place
+        else:
+            del self._pairs[pair]
 
     def _chain(self, place: int, older: array[int], *, needs_before: bool) -> list[int]:
         """The newest places of a chain that go on, and whose token before is in the window where that is needed."""

@@ -72,8 +72,14 @@ def moments(steps: Sequence[str]) -> list[str]:
 class Life:
     """A service, from its first breath."""
 
-    def __init__(self, place: Place, pid: int) -> None:
-        self._place, self._pid, self._past = place, pid, len(place.steps())
+    def __init__(self, place: Place, order: Order) -> None:
+        self._place, self._past = place, len(place.steps())
+        nursery = place.nursery
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        nursery.stdin.write(msgspec.json.encode(order) + b"\n")
+        self._ends = nursery.stdout
+        self._pid = int(self._ends.readline())
         self.status: int | None = None
 
     def steps(self) -> list[str]:
@@ -94,16 +100,14 @@ class Life:
 
     def end(self, number: int | None = None) -> None:
         """By a signal, or by itself."""
-        ends = self._place.nursery.stdout
-        assert ends is not None
 
         def has_ended() -> bool:
-            return bool(select.select([ends], [], [], 0)[0])
+            return bool(select.select([self._ends], [], [], 0)[0])
 
         if number is not None and not has_ended():
             os.kill(self._pid, number)
         wait_until(has_ended)
-        self.status = int(ends.readline())
+        self.status = int(self._ends.readline())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,8 +150,6 @@ class Place:
     @contextmanager
     def start(self, service: str, *, dies: str = "") -> Iterator[Life]:
         """It ends with the block: where it is to die, or by SIGTERM and without complaint."""
-        assert self.nursery.stdin is not None
-        assert self.nursery.stdout is not None
         order = Order(
             service=service,
             model_dir=str(self.model_dir),
@@ -155,8 +157,7 @@ class Place:
             folder=str(self.folder),
             dies=dies,
         )
-        self.nursery.stdin.write(msgspec.json.encode(order) + b"\n")
-        life = Life(self, int(self.nursery.stdout.readline()))
+        life = Life(self, order)
         try:
             yield life
             life.end(None if dies else signal.SIGTERM)

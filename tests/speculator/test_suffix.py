@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from speculator.suffix import (
@@ -77,6 +77,13 @@ class SlowIndex:
         return [(p, next(entries for entries in self.texts.values() if p in dict(entries))) for p in places]
 
 
+@example(  # the newest place of a pair leaves the window before an older one of another text
+    appends=[(2, [2]), (0, [2, 2]), (2, [2, 0, 0]), (0, [0] * 6)],
+    context=[2, 2],
+    capacity=11,
+    max_match=2,
+    max_places=1,
+)
 @given(
     appends=APPENDS,
     context=CONTEXT,
