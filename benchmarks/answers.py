@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from benchmarks.engines import engine_with
 from benchmarks.replayed import Answer
 from benchmarks.workloads import RecordOptions, workload_prompts
 from serving.engine import CapturePolicy, GenerateRequest
+from slipstream.models import cache_root
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.checkpoint import target_fingerprint
 from speculator.codec import encode_trace
@@ -32,6 +34,7 @@ BURST, BURST_SHARE = (0.55, 0.58), 0.8
 """When one text comes over and over, and its share of the requests."""
 SHORTEST = 16
 """Tokens of an answer that is worth serving."""
+RECORDING_DEFAULTS = {"answers": (64, 480), "max_tokens": (64, 160)}
 FEWEST = 48
 """Answers below which there is no traffic to speak of."""
 
@@ -50,6 +53,15 @@ async def _ask_all(engine: Any, prompts: Sequence[Prompt], max_tokens: int) -> N
             pass
 
     await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+def add_recording_options(options: argparse.ArgumentParser) -> None:
+    """Where `recording` has its answers from; `RECORDING_DEFAULTS` fills in what is left out."""
+    options.add_argument("--traces", type=Path, metavar="FILE.rec", help="greedy answers, instead of recording some")
+    options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
+    options.add_argument("--answers", type=int, help="answers to record; default 480, quick 64")
+    options.add_argument("--max-tokens", type=int, help="of an answer that is recorded; default 160, quick 64")
+    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine that records")
 
 
 def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:

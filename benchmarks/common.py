@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='lines with "domain" and "prompt"')
     options.add_argument("--model", default=BUNDLED_MODEL, help="directory, id or bundled name")
     return options
+
+
+def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[Any, Any]]) -> None:
+    """Give options that were left out their (quick, full) default."""
+    for name, (quick, full) in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, quick if arguments.quick else full)
 
 
 def pick_prompts(path: Path | None, count: int, seed: int = 0) -> list[Prompt]:

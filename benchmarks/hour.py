@@ -40,8 +40,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.answers import Traffic, read_answers, recording
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.falls import FLOOR, RECENT, Best, Fall, by_minute, falls, lengths, ratios
 from benchmarks.live import trained
 from benchmarks.replayed import Answer, Costs, ReplayEngine
@@ -49,7 +49,7 @@ from benchmarks.rollback import Scene, noisy, subtly_worse
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
-from slipstream.models import cache_root, resolve_model
+from slipstream.models import resolve_model
 from slipstream.processes import Child
 from speculator.checkpoint import draft_state, model_key, target_fingerprint
 from speculator.codec import encode_trace
@@ -403,11 +403,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser("How far and how long the served acceptance falls below the best version's")
-    options.add_argument("--traces", type=Path, metavar="FILE.rec", help="greedy answers, instead of recording some")
-    options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
-    options.add_argument("--answers", type=int, help="answers to record; default 480, quick 64")
-    options.add_argument("--max-tokens", type=int, help="of an answer that is recorded; default 160, quick 64")
-    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine that records")
+    add_recording_options(options)
     options.add_argument("--minutes", type=float, help="virtual; default 60, quick 10")
     options.add_argument("--compress", type=float, help="virtual seconds in each; default 5, quick 8")
     options.add_argument("--per-minute", type=float, default=PER_MINUTE, help="most requests a virtual minute")
@@ -419,15 +415,12 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     defaults = {
-        "answers": (64, 480),
-        "max_tokens": (64, 160),
+        **RECORDING_DEFAULTS,
         "minutes": (10, 60),
         "compress": (8, 5),
         "head_start": (60, 0),
     }
-    for name, (quick, full) in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, quick if arguments.quick else full)
+    fill_in(arguments, defaults)
     return arguments
 
 

@@ -17,7 +17,6 @@ benchmarks/rollback.py tries one of each in a running engine, where requests may
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,15 +26,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.answers import Traffic, read_answers, recording
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.hour import PER_MINUTE, PLAIN_MS, POLL_S, ROUND_MS, SPREAD, begin
 from benchmarks.live import as_examples, trained
 from benchmarks.replayed import Costs, ReplayEngine
 from benchmarks.rollback import SETTLED, Scene, noisy, subtly_worse
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
-from slipstream.models import cache_root, resolve_model
+from slipstream.models import resolve_model
 from speculator.checkpoint import draft_state, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
@@ -154,27 +153,20 @@ def _finish(
 
 def _arguments() -> argparse.Namespace:
     options = parser("Verdicts of the watch on good and bad drafts, many times over")
-    options.add_argument("--traces", type=Path, metavar="FILE.rec", help="greedy answers, instead of recording some")
-    options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
-    options.add_argument("--answers", type=int, help="answers to record; default 480, quick 64")
-    options.add_argument("--max-tokens", type=int, help="of an answer that is recorded; default 160, quick 64")
-    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine that records")
+    add_recording_options(options)
     options.add_argument("--train-steps", type=int, help="default 300, quick 60")
     options.add_argument("--repeats", type=int, help="copies of the good draft; default 20, quick 2")
     options.add_argument("--worse", type=int, help="drafts that are 10%% worse; default 5, quick 1")
     options.add_argument("--random", type=int, help="drafts of random weights; default 10, quick 2")
     arguments = options.parse_args()
     defaults = {
-        "answers": (64, 480),
-        "max_tokens": (64, 160),
+        **RECORDING_DEFAULTS,
         "train_steps": (60, 300),
         "repeats": (2, 20),
         "worse": (1, 5),
         "random": (2, 10),
     }
-    for name, (quick, full) in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, quick if arguments.quick else full)
+    fill_in(arguments, defaults)
     return arguments
 
 

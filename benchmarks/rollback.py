@@ -37,7 +37,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.common import Spread, Target, finish, parser, pick_prompts
+from benchmarks.common import Spread, Target, fill_in, finish, parser, pick_prompts
 from benchmarks.engines import answers_of, ask, engine_with
 from benchmarks.live import good_draft
 from serving.hotswap import DraftFollower
@@ -191,9 +191,7 @@ def main() -> None:
     )
     options.add_argument("--repeats", type=int, help="good copies that are tried; default 20, quick none")
     arguments = options.parse_args()
-    for name, quick, full in (("questions", 8, 24), ("train_steps", 60, 300), ("loss", 0.3, 0.1), ("repeats", 0, 20)):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, quick if arguments.quick else full)
+    fill_in(arguments, {"questions": (8, 24), "train_steps": (60, 300), "loss": (0.3, 0.1), "repeats": (0, 20)})
     torch.set_num_threads(arguments.threads)
     model_dir = resolve_model(arguments.model)
     traces: list[Trace] = []

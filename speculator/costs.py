@@ -115,14 +115,6 @@ class RoundTimes:
         self._verify = FittedTime([1.0, 0.125, 1e-5])
         self._draft = FittedTime([0.02, 0.1, 0.02])
 
-    @property
-    def num_verifications(self) -> int:
-        return self._verify.count
-
-    @property
-    def num_draftings(self) -> int:
-        return self._draft.count
-
     def verify_s(self, batch: int, num_proposals: int, num_keys: int) -> float:
         """Seconds of a round apart from drafting; `num_keys` is the sum of the context lengths."""
         rows = num_proposals + 1

@@ -30,6 +30,7 @@ The engine's loop thread is the only user. Verification decides every token, so 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,9 +87,14 @@ class SuffixProposal:
     match_length: int = 0
 
     @property
+    def reaches(self) -> list[float]:
+        """R_k = Π_{i≤k} p_i, that a proposal is reached and accepted, k from the first one on."""
+        return list(itertools.accumulate(self.probabilities, operator.mul))
+
+    @property
     def expected_accepted(self) -> float:
-        """Σ_k Π_{i≤k} p_i."""
-        return sum(itertools.accumulate(self.probabilities, lambda reach, probability: reach * probability))
+        """Σ_k R_k."""
+        return sum(self.reaches)
 
     def first(self, num_tokens: int) -> SuffixProposal:
         """The chain cut to at most `num_tokens`."""

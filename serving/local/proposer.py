@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class Proposer:
     def propose(self, generations: Sequence[Generation], *, head_depth: int) -> Proposals:
         """Chains for the requests in slots 0…B−1; `head_depth` is the most tokens of the head's."""
         suffixes = [self._suffix(generation) for generation in generations]
-        reaches = [_reaches(suffix) for suffix in suffixes]
+        reaches = [suffix.reaches for suffix in suffixes]
         num_keys = sum(len(generation.tokens) for generation in generations)
         domains = [generation.request.policy.domain for generation in generations]
         plan = self._planner.plan(domains, num_keys, reaches, head_depth=head_depth)
@@ -169,11 +168,6 @@ class Proposer:
             if not self._planner.is_worth_drafting(plan, num_steps, sum(reach_B)):
                 break
         return kept, num_steps, num_pairs
-
-
-def _reaches(suffix: SuffixProposal) -> list[float]:
-    """R_k, k from the first proposal on."""
-    return list(itertools.accumulate(suffix.probabilities, operator.mul))
 
 
 def _total(reaches: Sequence[Sequence[float]], chosen: Sequence[bool], step: int) -> float:

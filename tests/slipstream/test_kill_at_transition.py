@@ -499,7 +499,8 @@ def publish_and_bar(place: Place, traces: list[Trace], *, dies: str = "") -> int
 
 
 def test_these_are_the_steps_of_a_trainer_that_starts_over(place: Place, traces: list[Trace]) -> None:
-    publish_and_bar(place, traces[:4])
+    published = publish_and_bar(place, traces[:4])
+    assert place.state(published) is State.QUARANTINED
 
 
 @pytest.mark.parametrize("dies", moments(STARTING_OVER))
