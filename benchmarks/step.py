@@ -1,24 +1,32 @@
-"""The target's step against the time that reading its weights takes, and against Hugging Face's modelling.
+"""The steps of target and draft against the time that reading their weights takes.
 
     python -m benchmarks.step [--quick] [--json FILE] [--threads 1]
 
 A step of one token reads every weight once: bytes of weights over the measured read bandwidth is its floor. The read,
 our step and Hugging Face's step (over the same slots and the same packed layers) take turns, on the same threads.
+The draft reads its pairs and proposes after a step of the target, as in a round: its weights are in no cache then.
 Target: a step of one token within 1.6 × of the floor.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.common import Spread, Target, finish, parser
+from serving.local.draft import DraftSource, ServingDraft
 from serving.local.target import Target as TargetModel
 from slipstream.models import resolve_model
+from speculator.checkpoint import expected_shapes
+from speculator.fresh import fresh_draft
+from speculator.model import DraftConfig
+from speculator.sampling import SamplingParams
 
 WINDOWS = ((1, 1), (1, 2), (1, 5), (4, 1), (8, 1), (8, 5))  # batch × new tokens
+DRAFT_WINDOWS = ((1, 1), (1, 3), (4, 1), (4, 3), (8, 1), (8, 3))  # batch × pairs to read
 READ_BYTES = 256 << 20
 
 
@@ -70,7 +78,63 @@ def main() -> None:
         }
         if batch == num_new == 1:
             targets.append(Target("step_over_floor", over_floor.median, 1.6, at_least=False))
+    draft_model = fresh_draft(model_dir, seed=0).to(torch.bfloat16)
+    draft = ServingDraft(draft_model, 1, num_slots=8, length=arguments.context + 64)
+    for batch, num_pairs in DRAFT_WINDOWS:
+        times_ms = _draft_times(ours, draft, source, arguments.context, batch, num_pairs, repeats)
+        for part, num_bytes in _draft_bytes(draft_model.config).items():
+            times_ms[f"{part}_floor"] = [value * num_bytes / READ_BYTES for value in times_ms["floor"]]
+        del times_ms["floor"]
+        spreads = {name: Spread.of(values) for name, values in times_ms.items()}
+        rows += [(f"draft, {batch} × {num_pairs} pairs: {name}, ms", spread) for name, spread in spreads.items()]
+        document[f"draft_{batch}x{num_pairs}"] = {f"{name}_ms": spread.to_dict() for name, spread in spreads.items()}
     finish(rows, targets, document, arguments.json)
+
+
+def _draft_bytes(config: DraftConfig) -> dict[str, int]:
+    """Bytes of weights that reading pairs, the first proposal and every further one need."""
+    sizes = {name: 2 * math.prod(shape) for name, shape in expected_shapes(config).items()}
+    layer = sum(size for name, size in sizes.items() if name.startswith("midlayer."))
+    return {
+        "read": sizes["fc.weight"] + layer,
+        "first": sizes["lm_head.weight"],
+        "further": layer + sizes["lm_head.weight"],
+    }
+
+
+@torch.inference_mode()
+def _draft_times(
+    target: TargetModel,
+    draft: ServingDraft,
+    source: torch.Tensor,
+    context: int,
+    batch: int,
+    num_pairs: int,
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Milliseconds by part, each turn after a step of the target."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(len(target.embed), (batch, num_pairs), generator=generator)
+    aux = torch.randn(batch * num_pairs, 3 * target.embed.shape[1], generator=generator).to(target.embed)
+    starts = [context + 3 * row for row in range(batch)]
+    lengths = [start + num_pairs + 1 for start in starts]
+    sources = [DraftSource(SamplingParams(temperature=0), seed=0)] * batch
+    chains = []
+
+    def read() -> None:
+        output = draft.read(tokens.tolist(), aux, first_slot=0, starts=starts)
+        chains[:] = [draft.chain(output, lengths=lengths, sources=sources)]
+
+    runs: dict[str, Callable[[], object]] = {
+        "floor": source.sum,
+        "target": lambda: _step(target, tokens[:, :1], starts),
+        "read": read,
+        "first": lambda: next(chains[0]),
+        "further": lambda: next(chains[0]),
+    }
+    times_ms = _interleaved(runs, repeats)
+    del times_ms["target"]
+    return times_ms
 
 
 def _weight_bytes(target: TargetModel) -> int:

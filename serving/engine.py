@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 from speculator.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+Source = Literal["head", "suffix", "target"]
+"""Where a committed token comes from: accepted proposals of the draft head or of earlier text, or the target itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +41,26 @@ class GenerateRequest:
     policy: CapturePolicy = field(default_factory=CapturePolicy)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The text that one token completed; of a character that several tokens spell, the last one has it all."""
+
+    text: str
+    source: Source
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """What one decode step added to one request.
 
-    `text` is what may be shown now (incomplete characters and possible stop strings are held back); `token_ids` are
-    the committed tokens; `num_accepted` of them were proposals of the draft. The last chunk has a finish reason.
+    `text` is what may be shown now (incomplete characters and possible stop strings are held back), and `pieces` are
+    the same text by tokens, where the engine can tell; `token_ids` are the committed tokens; `num_accepted` of them
+    were proposals of the draft. The last chunk has a finish reason.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
 

@@ -78,12 +78,12 @@ def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
     return {**state, "d2t": model.d2t.to("cpu", torch.int64, copy=True), "t2d": t2d}
 
 
-def check_state(model: Eagle3Draft, state: dict[str, Tensor]) -> None:
-    """Raise DraftFileError or DraftMismatchError when a draft file does not belong into this model."""
+def check_state(config: DraftConfig, d2t: Tensor, state: dict[str, Tensor]) -> None:
+    """Raise DraftFileError or DraftMismatchError when a draft file has not these shapes and this draft vocabulary."""
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if shapes != expected_shapes(model.config):
+    if shapes != expected_shapes(config):
         raise DraftFileError("the draft's tensors do not have this model's names and shapes")
-    if not torch.equal(state["d2t"].to(model.d2t.device), model.d2t):
+    if not torch.equal(state["d2t"].to(d2t.device), d2t):
         raise DraftMismatchError("the draft has another draft vocabulary (d2t) than the one in service")
 
 
@@ -92,7 +92,7 @@ def apply_state(model: Eagle3Draft, state: dict[str, Tensor]) -> None:
 
     Raises DraftFileError or DraftMismatchError before anything is changed.
     """
-    check_state(model, state)
+    check_state(model.config, model.d2t, state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state[name])

@@ -29,13 +29,12 @@ class KVSlots:
         self.keys, self.values = self._storage[:, :, :num_heads], self._storage[:, :, num_heads:]
         self._layers = list(self._storage)
         self._lines = [layer.view(-1, head_dim) for layer in self._layers]
+        self._first_lines = torch.arange(2 * num_heads, device=like.device) * length  # of the heads of slot 0
 
     def lines(self, slots_B: Tensor, positions_BT: Tensor) -> Tensor:
         """Where `write` puts the heads of new tokens: indices [B · T · 2G] into a layer's lines of h numbers."""
-        num_heads, length = self._storage.shape[2:4]
-        heads = torch.arange(num_heads, device=positions_BT.device)
-        lines_BTN = (slots_B[:, None, None] * num_heads + heads) * length + positions_BT[:, :, None]
-        return lines_BTN.flatten()
+        starts_B = slots_B * (self._storage.shape[2] * self._storage.shape[3])
+        return ((positions_BT + starts_B[:, None])[:, :, None] + self._first_lines).flatten()
 
     def write(self, layer: int, lines: Tensor, kv_BTNh: Tensor) -> None:
         """Store new keys and values, N = 2G heads a token, in one operation whatever the positions are."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.engine import Chunk, FinishReason, GenerateRequest
+from serving.engine import Chunk, FinishReason, GenerateRequest, Source
 from serving.evidence import Stratum, stratum_of
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
@@ -82,16 +82,19 @@ class Generation:
     def tokens_left(self) -> int:
         return self.request.max_tokens - self.num_completion_tokens
 
-    def commit(self, emitted: list[int], num_accepted: int) -> None:
-        """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk."""
+    def commit(self, emitted: list[int], num_accepted: int, proposer: Source = "target") -> None:
+        """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk.
+
+        The first `num_accepted` are accepted proposals of `proposer`.
+        """
         taken: list[int] = []
-        for token in emitted:
+        for index, token in enumerate(emitted):
             taken.append(token)
             self.tokens.append(token)
             if token in self.eos_token_ids and not self.request.ignore_eos:
                 self.finish_reason = "stop"
                 break
-            self.text.push(token)
+            self.text.push(token, proposer if index < num_accepted else "target")
             if self.text.stopped:
                 self.finish_reason = "stop"
                 break
@@ -103,7 +106,8 @@ class Generation:
         shown = self.text.take() if self.finish_reason is None else self.text.finish()
         self.deliver(
             Chunk(
-                text=shown,
+                text="".join(piece.text for piece in shown),
+                pieces=tuple(shown),
                 token_ids=tuple(taken),
                 num_accepted=min(num_accepted, len(taken)),
                 finish_reason=self.finish_reason,

@@ -7,6 +7,7 @@ verifying 4 tokens cost 1.4 × one. With weights packed beforehand (what Inducto
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
@@ -15,6 +16,13 @@ _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short ch
 def pack(weight: Tensor) -> Tensor:
     """An opaque bfloat16 tensor for `PackedLinear`; another one of the same shape can be copied into it in place."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)  # type: ignore[no-any-return]
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., in] → [..., out] with a weight that is packed or not; no bias."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+    return F.linear(x, weight)
 
 
 class PackedLinear(nn.Module):

@@ -1,6 +1,6 @@
 """What the draft has read: the target's features of every slot, and pairs of them with the next token, read in time.
 
-Shape letters: B batch, M pairs to read, d hidden size.
+Shape letters: B batch, d hidden size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DraftReader:
     """Owns the features that draft and capture read."""
 
     def __init__(self, target: Target, draft: ServingDraft) -> None:
-        self._draft, self._device = draft, target.device
+        self._draft = draft
         slots, length = target.cache.keys.shape[1], target.cache.keys.shape[3]
         width = 3 * target.embed.shape[1]
         self._features = torch.zeros(slots, length, width, dtype=target.embed.dtype, device=target.device)
@@ -38,18 +38,10 @@ class DraftReader:
         self._draft.cache.move(source, destination, length)
         self._features[destination, :length] = self._features[source, :length]
 
-    def read(self, first_slot: int, generations: Sequence[Generation], width: int) -> Tensor:
-        """Read up to `width` pairs of each request, shorter ones padded on the right; returns [B, width, d]."""
-        tokens, features, starts = [], [], []
-        for slot, generation in enumerate(generations, first_slot):
-            start = generation.num_pairs_read
-            ids = generation.tokens[start + 1 : start + 1 + width]
-            tokens.append(ids + [0] * (width - len(ids)))
-            features.append(self._features[slot, start : start + width])
-            starts.append(start)
-            generation.num_pairs_read += len(ids)
-        tokens_BM = torch.tensor(tokens, device=self._device)
-        return self._draft.read(tokens_BM, torch.stack(features), first_slot=first_slot, starts=starts)
+    def read(self, slot: int, generation: Generation, num_pairs: int) -> None:
+        """Read up to `num_pairs` pairs of one request, where it has any that are unread."""
+        if generation.num_pairs_read < len(generation.tokens) - 1:
+            self._read(slot, [generation], num_pairs)
 
     def read_all(self, generations: Sequence[Generation]) -> tuple[Tensor, int]:
         """Read every pair that there is; the draft's output [B, d] at each request's newest pair, and how many."""
@@ -57,8 +49,17 @@ class DraftReader:
         num_pairs = sum(lengths) - len(lengths) - sum(generation.num_pairs_read for generation in generations)
         for slot, generation in enumerate(generations):
             while len(generation.tokens) - 1 - generation.num_pairs_read > _MAX_PAIRS_A_PASS:
-                self.read(slot, [generation], _MAX_PAIRS_A_PASS)
-        unread = [length - 1 - g.num_pairs_read for g, length in zip(generations, lengths, strict=True)]
-        out_BMd = self.read(0, generations, max(unread))
-        rows = torch.arange(len(unread), device=out_BMd.device)
-        return out_BMd[rows, torch.tensor(unread, device=out_BMd.device) - 1], num_pairs
+                self.read(slot, generation, _MAX_PAIRS_A_PASS)
+        return self._read(0, generations, _MAX_PAIRS_A_PASS), num_pairs
+
+    def _read(self, first_slot: int, generations: Sequence[Generation], num_pairs: int) -> Tensor:
+        """Up to `num_pairs` of each, at least one; returns the draft's output [B, d] at the last pair of each."""
+        tokens, features, starts = [], [], []
+        for slot, generation in enumerate(generations, first_slot):
+            start = generation.num_pairs_read
+            ids = generation.tokens[start + 1 : start + 1 + num_pairs]
+            tokens.append(ids)
+            features.append(self._features[slot, start : start + len(ids)])
+            starts.append(start)
+            generation.num_pairs_read += len(ids)
+        return self._draft.read(tokens, torch.cat(features), first_slot=first_slot, starts=starts)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation, RoundRecord, TopK
+from serving.local.noise import shared_noise
 from serving.local.proposer import Chain, Planner, Proposals, Proposer
 from serving.local.reading import DraftReader
 from serving.local.target import Target
 from speculator.planner import Plan
 from speculator.trace import NO_DRAFT
-from speculator.verify import count_accepted, emit, gumbel_noise
+from speculator.verify import count_accepted, emit
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class RoundRunner:
         self._reader.keep(slot, start, aux_1Tw[0])
         generation.num_prefilled = end
         if drafting and self._planner.is_awake:
-            self._reader.read(slot, [generation], end - generation.num_pairs_read)
+            self._reader.read(slot, generation, end - generation.num_pairs_read)
         # A prompt position costs a tenth of a decoded one and teaches the draft as well: its distribution is kept too.
         first_kept = max(start, generation.num_prompt_tokens - self._prompt_labels)
         if generation.capture and first_kept < end:
@@ -140,7 +141,7 @@ class RoundRunner:
                 self._keep_topk(generation, start, logits_BP1V[slot, : count + 1])
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
-            generation.commit(emitted[: count + 1], count)
+            generation.commit(emitted[: count + 1], count, "head" if chain.suffix is None else "suffix")
             accepted.append(count)
         return accepted
 
@@ -163,7 +164,7 @@ class RoundRunner:
         if sampling.temperature == 0:
             return logits_PV.max(-1).indices.tolist()
         length, size = len(generation.tokens), logits_PV.shape[-1]
-        noise = [gumbel_noise(seed, length + row, size, device=logits_PV.device) for row in range(len(logits_PV))]
+        noise = [shared_noise(seed, length + row, size, logits_PV.device) for row in range(len(logits_PV))]
         return emit(logits_PV, sampling, torch.stack(noise)).tolist()
 
     def _keep_topk(self, generation: Generation, position: int, logits: Tensor) -> None:

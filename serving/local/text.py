@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
+from serving.engine import Piece, Source
 from speculator.errors import ConfigError, RequestError
 
 
@@ -54,11 +56,14 @@ class AnswerText:
         self._token_ids: list[int] = []
         self._seen = ""  # all text of the tokens so far, shown or held
         self._num_shown = 0
+        self._held: deque[tuple[int, Source]] = deque()  # where each token's text ends; those shown are gone
+        self._last_source: Source = "target"
         self.stopped = False
 
-    def push(self, token_id: int) -> None:
+    def push(self, token_id: int, source: Source) -> None:
         """Add one token; sets `stopped` when the text now contains a stop string, and cuts the text before it."""
         self._token_ids.append(token_id)
+        self._last_source = source
         piece = self._stream.step(self._tokenizer.backend, token_id)
         self._extend(piece or "")
 
@@ -69,13 +74,14 @@ class AnswerText:
         found = [at for at in (self._seen.find(stop, start) for stop in self._stop) if at >= 0]
         if found:
             self._seen, self.stopped = self._seen[: min(found)], True
+        self._held.append((len(self._seen), self._last_source))
 
-    def take(self) -> str:
-        """The text that became safe to show since the last call."""
+    def take(self) -> list[Piece]:
+        """The text that became safe to show since the last call, by the tokens that it came from."""
         held = 0 if self.stopped else self._stop_prefix_length()
         return self._show(len(self._seen) - held)
 
-    def finish(self) -> str:
+    def finish(self) -> list[Piece]:
         """Everything still held back, at the end of the answer."""
         if not self.stopped:
             # An unfinished character shows as the replacement character, as decoding in one go would show it.
@@ -91,7 +97,15 @@ class AnswerText:
                 return length
         return 0
 
-    def _show(self, end: int) -> str:
-        text = self._seen[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
-        return text
+    def _show(self, end: int) -> list[Piece]:
+        """The text up to `end`, cut where tokens end; a token without text of its own has no piece."""
+        pieces = []
+        while self._num_shown < end:
+            token_end, source = self._held[0]
+            upto = min(token_end, end)
+            if upto > self._num_shown:
+                pieces.append(Piece(self._seen[self._num_shown : upto], source))
+                self._num_shown = upto
+            if token_end <= end:
+                self._held.popleft()
+        return pieces

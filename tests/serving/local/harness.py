@@ -42,6 +42,7 @@ class Harness:
     traces: list[Trace]
     drafts: dict[int, Eagle3Draft]
     """Versions that `install_draft` can load."""
+    meter: SpeedupMeter
 
     def request(self, prompt: str, **changes: object) -> GenerateRequest:
         values: dict[str, object] = {"request_id": prompt, "max_tokens": 40, "sampling": GREEDY, "ignore_eos": True}
@@ -107,6 +108,7 @@ def toy_engine(
     drafts: dict[int, Eagle3Draft] = {}
     registry, traces = CollectorRegistry(), []
     draft = (draft or random_draft(model_dir, seed=1)).to(torch.float64)
+    meter = SpeedupMeter()
 
     def load_draft(version: int) -> dict[str, torch.Tensor]:
         from speculator.checkpoint import draft_state
@@ -121,12 +123,12 @@ def toy_engine(
         target_fingerprint="toy",
         load_draft=load_draft,
         metrics=EngineMetrics(registry),
-        meter=SpeedupMeter(),
+        meter=meter,
         on_trace=traces.append,
         on_round=on_round,
     )
     engine.start()
     try:
-        yield Harness(engine, registry, traces, drafts)
+        yield Harness(engine, registry, traces, drafts, meter)
     finally:
         engine.stop()
