@@ -2,11 +2,13 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang lint check format lock clean
+.PHONY: help demo test test-sglang lint check format lock clean docs secrets system-packages
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 ARGS ?=
+# Debian's; tests that need one are skipped where it is missing.
+SYSTEM_PACKAGES := chromium prometheus
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +22,9 @@ test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
 test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
 
+secrets: ## write the passwords of docker-compose.yml into deploy/secrets, where there are none yet
+	@deploy/secrets.sh
+
 lint: .venv/.installed ## formatting, rules, types, import contracts
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -32,10 +37,22 @@ format: .venv/.installed ## rewrite the code in the project's format
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
+docs: .venv/.installed ## write the generated pages again
+	$(PYTHON) -m slipstream.configuration_page docs/configuration.md
+	$(PYTHON) -m slipstream.metrics_page docs/metrics.md
+
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock
+
+system-packages: ## Debian packages that some tests need, where apt-get and root are there
+	@if dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1; then exit 0; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \
+	else echo "left out, tests that need them are skipped: $(SYSTEM_PACKAGES)" >&2; fi
 
 clean: ## remove the environments
 	rm -rf .venv .venv-sglang .tools

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,9 +13,24 @@ from prometheus_client.registry import Collector
 
 from serving.estimate import MODEL
 from serving.hotswap import SwapLog
-from serving.recorder import RecorderStats
+from serving.recorder import DROP_REASONS, RecorderStats
 from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
 
+# Names and help texts of what both engines have, each counting for itself.
+VERIFICATIONS = (
+    "slipstream_verifications",
+    "Verifications: one per request and drafting round, also where no proposal was worth it",
+)
+VERIFIED_TOKENS = (
+    "slipstream_verified_tokens",
+    "Tokens that verifications earned, bonus included; over verifications = acceptance length",
+)
+DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
+DEPTH = "slipstream_depth", "Most proposals a round"
+SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
+
+_GROUPS_LAST_S = 5.0
+"""With 32 groups their speedups take some 25 ms to compute, and the live page looks once a second."""
 _STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
@@ -22,7 +39,10 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.rounds = Counter(
-            "slipstream_rounds", "Decode rounds; mode control = depth 0", ["mode", "batch"], registry=registry
+            "slipstream_rounds",
+            "Decode rounds by mode, speculative or control (depth 0), and by batch size",
+            ["mode", "batch"],
+            registry=registry,
         )
         self.round_seconds = Counter(
             "slipstream_round_seconds", "Time spent in decode rounds", ["mode", "batch"], registry=registry
@@ -39,16 +59,8 @@ class EngineMetrics:
         self.expected_tokens = Counter(
             "slipstream_round_expected_tokens", "Tokens that they were expected to commit", ["batch"], registry=registry
         )
-        self.verifications = Counter(
-            "slipstream_verifications",
-            "Verifications: one per request and drafting round, also where no proposal was worth it",
-            registry=registry,
-        )
-        self.verified_tokens = Counter(
-            "slipstream_verified_tokens",
-            "Tokens that verifications earned, bonus included; over verifications = acceptance length",
-            registry=registry,
-        )
+        self.verifications = Counter(*VERIFICATIONS, registry=registry)
+        self.verified_tokens = Counter(*VERIFIED_TOKENS, registry=registry)
         self.proposals = Counter(
             "slipstream_proposals",
             "Verified proposals by source and position",
@@ -58,15 +70,21 @@ class EngineMetrics:
         self.accepted = Counter(
             "slipstream_accepted", "Accepted ones by source and position", ["source", "position"], registry=registry
         )
-        self.draft_version = Gauge("slipstream_draft_version", "Draft version in service", registry=registry)
+        self.draft_version = Gauge(*DRAFT_VERSION, registry=registry)
         self.last_swap = Gauge("slipstream_last_swap_timestamp_seconds", "Time of the last swap", registry=registry)
-        self.depth = Gauge("slipstream_depth", "Most proposals a round", registry=registry)
-        self.swaps = Counter("slipstream_swaps", "Draft swaps by outcome", ["outcome"], registry=registry)
+        self.depth = Gauge(*DEPTH, registry=registry)
+        self.swaps = Counter(*SWAPS, ["outcome"], registry=registry)
+        for outcome in ("installed", "failed"):
+            self.swaps.labels(outcome)
         self.swap_stall = Histogram(
             "slipstream_swap_stall_seconds", "Decode time lost to a swap", registry=registry, buckets=_STALL_BUCKETS_S
         )
-        self.running = Gauge("slipstream_requests_running", "Requests being decoded", registry=registry)
-        self.waiting = Gauge("slipstream_requests_waiting", "Requests queued", registry=registry)
+        self.capture_seconds = Counter(
+            "slipstream_capture_seconds",
+            "Time of the decode loop that went into assembling finished traces; what rounds keep for them is in the "
+            "rounds' own time",
+            registry=registry,
+        )
         self.aborted = Counter("slipstream_requests_aborted", "Requests whose client left", registry=registry)
 
     def observe_round(
@@ -97,8 +115,7 @@ class EngineMetrics:
             source = "head" if is_heads else "suffix"
             for position in range(num_proposed):
                 self.proposals.labels(source, str(position + 1)).inc()
-            for position in range(num_accepted):
-                self.accepted.labels(source, str(position + 1)).inc()
+                self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
 
 
 class ServingCollector(Collector):
@@ -111,25 +128,54 @@ class ServingCollector(Collector):
         estimate: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._meter, self._recorder, self._estimate = meter, recorder, estimate
+        self._groups: Mapping[Group, Speedup] = {}
+        self._grouped_s = -math.inf
 
     def collect(self) -> Iterator[Metric]:
         measured = self._meter.measure()
         yield speedup_gauge(measured.ratio)
         yield from speedup_bounds(measured.lower, measured.upper)
-        yield from group_speedups(self._meter.measure_groups())
+        yield baseline_gauge(measured.baseline_ms_per_token)
+        yield from group_speedups(self._measured_groups())
         yield estimated_speedup_gauge(self._estimate())
         if self._recorder is None:
             return
         stats = self._recorder()
-        yield CounterMetricFamily("slipstream_traces_captured", "Finished traces offered", value=stats.captured)
-        yield CounterMetricFamily("slipstream_traces_appended", "Traces in the stream", value=stats.appended)
-        dropped = CounterMetricFamily("slipstream_traces_dropped", "Traces dropped, by reason", labels=["reason"])
-        for reason, count in stats.dropped_by_reason.items():
-            dropped.add_metric([reason], count)
-        yield dropped
-        yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", value=stats.pending)
-        yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of appended traces", value=stats.bytes_appended)
-        yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of appended traces", value=stats.tokens_appended)
+        yield from trace_metrics(
+            captured=stats.captured,
+            appended=stats.appended,
+            dropped_by_reason=stats.dropped_by_reason,
+            pending=stats.pending,
+            num_bytes=stats.bytes_appended,
+            num_tokens=stats.tokens_appended,
+        )
+
+    def _measured_groups(self) -> Mapping[Group, Speedup]:
+        now_s = time.monotonic()
+        if now_s - self._grouped_s >= _GROUPS_LAST_S:
+            self._groups, self._grouped_s = self._meter.measure_groups(), now_s
+        return self._groups
+
+
+def trace_metrics(
+    *,
+    captured: int | None,
+    appended: int | None,
+    dropped_by_reason: Mapping[str, int],
+    pending: int | None,
+    num_bytes: int | None,
+    num_tokens: int | None,
+) -> Iterator[Metric]:
+    """A recorder's accounts; None is left out. Every reason of its own stands there from the start."""
+    yield CounterMetricFamily("slipstream_traces_captured", "Finished traces that capture was to record", captured)
+    yield CounterMetricFamily("slipstream_traces_appended", "Traces that were written to the stream", appended)
+    dropped = CounterMetricFamily("slipstream_traces_dropped", "Traces dropped, by reason", labels=["reason"])
+    for reason, count in {**dict.fromkeys(DROP_REASONS, 0), **dropped_by_reason}.items():
+        dropped.add_metric([reason], count)
+    yield dropped
+    yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", pending)
+    yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of appended traces", num_bytes)
+    yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of appended traces", num_tokens)
 
 
 def speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
@@ -155,6 +201,16 @@ def speedup_bounds(lower: float | None, upper: float | None) -> Iterator[Metric]
         if value is not None:
             gauge.add_metric([BASELINE], value)
         yield gauge
+
+
+def baseline_gauge(ms_per_token: float | None) -> GaugeMetricFamily:
+    """What the measured speedup is measured against; without a sample while there is none."""
+    seconds = None if ms_per_token is None else ms_per_token / 1000
+    return GaugeMetricFamily(
+        "slipstream_baseline_seconds_per_token",
+        "Time a token at depth 0, at the batch sizes of drafting rounds",
+        seconds,
+    )
 
 
 def group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
@@ -189,7 +245,9 @@ def estimated_speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
 def verdict_metrics(verdicts: Mapping[str, int], watched: int | None) -> Iterator[Metric]:
     """How trials of draft versions ended, and which version is on trial now."""
     counts = CounterMetricFamily(
-        "slipstream_draft_verdicts", "Draft versions by how their trial ended", labels=["outcome"]
+        "slipstream_draft_verdicts",
+        "Draft versions by how their trial ended: promoted, rolled_back, withdrawn",
+        labels=["outcome"],
     )
     for outcome, count in verdicts.items():
         counts.add_metric([outcome], count)

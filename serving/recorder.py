@@ -20,6 +20,9 @@ from speculator.trace import Trace
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
 
+DROP_REASONS = ("buffer_full", "too_large", "invalid", "failed", "closed")
+"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug."""
+
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +41,7 @@ class RecorderStats:
     captured: int
     appended: int
     dropped_by_reason: Mapping[str, int]
-    """buffer_full, too_large (for buffer or stream), invalid (does not encode), failed (a bug), closed."""
+    """Of DROP_REASONS, those that occurred."""
     pending: int
     bytes_appended: int
     tokens_appended: int

@@ -20,12 +20,12 @@ from rich.live import Live
 from rich.table import Table
 
 from serving.gateway.server import bind
-from slipstream.layout import DEFAULT_STREAM_MAX_BYTES, model_key
+from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
 from slipstream.processes import Child
 from slipstream.scrape import History, Sample
 from slipstream.topics import Prompt, built_in_prompts, endless
 from slipstream.traffic import Traffic
-from speculator.checkpoint import target_fingerprint
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError
 from speculator.lineage import ensure_lineage

@@ -2,101 +2,72 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from serving.gateway.server import bind
-from slipstream.models import cache_root, resolve_model
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.errors import ConfigError, SlipstreamError
-from speculator.store import DraftStore
-from speculator.stream import connect
+from slipstream.checks import machine, model, redis, settings, sglang, store
+from slipstream.checks.finding import Finding, failed, skipped
+from speculator.errors import SlipstreamError
 
-_NEEDED_DISK_GIB = 2.0
-_NEEDED_MEMORY_GIB = 4.0
+Check = Callable[[], Iterator[Finding]]
 
 
-@dataclass(frozen=True)
-class Finding:
-    name: str
-    ok: bool
-    detail: str
+@dataclass(frozen=True, kw_only=True)
+class Patient:
+    """What to look at; None is left out."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    model: str
+    redis_url: str | None
+    store: Path | None
+    state: Path | None
+    ports: Sequence[int]
+    with_sglang: bool
+    """Whether SGLang and a GPU are needed; otherwise the local engine is."""
+    sglang_python: Path | None
+    known_variables: Set[str]
 
 
-def examine(*, model: str, redis_url: str | None, store: Path | None, port: int) -> list[Finding]:
+def examine(patient: Patient) -> list[Finding]:
     """All checks, in the order in which a start would meet them; none of them raises."""
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("python", _python),
-        ("memory", _memory),
-        ("disk", _disk),
-        ("torch", _torch),
-        ("model", lambda: str(resolve_model(model))),
-        ("redis", partial(_redis, redis_url)),
-        ("port", partial(_port, port)),
-    ]
-    if store is not None:
-        checks.append(("store", partial(_store, store)))
-    return [_run(name, check) for name, check in checks]
+    return [finding for name, check in _checks(patient) for finding in _run(name, check)]
 
 
-def _run(name: str, check: Callable[[], str]) -> Finding:
+def _checks(patient: Patient) -> Iterator[tuple[str, Check]]:
+    yield "settings", partial(settings.check_settings, patient.known_variables)
+    yield "python", machine.check_python
+    yield "memory", machine.check_memory
+    yield "disk", machine.check_disk
+    yield "torch", machine.check_torch
+    yield "gpu", partial(machine.check_gpu, needed=patient.with_sglang)
+    yield "model", partial(model.check_model, patient.model, local=not patient.with_sglang)
+    if patient.with_sglang:
+        yield "sglang", partial(sglang.check_sglang, patient.sglang_python)
+    yield "port", partial(machine.check_ports, patient.ports)
+    url, root = patient.redis_url, patient.store
+    yield "redis", partial(redis.check_redis, url) if url else redis.check_own_redis
+    if root:
+        yield "store", partial(store.check_store, root)
+    if patient.state:
+        yield "trainer", partial(store.check_trainer, patient.state)
+    if url and root:
+        yield "stream", partial(store.check_stream, url, patient.model, root)
+    yield "more", partial(_not_asked, patient)
+
+
+def _not_asked(patient: Patient) -> Iterator[Finding]:
+    given = {"--redis-url": patient.redis_url, "--store": patient.store, "--state": patient.state}
+    if missing := [option for option, value in given.items() if not value]:
+        yield skipped("more", f"{', '.join(missing)}: pass them to look at what they name")
+
+
+def _run(name: str, check: Check) -> Iterator[Finding]:
     try:
-        return Finding(name, True, check())
+        yield from check()
     except SlipstreamError as error:
-        return Finding(name, False, str(error))
-
-
-def _python() -> str:
-    return sys.version.split()[0]
-
-
-def _memory() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if total < _NEEDED_MEMORY_GIB:
-        raise ConfigError(f"{total:.1f} GiB of memory; the demo needs {_NEEDED_MEMORY_GIB:.0f}")
-    return f"{total:.1f} GiB, {os.cpu_count()} cores"
-
-
-def _disk() -> str:
-    place = cache_root()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free / 2**30
-    if free < _NEEDED_DISK_GIB:
-        raise ConfigError(f"{free:.1f} GiB free at {place}: free some, or set SLIPSTREAM_CACHE to another place")
-    return f"{free:.0f} GiB free at {place}"
-
-
-def _torch() -> str:
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{torch.__version__} on {device}"
-
-
-def _redis(url: str | None) -> str:
-    if url is not None:
-        server = connect(url).info("server")
-        return f"{server['redis_version']} at the given URL"
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch, EmbeddedRedis(Path(scratch)) as own:
-        return f"{connect(own.url).info('server')['redis_version']}, started and stopped"
-
-
-def _port(port: int) -> str:
-    bind("127.0.0.1", port).close()
-    return f"{port} is free"
-
-
-def _store(root: Path) -> str:
-    versions = DraftStore(root).versions()
-    return f"{root} holds {len(versions)} versions"
+        yield failed(name, str(error))
+    except Exception as error:  # a sick machine fails in ways that nobody has thought of: say so, and look at the rest
+        yield failed(
+            name, f"this check itself failed ({type(error).__name__}: {error}): what it looks at is not as usual"
+        )

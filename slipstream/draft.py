@@ -23,13 +23,16 @@ def init_checkpoint(model_dir: Path, out: Path, *, draft_vocab_size: int, seed: 
     return write_folder(out, draft_state(draft), draft_config_json(draft.config))
 
 
-def init_lineage(model_dir: Path, root: Path, *, draft_vocab_size: int, seed: int, texts: Sequence[str]) -> Path:
+def init_lineage(
+    model_dir: Path, root: Path, *, draft_vocab_size: int, seed: int, texts: Sequence[str], if_missing: bool = False
+) -> Path:
     """Write a draft as the first version of a store and return its folder.
 
+    With `if_missing`, a store that has versions stays as it is and the folder is its newest one's.
     Raises ConfigError where the store has versions, StoreError, and what `fresh_draft` raises.
     """
     store = DraftStore(root)
-    if (latest := store.latest()) is not None:
+    if (latest := store.latest()) is not None and not if_missing:
         raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
     version = ensure_lineage(
         store, model_dir, target_fingerprint(model_dir), draft_vocab_size=draft_vocab_size, seed=seed, texts=texts

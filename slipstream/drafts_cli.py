@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,16 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from slipstream.drafts_tables import details_tables, difference_tables, or_dash, overview_table
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
+from slipstream.options import AsJson
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculator.difference import Difference
     from speculator.drafts import DraftDesk, Outcome
-    from speculator.overview import Details, DraftRow, Overview
     from speculator.stream import DraftPointer
 
 app = typer.Typer(no_args_is_help=True, help="Draft versions: look at them, choose which one is served.")
@@ -34,7 +32,6 @@ RedisOption = Annotated[str, typer.Option("--redis-url", envvar="SLIPSTREAM_REDI
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Target as `serve` got it: what engines run is kept under its name.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 STORE = Path("drafts")
 
@@ -49,7 +46,7 @@ def list_versions(
     """All versions, oldest first; without --model or without Redis, what is on disk alone."""
     with _desk(store, redis_url, model) as desk:
         overview = desk.overview()
-    _print(overview, as_json, lambda: _overview_table(overview))
+    _print(overview, as_json, lambda: overview_table(overview))
 
 
 @app.command()
@@ -63,7 +60,7 @@ def show(
     """One version: where it comes from, the gate's numbers, and every change of its state with its reason."""
     with _desk(store, redis_url, model) as desk:
         details = desk.show(version)
-    _print(details, as_json, lambda: _history_table(details))
+    _print(details, as_json, lambda: details_tables(details))
 
 
 @app.command()
@@ -71,16 +68,20 @@ def diff(a: Version, b: Version, store: StoreOption = STORE, as_json: AsJson = F
     """What changed from one version to another: tensors, config, manifest."""
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
         difference = desk.diff(a, b)
-    _print(difference, as_json, lambda: _difference_tables(difference))
+    _print(difference, as_json, lambda: difference_tables(difference))
 
 
 @app.command()
 def promote(
-    version: Version, store: StoreOption = STORE, redis_url: RedisOption = DEFAULT_REDIS_URL, model: ModelOption = None
+    version: Version,
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have engines serve a version; one in quarantine is released. Engines go on watching it."""
     with _desk(store, redis_url, model) as desk:
-        _say("promoted", desk.promote(version, actor=_operator()))
+        _say("promoted", desk.promote(version, actor=_operator()), as_json)
 
 
 @app.command()
@@ -90,26 +91,36 @@ def rollback(
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Take a version out of service, and have engines serve the last good one instead."""
     with _desk(store, redis_url, model) as desk:
-        _say("rolled back", desk.rollback(actor=_operator(), reason=reason, version=version))
+        _say("rolled back", desk.rollback(actor=_operator(), reason=reason, version=version), as_json)
 
 
 @app.command()
 def pin(
-    version: Version, store: StoreOption = STORE, redis_url: RedisOption = DEFAULT_REDIS_URL, model: ModelOption = None
+    version: Version,
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have engines serve one version, whatever the trainer publishes, until `unpin`."""
     with _desk(store, redis_url, model) as desk:
-        _say("pinned", desk.pin(version, actor=_operator()))
+        _say("pinned", desk.pin(version, actor=_operator()), as_json)
 
 
 @app.command()
-def unpin(store: StoreOption = STORE, redis_url: RedisOption = DEFAULT_REDIS_URL, model: ModelOption = None) -> None:
+def unpin(
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
     """Have engines serve what the trainer publishes again."""
     with _desk(store, redis_url, model) as desk:
-        _say("unpinned", desk.unpin(actor=_operator()))
+        _say("unpinned", desk.unpin(actor=_operator()), as_json)
 
 
 @app.command()
@@ -117,15 +128,17 @@ def export(
     version: Version,
     out: Annotated[Path, typer.Option(help="Folder to write: a checkpoint as SGLang and Hugging Face load it.")],
     store: StoreOption = STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Write a version as a folder of its own, after verifying it."""
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
-        typer.echo(desk.export(version, out, actor=_operator()))
+        folder = desk.export(version, out, actor=_operator())
+    _print({"folder": str(folder)}, as_json, lambda: [str(folder)])
 
 
 @contextlib.contextmanager
 def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftDesk]:
-    from slipstream.layout import model_key
+    from speculator.checkpoint import model_key
     from speculator.drafts import DraftDesk
     from speculator.store import DraftStore
     from speculator.stream import DraftPointer, connect
@@ -165,66 +178,7 @@ def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> Non
         console.print(table, highlight=False, markup=False, soft_wrap=isinstance(table, str))
 
 
-def _say(what: str, outcome: Outcome) -> None:
+def _say(what: str, outcome: Outcome, as_json: bool) -> None:
     state = "unknown" if outcome.state is None else outcome.state.value
-    typer.echo(f"{what}: draft version {outcome.version}, {state}; engines should run {_or_dash(outcome.desired)}")
-
-
-def _overview_table(overview: Overview) -> list[Any]:
-    table = Table("version", "state", "parent", "created", "gate", "served as")
-    for row in overview.drafts:
-        state = "unknown" if row.state is None else row.state.value
-        gate = row.damage or _short(row.gate)
-        table.add_row(str(row.version), state, _or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
-    return [table, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
-
-
-def _served_as(row: DraftRow) -> str:
-    marks = {"last good": row.is_last_good, "published": row.is_published, "pinned": row.is_pinned}
-    return ", ".join([*(name for name, holds in marks.items() if holds), *row.engines])
-
-
-def _history_table(details: Details) -> list[Any]:
-    manifest = Table("manifest", "", show_header=False)
-    for name, value in msgspec.to_builtins(details.manifest).items():
-        manifest.add_row(name, msgspec.json.encode(value).decode() if isinstance(value, dict) else _or_dash(value))
-    manifest.add_row("served as", _served_as(details.draft) or "–")
-    history = Table("when", "state", "by", "reason", "numbers")
-    for each in details.history:
-        history.add_row(_when(each.at_ms), each.state.value, each.actor, each.reason, _short(each.numbers))
-    return [manifest, history]
-
-
-def _difference_tables(difference: Difference) -> list[Any]:
-    tensors = Table("tensor", "relative L2", "cosine", "changed elements")
-    for each in difference.tensors:
-        if each.num_changed is None:
-            tensors.add_row(each.name, "–", "–", f"shapes {each.shapes[0]} and {each.shapes[1]}")
-        else:
-            tensors.add_row(each.name, _figure(each.relative_l2), _figure(each.cosine), str(each.num_changed))
-    rest = Table("", f"version {difference.a}", f"version {difference.b}")
-    for name, (a, b) in {**difference.config, **difference.manifest}.items():
-        rest.add_row(name, _or_dash(a), _or_dash(b))
-    return [tensors, rest]
-
-
-def _short(numbers: Any) -> str:
-    """Numbers on one line, texts and tables of the gate's left to --json."""
-    if not isinstance(numbers, dict):
-        return _or_dash(numbers)
-    shown = {name: value for name, value in numbers.items() if isinstance(value, str | int | float)}
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
-    )
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.6f}"
-
-
-def _or_dash(value: object) -> str:
-    return "–" if value is None else str(value)
-
-
-def _when(at_ms: int | None) -> str:
-    return "–" if at_ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1000))
+    line = f"{what}: draft version {outcome.version}, {state}; engines should run {or_dash(outcome.desired)}"
+    _print(outcome, as_json, lambda: [line])

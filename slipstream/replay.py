@@ -73,8 +73,14 @@ class Split:
         return sum(example.num_bases for example in self.learnt)
 
 
-def replay(options: ReplayOptions, *, progress: Callable[[str], object] = lambda _: None) -> dict[str, Any]:
-    """The document of one run: the same for the same recordings, options and settings, `seconds` excepted.
+def replay(
+    options: ReplayOptions,
+    *,
+    progress: Callable[[str], object] = lambda _: None,
+    on_step: Callable[[int, int], object] = lambda _, __: None,
+) -> dict[str, Any]:
+    """The document of one run: the same for the same recordings, options and settings, `seconds` excepted. `progress`
+    hears a line at every point of the curve, `on_step` how many steps are done of how many.
 
     Raises ConfigError where a recording is of another target, or holds too little; StoreError or DraftError where the
     store has no usable draft.
@@ -97,6 +103,7 @@ def replay(options: ReplayOptions, *, progress: Callable[[str], object] = lambda
         num_skipped += not report.applied
         trained_tokens += sum(window.num_bases for window in windows) if report.applied else 0
         losses.append(report.loss)
+        on_step(step + 1, num_steps)
         if (step + 1) * options.num_points // num_steps > step * options.num_points // num_steps:
             curve.append(_point(learner, split, options, step=step + 1, trained_tokens=trained_tokens, losses=losses))
             progress(f"step {step + 1} of {num_steps}: {curve[-1]['accept_length']} tokens a verification")

@@ -28,8 +28,7 @@ from serving.metrics import EngineMetrics, ServingCollector, VerdictCollector
 from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
 from serving.watch import LiveWatch
-from slipstream.layout import model_key
-from speculator.checkpoint import expected_shapes, target_fingerprint
+from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.store import DraftStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +14,7 @@ import redis
 
 from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.codec import decode_trace
-from speculator.errors import ConfigError, TraceError
+from speculator.errors import TraceError
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis_client import redis_errors
 from speculator.stream import StreamKeys
@@ -42,8 +42,16 @@ class StreamCopy:
         return [fields[b"payload"] for _, fields in entries if b"payload" in fields]
 
 
-def record(source: StreamCopy, path: Path, header: RecordingHeader, *, seconds: float) -> dict[str, int]:
-    """Append what the stream holds, and what arrives in the next `seconds`; each trace id once.
+def record(
+    source: StreamCopy,
+    path: Path,
+    header: RecordingHeader,
+    *,
+    seconds: float,
+    on_traces: Callable[[int], object] = lambda _: None,
+) -> dict[str, int]:
+    """Append what the stream holds, and what arrives in the next `seconds`; each trace id once. `on_traces` hears how
+    many have been read so far.
 
     Returns counts: recorded, known (already in the file), unusable, and the bytes of an unfinished tail that were
     removed. Raises ConfigError or StreamError; what was copied until then is in the file.
@@ -57,6 +65,7 @@ def record(source: StreamCopy, path: Path, header: RecordingHeader, *, seconds: 
             payloads = source.read(min(max(left_ms, 0), _POLL_MS))
             for payload in payloads:
                 counts[_keep(writer, payload, header.target_fingerprint)] += 1
+            on_traces(counts["recorded"] + counts["known"] + counts["unusable"])
             if not payloads and time.monotonic() >= end_s:
                 return counts
 
@@ -186,9 +195,3 @@ def _round_rows(trace: Trace) -> Iterator[dict[str, Any]]:
 def _rounded(values: np.ndarray) -> list[float]:
     # Not a number in JSON: a kept token of no probability at all.
     return [round(value, 4) if np.isfinite(value) else -1e4 for value in values.astype(float).tolist()]
-
-
-def check_output(path: Path | None) -> None:
-    """Raise ConfigError now rather than after the work when `path` cannot be written for want of its folder."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path.parent} does not exist: create it or choose another place for {path.name}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
@@ -13,8 +15,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from speculator.errors import ConfigError, StreamError
+from speculator.secret import read_secret
 
 SOCKET_TIMEOUT_S = 5.0
+PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"
+"""Names a file with the password of the URL's user, for deployments that keep secrets in files."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -22,14 +27,18 @@ _Self = TypeVar("_Self")
 
 
 def connect(url: str) -> redis.Redis:
-    """A client for `redis://`, `rediss://` or `unix://` URLs, after one PING.
+    """A client for `redis://`, `rediss://` or `unix://` URLs, after one PING; a password may come from a file.
 
     No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
-    Raises ConfigError for a malformed URL and StreamError when Redis does not answer.
+    Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
     """
+    password_file = os.environ.get(PASSWORD_FILE_VARIABLE)
+    password = read_secret(Path(password_file), PASSWORD_FILE_VARIABLE) if password_file else None
     try:
         client = redis.Redis.from_url(
             url,
+            # What the URL itself says goes first.
+            password=password,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=SOCKET_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),

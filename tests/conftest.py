@@ -1,12 +1,15 @@
-"""A real Redis for every test that wants one."""
+"""A real Redis for every test that wants one; logs as each test finds them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 import redis
+import structlog
 
+from slipstream.logs import HANDLER
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.stream import connect
 
@@ -25,3 +28,12 @@ def redis_client(redis_url: str) -> Iterator[redis.Redis]:
     client.flushall()
     yield client
     client.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_logs_of_another_test() -> Iterator[None]:
+    """Commands that run in this process configure its logs, for a standard error that ends with their test."""
+    yield
+    structlog.reset_defaults()
+    root = logging.getLogger()
+    root.handlers = [handler for handler in root.handlers if handler.get_name() != HANDLER]

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from serving.engine import Chunk, EngineHealth, EngineInfo, FinishReason, GenerateRequest, SwapReport
+from serving.engine import Chunk, EngineHealth, EngineInfo, FinishReason, GenerateRequest, Piece, SwapReport
 from speculator.errors import RequestError
 
 WORDS = ("river", "stone", "cloud", "über", "lamp", "日本", "seven", "quiet")
@@ -122,10 +122,16 @@ class DoubleEngine:
         for start in starts:
             is_last = start == starts[-1]
             ids = tokens[start : start + self.tokens_per_chunk]
+            texts = [
+                decoder.decode(bytes([token]), final=is_last and at == len(ids)) for at, token in enumerate(ids, 1)
+            ]
             chunks.append(
                 Chunk(
-                    text=decoder.decode(ids, final=is_last),
+                    text="".join(texts),
                     token_ids=tuple(ids),
+                    pieces=tuple(
+                        Piece(text, "head" if at < len(ids) else "target") for at, text in enumerate(texts, 1) if text
+                    ),
                     num_accepted=max(len(ids) - 1, 0),
                     finish_reason=(self.ends_with or reason) if is_last and not self.is_cut else None,
                 )

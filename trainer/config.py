@@ -40,6 +40,7 @@ class TrainerConfig(BaseSettings):
     """Where the trainer keeps its own checkpoint; several processes share one."""
 
     stream_max_bytes: int = Field(default=512 * _MIB, ge=_MIB)
+    """Byte cap of the stream in Redis; the engines keep to their own."""
     replay_max_bytes: int = Field(default=384 * _MIB, ge=_MIB)
     """Memory for traces; one completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
@@ -58,6 +59,7 @@ class TrainerConfig(BaseSettings):
     draft_vocab_size: int = Field(default=DEFAULT_DRAFT_VOCAB_SIZE, ge=1)
     """Of a new lineage; an existing one keeps its own."""
     seed: int = 0
+    """Of the order of learning and of a fresh draft."""
 
     batch_tokens: int = Field(default=192, ge=1)
     """Completion tokens a step. Small batches learn faster here: the optimiser is cheap beside the matrices."""
@@ -66,11 +68,15 @@ class TrainerConfig(BaseSettings):
     max_context: int = Field(default=512, ge=0)
     """Positions before them that serve as keys."""
     ttt_steps: int = Field(default=4, ge=1)
+    """Proposals deep that a chain is unrolled in training (training-time test)."""
     loss: str = DEFAULT_LOSS
     """What a step minimises, as `speculator.loss.LossMix` reads it: `forward_kl=1,discard=0.5,correction=topr`."""
     learning_rate: float = Field(default=1e-3, gt=0)
+    """Of AdamW; constant after the warm-up."""
     warmup_steps: int = Field(default=20, ge=1)
+    """Steps over which it rises to that."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
+    """Longer gradients are shortened to it."""
     autocast: bool = True
     """Multiply matrices in bfloat16; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
@@ -94,7 +100,9 @@ class TrainerConfig(BaseSettings):
     """The same on golden traces, above which the gate refuses."""
 
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
+    """Least time between two checkpoints of its own; traces are settled in Redis by them."""
     publish_interval_s: float = Field(default=30.0, ge=0)
+    """Least time between two candidates."""
     publish_min_tokens: int = Field(default=2000, ge=1)
     """Completion tokens to learn from between two versions."""
     publish_pause_s: float = Field(default=300.0, ge=0)
@@ -103,11 +111,14 @@ class TrainerConfig(BaseSettings):
     """Versions kept in the store; older ones are removed, last-good excepted."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Serves Prometheus metrics on this port of the loopback interface; none where unset. A further process of this
-    machine takes the port as many above it as its number: what it says about traces and the replay is its own share."""
+    """Serves Prometheus metrics on this port; none where unset. A further process of this machine takes the port as
+    many above it as its number: what it says about traces and the replay is its own share."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which it does so; 0.0.0.0 inside a container, where only its network can reach it."""
     device: DeviceSetting = "auto"
     """`auto` is a GPU where there is one; under `torchrun` each process has its own."""
     num_threads: int = Field(default=1, ge=1)
+    """CPU threads; more than one beside an engine on the same cores slows both."""
     nice: int = Field(default=19, ge=0, le=19)
     """Added to the process's niceness: serving goes first."""
 

@@ -8,13 +8,15 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from speculator.stream import StreamLag
+from trainer.domains import ALL
 from trainer.drift import AcceptanceSeries
-from trainer.gate import GateDecision
-from trainer.replay import Replay
+from trainer.gate import GateDecision, Outcome
+from trainer.replay import Admission, Replay
 from trainer.step import StepReport
 
 _AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
+_STREAM_STATES = ("undelivered", "pending", "acked", "lost", "dead_lettered")
 
 
 class TrainerMetrics:
@@ -29,9 +31,14 @@ class TrainerMetrics:
         self._domains_with_bytes: set[str] = set()
         self._num_evicted = 0
         self.traces = Counter(
-            "slipstream_trainer_traces", "Traces by outcome: admitted, duplicate, dead_lettered", ["outcome"],
+            "slipstream_trainer_traces", "Traces that were read: admitted, duplicate, dead_lettered", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self.other_target = Counter(
+            "slipstream_trainer_other_target_traces",
+            "Traces of another target than this trainer's, all of them dead-lettered",
+            registry=registry,
+        )
         self.new_tokens = Counter(
             "slipstream_trainer_new_tokens", "Completion tokens that arrived to learn from", registry=registry
         )
@@ -79,17 +86,19 @@ class TrainerMetrics:
             "slipstream_trainer_replay_domain_bytes", "Memory of the replay by domain", ["domain"], registry=registry
         )
         self.proposal_weight = Gauge(
-            "slipstream_trainer_proposal_weight",
+            "slipstream_trainer_proposal_weight_ratio",
             "Mean share of the last batch's proposals that are fresh enough to count",
             registry=registry,
         )
         self.acceptance = Gauge(
-            "slipstream_trainer_acceptance",
-            "Share of answer tokens that the draft proposed, as traces arrive: short and long average",
+            "slipstream_trainer_acceptance_ratio",
+            "Share of answer tokens that the draft proposed, as traces arrive: short average, and long average of the "
+            "requests that have left it",
             ["domain", "window"], registry=registry,
         )  # fmt: skip
         self.drift_margin = Gauge(
-            "slipstream_trainer_drift_margin", "Fall of the short average that is an alarm; absent until it is learnt",
+            "slipstream_trainer_drift_margin_ratio",
+            "Fall of the short average that is an alarm; 1, which no fall exceeds, until it is learnt",
             ["domain"], registry=registry,
         )  # fmt: skip
         self.drift_alarm = Gauge(
@@ -99,7 +108,9 @@ class TrainerMetrics:
             "slipstream_trainer_drift_alarms", "Drift alarms raised", ["domain"], registry=registry
         )
         self.pressure = Gauge(
-            "slipstream_trainer_pressure", "How much more training is worth its compute; 0 = idle", registry=registry
+            "slipstream_trainer_pressure_ratio",
+            "How much more training is worth its compute; 0 = idle",
+            registry=registry,
         )
         self.healthy = Gauge(
             "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published",
@@ -120,7 +131,7 @@ class TrainerMetrics:
             "slipstream_trainer_gate_seconds", "Time of the last decision of the gate", registry=registry
         )
         self.gate_change = Gauge(
-            "slipstream_trainer_gate_change",
+            "slipstream_trainer_gate_change_ratio",
             "Relative change of acceptance length from incumbent to candidate at the last decision, and its bounds",
             ["set", "bound"], registry=registry,
         )  # fmt: skip
@@ -134,8 +145,15 @@ class TrainerMetrics:
             registry=registry,
         )  # fmt: skip
         self.stream_lag = Gauge(
-            "slipstream_trainer_stream_entries", "Stream entries by state", ["state"], registry=registry
-        )
+            "slipstream_trainer_stream_entries",
+            "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost and "
+            "dead_lettered count since the stream began",
+            ["state"], registry=registry,
+        )  # fmt: skip
+        self.stream_bytes = Gauge(
+            "slipstream_trainer_stream_bytes", "Payload in the stream at that time, history included",
+            registry=registry,
+        )  # fmt: skip
         self.checkpoint_seconds = Gauge(
             "slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint", registry=registry
         )
@@ -145,10 +163,11 @@ class TrainerMetrics:
         self.publish_errors = Counter(
             "slipstream_trainer_publish_errors", "Versions that could not be published", registry=registry
         )
+        self._begin_at_zero()
 
-    def serve(self, port: int) -> None:
-        """Expose the registry on the loopback interface, from a daemon thread."""
-        start_http_server(port, "127.0.0.1", self._registry)
+    def serve(self, host: str, port: int) -> None:
+        """Expose the registry on an address of this machine, from a daemon thread."""
+        start_http_server(port, host, self._registry)
 
     def observe_arrival(self, num_tokens: int, created_ms: int) -> None:
         self.traces.labels("admitted").inc()
@@ -184,11 +203,27 @@ class TrainerMetrics:
 
     def observe_drift(self, domain: str, series: AcceptanceSeries) -> None:
         self.acceptance.labels(domain, "short").set(series.short)
-        self.acceptance.labels(domain, "long").set(series.long)
+        if series.state.num_long:
+            self.acceptance.labels(domain, "long").set(series.long)
         self.drift_alarm.labels(domain).set(series.alarm)
-        if math.isfinite(series.margin):
-            self.drift_margin.labels(domain).set(series.margin)
+        self.drift_margin.labels(domain).set(min(series.margin, 1.0))
 
     def observe_lag(self, lag: StreamLag) -> None:
-        for state in ("pending", "undelivered", "acked", "lost", "dead_lettered"):
+        for state in _STREAM_STATES:
             self.stream_lag.labels(state).set(getattr(lag, state))
+        self.stream_bytes.set(lag.bytes)
+
+    def _begin_at_zero(self) -> None:
+        """Every series that is known beforehand: one that appears with its first event hides it from `increase()`."""
+        for metric, labels in (
+            (self.traces, ("admitted", "duplicate", "dead_lettered")),
+            (self.stream_errors, ("read", "ack", "lag", "recent", "take_over", "dead_letter")),
+            (self.steps, ("applied", "skipped")),
+            (self.admissions, (*Admission, "passed_over")),
+            (self.gate_decisions, (outcome.value for outcome in Outcome)),
+            (self.drift_alarm, (ALL,)),
+            (self.drift_alarms, (ALL,)),
+            (self.held_out_traces, ("held_out", "golden")),
+        ):
+            for label in labels:
+                metric.labels(label)

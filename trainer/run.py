@@ -8,7 +8,7 @@ import threading
 
 import structlog
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from trainer.allocator import keep_freed_memory
 from trainer.config import TrainerConfig
@@ -48,10 +48,14 @@ def run_trainer(config: TrainerConfig) -> None:
     if ranks.size > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
-        trainer = Trainer(config, CollectorRegistry(), ranks=ranks, device=device)
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        trainer = Trainer(config, registry, ranks=ranks, device=device)
         if config.metrics_port is not None:
             # Port 0 is any free one.
-            trainer.metrics.serve(config.metrics_port and config.metrics_port + local_rank())
+            port = config.metrics_port and config.metrics_port + local_rank()
+            trainer.metrics.serve(config.metrics_host, port)
+        log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
         train_until(stop, trainer)
         log.info("trainer ended", num_steps=trainer.learner.num_steps)
     finally:

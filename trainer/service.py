@@ -132,6 +132,7 @@ class Trainer:
         self.metrics.healthy.set(self._training.guard.healthy)
         self._checkpoint_s = time.monotonic()
         self._checkpointed_steps = self.learner.num_steps
+        self._source.observe_lag()
         self._survey()
 
     @property

@@ -37,6 +37,10 @@ _NUM_TAKEN_OVER = 16
 log = structlog.get_logger()
 
 
+class _OtherTargetError(TraceError):
+    """Somebody serves another model, or other weights, under this stream's name."""
+
+
 def consumer_name(rank: int) -> str:
     """The same after every restart, so that a process finds again what it had in hand."""
     return f"trainer-{rank}"
@@ -129,9 +133,17 @@ class TraceSource:
         try:
             self._stream.ack(self._settled)
             self._settled.clear()
-            self._metrics.observe_lag(self._stream.lag())
         except StreamError as error:
             self._report("ack", error)
+            return
+        self.observe_lag()
+
+    def observe_lag(self) -> None:
+        """Where the stream stands, for the metrics."""
+        try:
+            self._metrics.observe_lag(self._stream.lag())
+        except StreamError as error:
+            self._report("lag", error)
 
     def history(self, max_bytes: int, wanted: Collection[str] | None = None) -> Iterator[Stored]:
         """Traces that were learnt from before a restart, to fill the replay again: the `wanted` trace ids in their
@@ -164,6 +176,7 @@ class TraceSource:
             stored = self._decode(entry.payload)
         except TraceError as error:
             self._unusable[entry.id] = (entry, str(error))
+            self._metrics.other_target.inc(isinstance(error, _OtherTargetError))
             return None
         trace_id = stored.trace_id
         if (entry_id := self._in_hand.get(trace_id)) is not None and entry_id == entry.id:
@@ -194,7 +207,9 @@ class TraceSource:
         trace = decode_trace(payload)
         fingerprint = trace.header.target_fingerprint
         if fingerprint != self._fingerprint:
-            raise TraceError(f"the trace is of target {fingerprint[:12]}, this trainer's is {self._fingerprint[:12]}")
+            raise _OtherTargetError(
+                f"the trace is of target {fingerprint[:12]}, this trainer's is {self._fingerprint[:12]}"
+            )
         return Stored(example=self._make_example(trace), provenance=provenance_of(trace))
 
     def _bury(self) -> None:

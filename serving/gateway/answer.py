@@ -21,8 +21,11 @@ class Dialect(Protocol):
     def whole(self, index: int, sample: Sample) -> dict[str, Any]:
         """The finished choice."""
 
-    def pieces(self, index: int, chunk: Chunk, *, is_first: bool) -> list[dict[str, Any]]:
-        """The choices of the events that one chunk becomes; none where there is nothing to show."""
+    def pieces(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of the events that one chunk becomes; none where there is nothing to show.
+
+        `extension` is added to the choice that has the chunk's text.
+        """
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Answer:
     exchange: Exchange
     model: str
     include_usage: bool
+    show_tokens: bool
+    """Each choice with text says by pieces where that text comes from; together they are the text."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _opened: set[int] = field(default_factory=set)
 
@@ -44,7 +49,8 @@ class Answer:
     def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         is_first = index not in self._opened
         self._opened.add(index)
-        pieces = self.dialect.pieces(index, chunk, is_first=is_first)
+        extension = {"slipstream": {"pieces": chunk.pieces}} if self.show_tokens else {}
+        pieces = self.dialect.pieces(index, chunk, is_first=is_first, extension=extension)
         # With usage asked for, every event but the last says so with a null, as OpenAI's do.
         usage = {"usage": None} if self.include_usage else {}
         return [{**self._head(self.dialect.chunk_object), "choices": [piece], **usage} for piece in pieces]

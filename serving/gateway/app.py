@@ -15,7 +15,9 @@ from serving.gateway.completions import completion_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
-from serving.gateway.metrics import GatewayMetrics
+from serving.gateway.live import Live, live_routes
+from serving.gateway.metrics import GatewayMetrics, HealthCollector
+from serving.gateway.pages import page_routes
 from serving.gateway.passthrough import Passage, passthrough_routes
 from serving.gateway.status import status_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
@@ -30,14 +32,14 @@ async def _routing_error(request: Request, failure: Exception) -> Response:
 def create_app(
     engine: Engine, *, settings: GatewaySettings, registry: CollectorRegistry = REGISTRY, drafts: Drafts | None = None
 ) -> FastAPI:
-    """The OpenAI-compatible app in front of `engine`; with `drafts`, the operator's endpoints under /admin too.
+    """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
     routers = [chat_routes(gateway), completion_routes(gateway), *_admin(drafts, settings)]
-    return _assemble(routers, engine, gateway.metrics, registry)
+    return _assemble(routers, engine, gateway.metrics, registry, drafts, shows_tokens=True)
 
 
 def create_passthrough_app(
@@ -50,7 +52,8 @@ def create_passthrough_app(
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft."""
     passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry))
-    return _assemble([passthrough_routes(passage), *_admin(drafts, settings)], host, passage.metrics, registry)
+    routers = [passthrough_routes(passage), *_admin(drafts, settings)]
+    return _assemble(routers, host, passage.metrics, registry, drafts, shows_tokens=False)
 
 
 def _admin(drafts: Drafts | None, settings: GatewaySettings) -> list[APIRouter]:
@@ -58,11 +61,19 @@ def _admin(drafts: Drafts | None, settings: GatewaySettings) -> list[APIRouter]:
 
 
 def _assemble(
-    routers: Sequence[APIRouter], host: DraftHost, metrics: GatewayMetrics, registry: CollectorRegistry
+    routers: Sequence[APIRouter],
+    host: DraftHost,
+    metrics: GatewayMetrics,
+    registry: CollectorRegistry,
+    drafts: Drafts | None,
+    *,
+    shows_tokens: bool,
 ) -> FastAPI:
+    registry.register(HealthCollector(host.health))
+    live = Live(host, registry, shows_tokens=shows_tokens)
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
-    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
-    for router in (*routers, status_routes(host, registry)):
+    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=live.lifespan)
+    for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes()):
         app.include_router(router)
     app.add_exception_handler(HTTPException, _routing_error)
     app.add_middleware(Telemetry, metrics=metrics)

@@ -28,12 +28,12 @@ class ChatDialect:
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         return {"index": index, "message": message, "logprobs": None, "finish_reason": sample.finish_reason}
 
-    def pieces(self, index: int, chunk: Chunk, *, is_first: bool) -> list[dict[str, Any]]:
+    def pieces(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:
         pieces = []
         if is_first:
             pieces.append(_piece(index, {"role": "assistant", "content": ""}))
         if chunk.text:
-            pieces.append(_piece(index, {"content": chunk.text}))
+            pieces.append({**_piece(index, {"content": chunk.text}), **extension})
         if chunk.finish_reason is not None:
             pieces.append(_piece(index, {}, chunk.finish_reason))
         return pieces

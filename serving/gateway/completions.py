@@ -28,11 +28,11 @@ class CompletionDialect:
     def whole(self, index: int, sample: Sample) -> dict[str, Any]:
         return _choice(index, sample.text, sample.finish_reason)
 
-    def pieces(self, index: int, chunk: Chunk, *, is_first: bool) -> list[dict[str, Any]]:
+    def pieces(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:
         # The first event goes out even without text: it tells the client that its request is being served.
         if not is_first and not chunk.text and chunk.finish_reason is None:
             return []
-        return [_choice(index, chunk.text, chunk.finish_reason)]
+        return [{**_choice(index, chunk.text, chunk.finish_reason), **(extension if chunk.text else {})}]
 
 
 def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
+from speculator.secret import read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 
@@ -20,14 +23,23 @@ class GatewaySettings(BaseSettings):
     max_samples: int = Field(default=64, ge=1)
     """Prompts times `n` of one request."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    """Longer requests are refused with status 413."""
     admin_key: SecretStr | None = Field(default=None, min_length=16)
     """What opens /admin; nothing does where it is not set."""
+    admin_key_file: Path | None = None
+    """A file with that key, for deployments that keep secrets in files."""
 
 
 def load_settings() -> GatewaySettings:
     """The settings of this process's environment; raises ConfigError naming the variable at fault."""
     try:
-        return GatewaySettings()
+        settings = GatewaySettings()
+        if settings.admin_key_file is None:
+            return settings
+        if settings.admin_key is not None:
+            raise ConfigError(f"{ENV_PREFIX}ADMIN_KEY and {ENV_PREFIX}ADMIN_KEY_FILE are both set: unset one of them")
+        key = read_secret(settings.admin_key_file, f"{ENV_PREFIX}ADMIN_KEY_FILE")
+        return GatewaySettings(admin_key=SecretStr(key))
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         variable = ENV_PREFIX + "_".join(str(part) for part in first["loc"]).upper()

@@ -19,12 +19,13 @@ async def serve_until_signal(
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of `beside`, then drain; raises what `beside` raised."""
     ends: list[asyncio.Task[Any]] = [] if beside is None else [asyncio.create_task(beside)]
-    await server.start()
-    log.info("serving", url=server.url, model=model, draft_version=draft_version)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # Before anybody learns that we serve: a signal in answer to that would otherwise end us on the spot.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    await server.start()
+    log.info("serving", url=server.url, model=model, draft_version=draft_version)
     ends += asyncio.create_task(stopping.wait()), asyncio.create_task(server.wait())
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from serving.engine import EngineHealth
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -37,3 +44,17 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+
+
+class HealthCollector(Collector):
+    """What the engine behind the gateway says about itself, asked when scraped."""
+
+    def __init__(self, health: Callable[[], EngineHealth]) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        health = self._health()
+        up = health.alive and health.ready
+        yield GaugeMetricFamily("slipstream_engine_up", "1 while the engine takes requests", up)
+        yield GaugeMetricFamily("slipstream_requests_running", "Requests that the engine decodes", health.num_running)
+        yield GaugeMetricFamily("slipstream_requests_waiting", "Requests that wait for it", health.num_waiting)

@@ -195,6 +195,13 @@ class Capture(Strict):
         return CapturePolicy(capture=self.capture, group_id=self.group_id, domain=self.domain)
 
 
+class Extension(Capture):
+    """The same where the gateway makes the stream's events itself."""
+
+    tokens: bool = False
+    """Have each event of a stream say where its tokens come from."""
+
+
 class Message(_Open):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -225,12 +232,14 @@ class GenerationBody(_Open):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    slipstream: Capture = Capture()
+    slipstream: Extension = Extension()
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "only allowed where 'stream' is true", "stream_options")
+        if self.slipstream.tokens and not self.stream:
+            raise invalid("tokens", "only allowed where 'stream' is true", "slipstream", "tokens")
         return self
 
     @property

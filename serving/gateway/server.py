@@ -87,7 +87,7 @@ class GatewayServer:
                 _ends_when_cancelled(app),
                 log_config=None,
                 access_log=False,
-                lifespan="off",
+                lifespan="on",
                 ws="none",
                 proxy_headers=False,
                 server_header=False,

@@ -21,7 +21,7 @@ from serving.gateway.metrics import GatewayMetrics
 CLIENT_LEFT = 499
 """The status that logs and metrics show where no status could be sent."""
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/ready", "/metrics", "/slipstream/live", "/slipstream/drafts"})
 """Routes that something polls: their log lines would bury the others."""
 
 log = structlog.get_logger(__name__)
@@ -77,6 +77,8 @@ class Telemetry:
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
             await send(message)
 
+        # For whatever logs on the request's way: its tasks inherit it.
+        outer = structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -93,6 +95,7 @@ class Telemetry:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
             self._record(scope, exchange)
+            structlog.contextvars.reset_contextvars(**outer)
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")

@@ -279,7 +279,6 @@ class LocalEngine:
             if self._prefilling is None and self._waiting and len(self._running) < self._config.num_slots:
                 self._prefilling = self._waiting.popleft()
                 self._prefilling.suffix = self._new_suffix(self._prefilling.request)
-            self.metrics.waiting.set(len(self._waiting))
 
     def _new_suffix(self, request: GenerateRequest) -> SuffixRequest | None:
         if self._suffixes is None:
@@ -355,9 +354,10 @@ class LocalEngine:
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:
             if self._on_trace is not None and generation.capture and not generation.aborted:
+                started = time.perf_counter()
                 self._on_trace(self._trace_of(generation))
+                self.metrics.capture_seconds.inc(time.perf_counter() - started)
             self._free_slot(generation)
-        self.metrics.running.set(len(self._running))
 
     def _trace_of(self, generation: Generation) -> Trace:
         start, end = span_of(generation, self._config.context_window)

@@ -142,12 +142,17 @@ def _load(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"cannot load a causal language model from {model_dir} ({reason}): check --model") from error
+    refuse_unsupported(model, model_dir)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def refuse_unsupported(model: Any, model_dir: Path) -> None:
+    """Raise ConfigError for a model of a kind that this engine does not run; needs no weights."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or not hasattr(model.model, "layers"):
         raise ConfigError(
             f"{model_dir}: the local engine runs Llama-like models with full attention only; check --model"
         )
-    return model.eval().requires_grad_(False).to(device)
 
 
 def _eos_token_ids(model_dir: Path, config: Any) -> frozenset[int]:

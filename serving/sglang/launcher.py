@@ -82,14 +82,14 @@ class SglangOptions:
     def __post_init__(self) -> None:
         for argument in self.extra:
             if (flag := argument.partition("=")[0]) in _RESERVED:
-                raise ConfigError(f"{flag} is set by slipstream serve: leave it out after --")
+                raise ConfigError(f"{flag} is set by slipstream: leave it out after --")
 
 
-def command(options: SglangOptions, *, port: int, adaptive_config: Path) -> list[str]:
+def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: str = "127.0.0.1") -> list[str]:
     return [
         *(str(options.python), "-m", "sglang.launch_server"),
         *("--model-path", str(options.model_dir), "--served-model-name", options.model_name),
-        *("--host", "127.0.0.1", "--port", str(port), "--enable-metrics"),
+        *("--host", host, "--port", str(port), "--enable-metrics"),
         *("--dtype", options.dtype, "--device", options.device),
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(options.draft_dir)),
         *("--speculative-num-steps", str(options.depth), "--speculative-eagle-topk", "1"),

@@ -23,6 +23,7 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class PluginSettings:
     redis_url: str = "redis://127.0.0.1:6379/0"
+    """Redis with the trace stream and the draft pointer; it may be away, also at the start."""
     store: Path = Path("drafts")
     """The draft store; the server's `--speculative-draft-model-path` must be one of its versions."""
     engine_id: str = ""
@@ -44,6 +45,7 @@ class PluginSettings:
     buffer_bytes: int = 256 * 1024 * 1024
     """Features and traces in host memory that wait for encoding or for Redis; beyond it traces are dropped."""
     stream_max_bytes: int = 512 * 1024 * 1024
+    """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them."""
     control_share: float = 0.02
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
     watch: bool = True

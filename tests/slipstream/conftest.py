@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import structlog
 
+from benchmarks.panels import free_port, prometheus
 from slipstream.cli import main
 from tests.toy import make_toy_model
+
+TRAINER_ENV = {
+    "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "50",
+    "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "0.5",
+    "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.5",
+    "SLIPSTREAM_TRAINER_NICE": "0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -35,8 +47,48 @@ def run_cli() -> RunCli:
     return run
 
 
+@dataclass(frozen=True, kw_only=True)
+class WatchedDemo:
+    """What `slipstream demo` on the toy target left behind, and the Prometheus that scraped it, still there to ask."""
+
+    returncode: int
+    stderr: str
+    document: Path
+    plot: Path
+    prometheus_url: str
+    """Empty where there is no Prometheus on this machine."""
+
+
+@pytest.fixture(scope="session")
+def watched_demo(toy_model: Path, run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedDemo]:
+    """One demo for every test that looks at one. 33 s: the speedup's interval needs five of its blocks of 6 s."""
+    folder = tmp_path_factory.mktemp("demo")
+    document, plot = folder / "out.json", folder / "out.png"
+    ports = {"gateway": free_port(), "trainer": free_port()}
+    with ExitStack() as running, pytest.MonkeyPatch.context() as patch:
+        url = ""
+        if shutil.which("prometheus") is not None:
+            url = running.enter_context(prometheus(folder / "prometheus", ports))
+        for name, value in TRAINER_ENV.items():
+            patch.setenv(name, value)
+        patch.setenv("SLIPSTREAM_TRAINER_METRICS_PORT", str(ports["trainer"]))
+        result = run_cli(
+            *("demo", "--model", toy_model, "--minutes", 0.55, "--json", document, "--plot", plot),
+            *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24),
+            *("--dtype", "float32"),
+        )
+        patch.undo()
+        yield WatchedDemo(
+            returncode=result.returncode,
+            stderr=result.stderr,
+            document=document,
+            plot=plot,
+            prometheus_url=url,
+        )
+
+
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command line that must end with exit code 2 and one line, which is returned."""
 
     def run(*arguments: object) -> str:
@@ -48,5 +100,4 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         assert len(printed) == 1, printed
         return printed[0]
 
-    yield run
-    structlog.reset_defaults()
+    return run

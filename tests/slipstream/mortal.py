@@ -42,8 +42,7 @@ from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.watch import LiveWatch, WatchRules
-from slipstream.layout import model_key
-from speculator.checkpoint import target_fingerprint
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.slipstream.conftest import RunCli
-
 Refused = Callable[..., str]
 
 
@@ -56,17 +54,3 @@ def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, mo
     line = refused("demo", "--model", toy_model, "--prompts", tmp_path / "prompts.jsonl")
     assert "line 1" in line
     assert "does not exist" in refused("demo", "--model", toy_model, "--json", tmp_path / "no" / "out.json")
-
-
-def test_doctor_finds_nothing_wrong_here_and_says_what_is_wrong_elsewhere(
-    run_cli: RunCli, toy_model: Path, tmp_path: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = run_cli("doctor", "--model", toy_model, "--port", port)
-    assert result.returncode == 2
-    failed = [line for line in result.stderr.splitlines() if line.startswith("fail")]
-    assert len(failed) == 1
-    assert "--port" in failed[0]
-    healthy = run_cli("doctor", "--model", toy_model, "--port", port, "--store", tmp_path / "drafts", "--json")
-    assert healthy.returncode == 0, healthy.stdout

@@ -47,6 +47,8 @@ def test_a_store_gets_its_first_version(run_cli: RunCli, toy_model: Path, tmp_pa
     again = run_cli("draft", "init", "--model", toy_model, "--store", root)
     assert again.returncode == 2
     assert "already holds" in again.stderr
+    kept = run_cli("draft", "init", "--model", toy_model, "--store", root, "--if-missing")
+    assert (kept.returncode, kept.stdout) == (0, done.stdout), kept.stderr
     assert store.versions() == [1]
 
 
@@ -54,6 +56,7 @@ def test_what_cannot_be_written_names_the_fix(refused: Refused, toy_model: Path,
     init = ("draft", "init", "--model", toy_model)
     assert "--out" in refused(*init)
     assert "--store" in refused(*init, "--out", tmp_path / "a", "--store", tmp_path / "b")
+    assert "--if-missing" in refused(*init, "--out", tmp_path / "a", "--if-missing")
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").touch()

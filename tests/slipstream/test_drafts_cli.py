@@ -14,8 +14,7 @@ import redis
 from safetensors.torch import load_file
 
 from slipstream.cli import main
-from slipstream.layout import model_key
-from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.lifecycle import State
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer

@@ -26,8 +26,14 @@ import torch
 
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
-from slipstream.layout import model_key
-from speculator.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes, target_fingerprint
+from speculator.checkpoint import (
+    config_from_json,
+    draft_config_json,
+    draft_state,
+    expected_shapes,
+    model_key,
+    target_fingerprint,
+)
 from speculator.codec import encode_trace
 from speculator.lifecycle import ALLOWED, BARRED, State
 from speculator.lineage import version_to_serve

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,20 +17,13 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.panels import answers, last_time_up, query, questions, recorded, rules, table
+from deploy.grafana.live import LIVE
 from slipstream.scrape import Sample
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.store import DraftStore
-from tests.slipstream.conftest import RunCli
+from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
 from tests.waiting import wait_until
-
-TRAINER_ENV = {
-    "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "50",
-    "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "0.5",
-    "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.5",
-    "SLIPSTREAM_TRAINER_NICE": "0",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 
 
 @contextlib.contextmanager
@@ -109,8 +103,7 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_mod
 
 def _accounted(redis_url: str, store: Path, model: Path) -> int:
     """Traces that the trainer has settled: learnt from, durably."""
-    from slipstream.layout import model_key
-    from speculator.checkpoint import target_fingerprint
+    from speculator.checkpoint import model_key, target_fingerprint
     from speculator.stream import TraceStream, connect
 
     client = connect(redis_url)
@@ -124,18 +117,9 @@ def _accounted(redis_url: str, store: Path, model: Path) -> int:
     return lag.acked
 
 
-def test_the_demo_runs_and_writes_its_figures(
-    toy_model: Path, tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in TRAINER_ENV.items():
-        monkeypatch.setenv(name, value)
-    document, plot = tmp_path / "out.json", tmp_path / "out.png"
-    result = run_cli(
-        *("demo", "--model", toy_model, "--minutes", 0.4, "--json", document, "--plot", plot, "--port", 18765),
-        *("--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24, "--dtype", "float32"),
-    )
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(document.read_text())
+def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None:
+    assert watched_demo.returncode == 0, watched_demo.stderr
+    figures = json.loads(watched_demo.document.read_text())
     assert {"model", "minutes", "requests", "failed_requests", "completion_tokens", "swaps"} <= figures.keys()
     assert {"accept_length", "speedup", "inter_token_ms", "traces", "draft_version", "host"} <= figures.keys()
     assert figures["failed_requests"] == 0
@@ -146,5 +130,22 @@ def test_the_demo_runs_and_writes_its_figures(
     settled = traces["dropped"] + traces["trained"] + traces["dead_lettered"] + traces["lost"] + traces["waiting"]
     assert traces["captured"] == settled == figures["requests"]
     assert traces["waiting"] == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "measured speedup" in result.stderr
+    assert watched_demo.plot.read_bytes().startswith(b"\x89PNG")
+    assert "measured speedup" in watched_demo.stderr
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: make system-packages installs it")
+def test_every_query_of_the_live_dashboard_and_of_the_rules_has_data(watched_demo: WatchedDemo) -> None:
+    """`SLIPSTREAM_PANELS_OUT=panels.md` keeps the list of queries and values."""
+    assert watched_demo.returncode == 0, watched_demo.stderr
+    url = watched_demo.prometheus_url
+    ended_s = last_time_up(url, ("gateway", "trainer"))
+    found = answers(url, [*questions(LIVE), *recorded()], ended_s)
+    if (out := os.environ.get("SLIPSTREAM_PANELS_OUT")) is not None:
+        Path(out).write_text(table(found))
+    assert len(found) > 50
+    assert [one.asked for one in found if not one.has_data] == []
+    for rule in rules(url):
+        assert rule["health"] == "ok", rule
+    quiet = ("SlipstreamEngineDown", "SlipstreamTracesDropped", "SlipstreamTracesRefused", "SlipstreamTargetMismatch")
+    assert not any(query(url, f'ALERTS{{alertname="{name}"}}', ended_s) for name in quiet)

@@ -156,7 +156,7 @@ Refused = Callable[..., str]
         (("--engine", "sglang", "--threads", 1), "--threads is for --engine local"),
         (("--engine", "sglang", "--dtype", "float64"), "float64"),
         (("--engine", "sglang", "--depth", 0), "--depth 0"),
-        (("--engine", "sglang", "--", "--port", 1), "--port is set by slipstream serve"),
+        (("--engine", "sglang", "--", "--port", 1), "--port is set by slipstream"),
         (("--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
         (("--capture-bytes-per-s", 5), "--capture-bytes-per-s is for --engine sglang"),
         (("--start-timeout-s", 5), "--start-timeout-s is for --engine sglang"),

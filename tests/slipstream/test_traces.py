@@ -12,9 +12,8 @@ import redis
 from typer.testing import CliRunner
 
 from slipstream.cli import app
-from slipstream.layout import model_key
 from speculator.acceptance import Acceptance, recorded_rounds
-from speculator.checkpoint import target_fingerprint
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.recording import RecordingReader
 from speculator.stream import TraceStream

@@ -19,8 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from slipstream.layout import model_key
-from speculator.checkpoint import target_fingerprint
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.errors import ConfigError
 from speculator.store import DraftStore

@@ -261,7 +261,7 @@ def test_an_idle_trainer_costs_nothing(start: MakeTrainer, stream: TraceStream, 
     thread.start()
     send(stream, traces[:2])
     wait_until(lambda: stream.lag().acked == 2)
-    wait_until(lambda: metric(trainer, "pressure") == 0.0)
+    wait_until(lambda: metric(trainer, "pressure_ratio") == 0.0)
     num_steps, cpu_s = trainer.learner.num_steps, time.process_time()
     time.sleep(2.5)
     assert trainer.learner.num_steps == num_steps
@@ -290,11 +290,11 @@ def test_flat_learning_ends_the_passes_and_an_alarm_brings_them_back(
         trainer.intake.watch("math", accepted, 60)
     trainer.read(block_ms=0)
     assert trainer.has_work
-    assert metric(trainer, "pressure") == 1.0
+    assert metric(trainer, "pressure_ratio") == 1.0
     for name in ("math", "all"):
         assert metric(trainer, "drift_alarm", domain=name) == 1.0
         assert metric(trainer, "drift_alarms_total", domain=name) == 1.0
-    assert metric(trainer, "acceptance", domain="math", window="long") == pytest.approx(0.5)
+    assert metric(trainer, "acceptance_ratio", domain="math", window="long") == pytest.approx(0.5)
     trainer.close()
 
 
@@ -511,7 +511,7 @@ def test_every_decision_of_the_gate_is_on_record(
     assert numbers["change"] == gate["fresh"]["change"]
     assert [(event.kind, event.fields["version"]) for event in store.lifecycle.events.tail(9)][-1] == ("gate", 2)
     assert metric(trainer, "gate_decisions_total", outcome="promote") == 1.0
-    assert metric(trainer, "gate_change", set="held_out", bound="lower") == gate["fresh"]["lower"]
+    assert metric(trainer, "gate_change_ratio", set="held_out", bound="lower") == gate["fresh"]["lower"]
     assert (metric(trainer, "gate_seconds") or 0) > 0
 
     trainer.publish()  # the same weights: no worse and no better

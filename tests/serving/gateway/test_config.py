@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from serving.gateway.config import load_settings
@@ -18,3 +20,24 @@ def test_bad_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch, val
         load_settings()
     assert "set SLIPSTREAM_GATEWAY_MAX_SAMPLES or unset it" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_the_admin_key_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=r"ADMIN_KEY_FILE names .* cannot be read"):
+        load_settings()
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        load_settings()
+    file.write_text("too short\n")
+    with pytest.raises(ConfigError, match="ADMIN_KEY is not usable") as refused:
+        load_settings()
+    assert "too short" not in str(refused.value)
+    file.write_text("0123456789abcdef\n")
+    key = load_settings().admin_key
+    assert key is not None
+    assert key.get_secret_value() == "0123456789abcdef"
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", "0123456789abcdef")
+    with pytest.raises(ConfigError, match="both set"):
+        load_settings()

@@ -55,7 +55,7 @@ def test_unknown_model() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/page/other.js", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),

@@ -77,6 +77,7 @@ class FakeSglang:
     """Its attributes say what it answers; afterwards they say what it was asked."""
 
     model: str = MODEL
+    depth: int = 3
     refusal: Response | None = None
     events: list[bytes] = field(default_factory=lambda: list(EVENTS))
     cut: bool = False
@@ -103,6 +104,7 @@ class FakeSglang:
         app.add_api_route("/health", self._health, response_model=None)
         app.add_api_route("/v1/models", self._models)
         app.add_api_route("/v1/loads", lambda: self.loads)
+        app.add_api_route("/server_info", lambda: {"speculative_num_steps": self.depth})
         for path in ("/v1/chat/completions", "/v1/completions"):
             app.add_api_route(path, self._generate, methods=["POST"], response_model=None)
         app.add_api_route("/{path:path}", self._other, methods=["GET", "POST"], response_model=None)
@@ -190,7 +192,7 @@ def _argument(name: str) -> str:
 
 
 def _serve(does: str) -> None:
-    fake = FakeSglang(model=_argument("--served-model-name"))
+    fake = FakeSglang(model=_argument("--served-model-name"), depth=int(_argument("--speculative-num-steps")))
     port = int(_argument("--port"))
     server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=port, log_level="error"))
     if does == "stubborn":

@@ -1,0 +1,106 @@
+"""Draft versions and events as anyone may see them: numbers, states and reasons.
+
+Left out: who an operator is, names of engines and their machines, paths of this server, addresses of Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+
+from serving.gateway.admin import Drafts
+from serving.gateway.errors import unavailable
+from speculator.errors import SlipstreamError
+
+FRESH_S = 1.0
+"""The store is read at most this often, however many ask."""
+NUM_VERSIONS = 50
+NUM_EVENTS = 50
+_EVENTS_READ = 4 * NUM_EVENTS
+_STEPS = {"written", "validated", "scored"}
+"""Of a version on its way to the gate: its decision is an event too, with the same numbers."""
+
+_PATH = re.compile(r"(?<![\w/])(?:\w+:/)?/[^\s,;()'\"]*[^\s,;:.()'\"]")
+_CHANGE = ("change", "lower", "upper")
+_WATCHED_CHANGE = ("accept_change", "accept_change_lower", "accept_change_upper")
+_GATE = ("num_traces", "candidate_length", "incumbent_length", *_CHANGE)
+
+
+class Board:
+    def __init__(self, drafts: Drafts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._drafts, self._clock = drafts, clock
+        self._reading: asyncio.Future[dict[str, Any]] | None = None
+        self._read_s = 0.0
+
+    async def document(self) -> dict[str, Any]:
+        """At most a second old, or as old as the reading that is under way.
+
+        Raises ApiError (503) where the store cannot be read.
+        """
+        now_s = self._clock()
+        if self._reading is None or (self._reading.done() and now_s - self._read_s >= FRESH_S):
+            self._reading, self._read_s = asyncio.ensure_future(run_in_threadpool(self._read)), now_s
+        # Whoever asked first may leave: the others still wait for it.
+        return await asyncio.shield(self._reading)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            overview = msgspec.to_builtins(self._drafts.overview())
+            events = msgspec.to_builtins(self._drafts.events(_EVENTS_READ))
+        except SlipstreamError:
+            raise unavailable("The draft store cannot be read now.", code="drafts_unavailable") from None
+        rows = overview["drafts"][-NUM_VERSIONS:]
+        told = [event for event in events if event["kind"] not in _STEPS][-NUM_EVENTS:]
+        return {
+            "available": True,
+            "knows_engines": not overview["no_redis"],
+            "pinned": overview["pinned"],
+            "num_versions": len(overview["drafts"]),
+            "versions": [_version(row, overview) for row in reversed(rows)],
+            "events": [_event(event) for event in reversed(told)],
+        }
+
+
+def _version(row: Mapping[str, Any], overview: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: row[name] for name in ("version", "state", "parent", "created_ms", "is_last_good", "is_pinned")},
+        "is_desired": row["version"] == (overview["pinned"] or overview["published"]),
+        "is_damaged": bool(row["damage"]),
+        "num_engines": len(row["engines"]),
+        "gate": _gate(row["gate"]),
+    }
+
+
+def _gate(gate: object) -> dict[str, Any] | None:
+    """What the gate found on held-out traces; None for a version that it never judged."""
+    if not isinstance(gate, dict) or not isinstance(gate.get("fresh"), dict):
+        return None
+    fresh = gate["fresh"]
+    return {"outcome": gate.get("outcome"), **{name: _number(fresh.get(name)) for name in _GATE}}
+
+
+def _event(event: Mapping[str, Any]) -> dict[str, Any]:
+    fields: Mapping[str, Any] = event["fields"]
+    numbers = {**fields, **(fields.get("numbers") or {})}
+    # The engine's watch and the trainer's gate name the same figure each in its way.
+    names = _WATCHED_CHANGE if "accept_change" in numbers else _CHANGE
+    reason = fields.get("reason")
+    return {
+        "at_ms": event["at_ms"],
+        "kind": event["kind"],
+        "by": event["actor"].partition(":")[0],
+        "version": _number(fields.get("version")),
+        "outcome": fields.get("outcome") if isinstance(fields.get("outcome"), str) else None,
+        "reason": _PATH.sub("…", reason) if isinstance(reason, str) else "",
+        **{shown: _number(numbers.get(name)) for shown, name in zip(_CHANGE, names, strict=True)},
+    }
+
+
+def _number(value: object) -> float | int | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,140 @@
+// Draft versions and events, which anyone may see, and the actions on them, which need the admin key.
+
+import { byId, element, fixed, moment, NONE, say, signedPercent } from "./dom.js";
+
+const POLL_MS = 2000;
+const TIMEOUT_MS = 10_000;
+
+const STATES = {
+  written: "written", validated: "validated", scored: "passed the gate", live: "on trial", promoted: "promoted",
+  rolled_back: "rolled back", quarantined: "quarantined",
+};
+const KINDS = {
+  gate: "Gate", live: "On trial", promoted: "Promoted", rolled_back: "Rolled back", quarantined: "Quarantined",
+  promote: "Operator promoted", rollback: "Operator rolled back", pin: "Pinned", unpin: "Unpinned", export: "Exported",
+  publishing_paused: "Publishing paused", publishing_resumed: "Publishing goes on",
+  rollback_unconfirmed: "Rollback in doubt",
+};
+const BAD = new Set(["rolled_back", "quarantined", "rollback", "publishing_paused"]);
+
+let shown = "";
+
+export function watchDrafts() {
+  byId("admin-form").addEventListener("submit", act);
+  poll();
+}
+
+async function poll() {
+  try {
+    if (!document.hidden) await refresh();
+  } finally {
+    setTimeout(poll, POLL_MS);
+  }
+}
+
+async function refresh() {
+  let text = null;
+  try {
+    const response = await fetch("/slipstream/drafts", { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    text = response.ok ? await response.text() : null;
+  } catch {
+    return; // the head of the page says that the gateway is gone
+  }
+  if (text === null) {
+    say("versions-note", "The draft store cannot be read now; trying again.");
+    shown = "";
+  } else if (text !== shown) {
+    shown = text;
+    show(JSON.parse(text));
+  }
+}
+
+function show(board) {
+  byId("desk").hidden = byId("events-section").hidden = !board.available;
+  if (!board.available) {
+    say("versions-note", "Not available: this gateway was started without a draft store.");
+    return;
+  }
+  const more = board.num_versions - board.versions.length;
+  const older = more > 0 ? ` ${more} older ones are left out.` : "";
+  const redis = board.knows_engines ? "" : " Redis does not answer: what is in service is not known now.";
+  const pin = board.pinned === null ? "" : ` Version ${board.pinned} is pinned.`;
+  say("versions-note", `Each must beat the one before it on answers that neither has learned from, then holds its place on live traffic or is taken back.${pin}${redis}${older}`);
+  byId("versions").replaceChildren(...board.versions.map(versionRow));
+  byId("events").replaceChildren(...board.events.map(eventItem));
+  showChoices(board.versions);
+}
+
+function versionRow(row) {
+  const gate = row.gate;
+  const tags = [];
+  if (row.num_engines) tags.push(row.num_engines > 1 ? `in service on ${row.num_engines}` : "in service");
+  if (row.is_pinned) tags.push("pinned");
+  else if (row.is_desired && !row.num_engines) tags.push("published");
+  if (row.is_last_good && !row.num_engines) tags.push("last good");
+  const state = row.is_damaged ? "damaged" : (STATES[row.state] ?? "unknown");
+  const lengths = gate ? `${fixed(gate.incumbent_length)} → ${fixed(gate.candidate_length)}` : NONE;
+  return element("tr", row.num_engines ? { class: "serving" } : {},
+    element("th", { scope: "row" }, `v${row.version}`, ...tags.map((tag) => element("span", { class: "tag" }, tag))),
+    element("td", {}, element("span", { class: `state ${row.state}` }, state)),
+    element("td", { class: "wide" }, lengths),
+    element("td", {}, gate ? change(gate) : "not judged"),
+    element("td", { class: "wide" }, gate ? String(gate.num_traces) : NONE),
+    element("td", { class: "wide" }, row.parent === null ? NONE : `v${row.parent}`),
+    element("td", { class: "wide" }, row.created_ms === null ? NONE : moment(row.created_ms)));
+}
+
+function change(found) {
+  if (found.change === null) return NONE;
+  const bounds = found.lower === null || found.upper === null ? "" : ` ${signedPercent(found.lower)} … ${signedPercent(found.upper)}`;
+  return element("span", { class: "change" }, signedPercent(found.change), element("small", {}, bounds));
+}
+
+function eventItem(event) {
+  const parts = [element("time", { datetime: new Date(event.at_ms).toISOString() }, moment(event.at_ms))];
+  const name = KINDS[event.kind] ?? event.kind.replaceAll("_", " ");
+  parts.push(element("b", BAD.has(event.kind) ? { class: "bad" } : {}, event.outcome ? `${name}: ${event.outcome}` : name));
+  if (event.version !== null) parts.push(element("span", {}, `v${event.version}`));
+  if (event.change !== null) parts.push(change(event));
+  if (event.reason) parts.push(element("span", { class: "reason" }, event.reason));
+  return element("li", {}, ...parts.flatMap((part) => [part, " "]));
+}
+
+function showChoices(versions) {
+  const select = byId("admin-version"), chosen = select.value;
+  select.replaceChildren(...versions.map(({ version }) => element("option", { value: String(version) }, `v${version}`)));
+  if ([...select.options].some((option) => option.value === chosen)) select.value = chosen;
+}
+
+async function act(event) {
+  event.preventDefault();
+  const action = event.submitter.value, version = byId("admin-version").value;
+  const path = { promote: `${version}/promote`, pin: `${version}/pin`, unpin: "unpin", rollback: "rollback" }[action];
+  const body = action === "rollback" ? JSON.stringify({ version: Number(version), reason: byId("admin-reason").value }) : "";
+  if (action === "rollback" && !byId("admin-reason").value.trim()) {
+    say("admin-status", "Say why: a rollback needs a reason.");
+    byId("admin-reason").focus();
+    return;
+  }
+  say("admin-status", "asking …");
+  try {
+    const response = await fetch(`/admin/drafts/${path}`, { method: "POST", headers: headers(), body });
+    const found = await response.json();
+    say("admin-status", response.ok ? outcome(action, found) : found.error.message);
+  } catch {
+    say("admin-status", "The gateway does not answer.");
+  }
+  await refresh();
+}
+
+function headers() {
+  const key = byId("admin-key").value;
+  // A header holds bytes, and the gateway compares the key's UTF-8.
+  const bytes = String.fromCharCode(...new TextEncoder().encode(key));
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${bytes}` } : {}) };
+}
+
+function outcome(action, found) {
+  const done = { promote: "promoted", pin: "pinned", unpin: "no longer pinned", rollback: "rolled back" }[action];
+  return `Version ${found.version} is ${done}; engines should run ${found.desired === null ? "what they have" : `version ${found.desired}`}.`;
+}

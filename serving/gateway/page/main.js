@@ -1,0 +1,149 @@
+// Asks the gateway once a second and shows what it says; the parts of the page with a life of their own are modules.
+
+import { Chart } from "./chart.js";
+import { byId, count, element, fixed, NONE, say } from "./dom.js";
+import { watchDrafts } from "./drafts.js";
+import { setUpTheme } from "./theme.js";
+import { setUpTry } from "./try.js";
+
+const POLL_MS = 1000;
+const TIMEOUT_MS = 5000;
+const HISTORY_MS = 300_000;
+const OLD_MS = 6000;
+const NUM_POSITIONS = 8;
+
+const AT = 0, RATIO = 1, LOWER = 2, UPPER = 3, LENGTH = 4, RATE = 5, VERSION = 6; // places in a point of the history
+
+const charts = [
+  new Chart("speedup-chart", "speedup-reading", {
+    value: (point) => point[RATIO],
+    band: (point) => [point[LOWER], point[UPPER]],
+    format: (value) => `${value.toFixed(2)}×`,
+    missing: "no plain rounds to compare with yet",
+  }),
+  new Chart("accept-chart", "accept-reading", {
+    value: (point) => point[LENGTH],
+    band: () => [null, null],
+    format: (value) => value.toFixed(2),
+    missing: "nothing verified yet",
+  }),
+];
+
+let startedMs = null;
+let history = [];
+let hasSpoken = false;
+
+function take(live) {
+  if (live.started_ms !== startedMs) history = [];
+  startedMs = live.started_ms;
+  history.push(...live.history);
+  history = history.filter((point) => point[AT] > live.now_ms - HISTORY_MS);
+  hasSpoken = true;
+}
+
+function show(live) {
+  const newest = history.at(-1);
+  const { health, speedup } = live;
+  say("model", live.model);
+  document.title = speedup.ratio === null ? "Slipstream" : `${fixed(speedup.ratio)}× · Slipstream`;
+  showSpeedup(speedup);
+  say("accept-length", newest ? fixed(newest[LENGTH]) : NONE);
+  say("version", live.draft_version ? `v${live.draft_version}` : "none");
+  say("rate", newest && newest[RATE] !== null ? newest[RATE].toFixed(0) : "not available");
+  say("requests", `${health.running} running, ${health.waiting} waiting`);
+  showTotals(live.totals);
+  showPositions(live.positions);
+  for (const chart of charts) chart.draw(history, marks(), live.now_ms);
+  const isOld = !newest || live.now_ms - newest[AT] > OLD_MS;
+  if (!health.alive || !health.ready) setStatus("trouble", health.alive ? "engine not ready" : "engine stopped");
+  else setStatus(isOld ? "trouble" : "live", isOld ? "figures are old" : "live");
+}
+
+function showSpeedup(speedup) {
+  const hasRatio = speedup.ratio !== null;
+  byId("speedup").classList.toggle("empty", !hasRatio);
+  say("speedup", hasRatio ? `${fixed(speedup.ratio)}×` : NONE);
+  const isBounded = speedup.lower !== null && speedup.upper !== null;
+  const bounds = isBounded ? `95% interval ${fixed(speedup.lower)} … ${fixed(speedup.upper)}` : "too little traffic for an interval yet";
+  say("interval", hasRatio ? bounds : "not measured yet: it needs traffic, and some rounds without a draft to compare with");
+  const baseline = speedup.baseline === null ? "" : ` (${speedup.baseline})`;
+  say("baseline", `over plain decoding by the same engine, in the same two minutes, at equal batch sizes${baseline}`);
+}
+
+function showTotals(totals) {
+  const capture = totals.captured === null ? "not captured here" : `${count(totals.captured)} captured, ${count(totals.dropped ?? 0)} dropped`;
+  say("traces", capture);
+  const back = totals.rollbacks === null ? "" : `, ${count(totals.rollbacks)} rolled back`;
+  const failed = totals.failed_swaps ? `, ${count(totals.failed_swaps)} failed` : "";
+  say("swaps", totals.swaps === null ? "not available" : `${count(totals.swaps)}${back}${failed}`);
+}
+
+function showPositions(rows) {
+  const body = byId("positions");
+  body.replaceChildren();
+  if (rows === null || rows.length === 0) {
+    const why = rows === null ? "Not available: the engine has not counted proposals by position." : "No proposals in the last two minutes.";
+    say("positions-note", why);
+    return;
+  }
+  const deepest = Math.max(...rows.map((row) => row.position));
+  for (let position = 1; position <= Math.min(deepest, NUM_POSITIONS); position++) {
+    const cells = ["head", "suffix"].map((source) => positionCell(source, rows.find((row) => row.source === source && row.position === position)));
+    body.append(element("tr", {}, element("th", { scope: "row" }, String(position)), ...cells));
+  }
+  say("positions-note", deepest > NUM_POSITIONS ? `Chains go on to position ${deepest}.` : "");
+}
+
+function positionCell(source, row) {
+  if (!row) return element("td", { class: "none" }, NONE);
+  const share = row.accepted / row.proposed;
+  const bar = element("span", { class: `bar ${source}` });
+  bar.style.width = `${100 * share}%`;
+  const text = element("span", { class: "value" }, `${Math.round(100 * share)}%`, element("small", {}, ` of ${count(row.proposed)}`));
+  return element("td", {}, element("span", { class: "track", "aria-hidden": "true" }, bar), text);
+}
+
+/** Where the version changed from one point to the next. */
+function marks() {
+  const found = [];
+  for (let i = 1; i < history.length; i++) {
+    const before = history[i - 1][VERSION], version = history[i][VERSION];
+    if (version !== before) found.push({ atMs: history[i][AT], version, isBack: version < before });
+  }
+  return found;
+}
+
+function setStatus(kind, text) {
+  document.body.dataset.connection = kind;
+  say("status", text);
+}
+
+/** What the gateway says now; null where it does not answer. */
+async function ask() {
+  const since = history.length ? history.at(-1)[AT] : 0;
+  try {
+    const response = await fetch(`/slipstream/live?since=${since}`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
+
+async function poll() {
+  try {
+    const live = document.hidden ? undefined : await ask();
+    if (live === null) setStatus("lost", hasSpoken ? "disconnected, trying again" : "no answer from the gateway, trying again");
+    else if (live) {
+      take(live);
+      tryPrompt.serves(live);
+      show(live);
+    }
+  } finally {
+    setTimeout(poll, POLL_MS);
+  }
+}
+
+setUpTheme();
+const tryPrompt = setUpTry();
+watchDrafts();
+poll();

@@ -1,0 +1,130 @@
+// The form that asks the model, and its streamed answer, coloured by where each token comes from.
+
+import { byId, element, fixed, say } from "./dom.js";
+
+const SOURCES = ["head", "suffix", "target"];
+const WORDS = { head: "from the head", suffix: "from earlier text", target: "the target's own" };
+
+export function setUpTry() {
+  const served = { model: null, shows_tokens: false };
+  let running = null;
+
+  byId("prompt-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (running || served.model === null) return;
+    running = new AbortController();
+    byId("send").disabled = true;
+    byId("stop").disabled = false;
+    try {
+      await answer(served, running.signal);
+    } finally {
+      running = null;
+      byId("send").disabled = false;
+      byId("stop").disabled = true;
+    }
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("prompt-form").requestSubmit();
+  });
+
+  /** What the gateway serves now. */
+  return { serves: (live) => Object.assign(served, { model: live.model, shows_tokens: live.shows_tokens }) };
+}
+
+async function answer(served, signal) {
+  const shown = new Answer(served.shows_tokens);
+  say("answer-status", "waiting for the first token");
+  try {
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(question(served)),
+      signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    for await (const event of events(response.body)) {
+      if (event.error) throw new Error(event.error.message);
+      shown.take(event);
+    }
+    if (!shown.isDone) throw new Error("the answer broke off");
+    say("answer-status", shown.summary());
+  } catch (failure) {
+    say("answer-status", signal.aborted ? "Stopped." : `No answer: ${failure.message}`);
+  }
+}
+
+function question({ model, shows_tokens }) {
+  const extension = { capture: byId("learn").checked, ...(shows_tokens ? { tokens: true } : {}) };
+  return {
+    model,
+    messages: [{ role: "user", content: byId("prompt").value }],
+    max_tokens: Number(byId("max-tokens").value),
+    temperature: Number(byId("temperature").value),
+    stream: true,
+    stream_options: { include_usage: true },
+    slipstream: extension,
+  };
+}
+
+/** The data of each server-sent event, up to [DONE]. */
+async function* events(body) {
+  let rest = "";
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const blocks = (rest + part.value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = block.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+class Answer {
+  constructor(showsTokens) {
+    this.askedMs = performance.now();
+    this.firstMs = this.lastMs = null;
+    this.usage = null;
+    this.isDone = false;
+    this.counts = { head: 0, suffix: 0, target: 0 };
+    this.showsTokens = showsTokens;
+    this.root = byId("answer");
+    this.root.replaceChildren();
+    this.root.hidden = false;
+    byId("answer-legend").hidden = !showsTokens;
+    byId("uncoloured").hidden = showsTokens;
+  }
+
+  take(event) {
+    if (event.usage) this.usage = event.usage;
+    const choice = event.choices[0];
+    if (!choice) return;
+    if (choice.finish_reason) this.isDone = true;
+    const text = choice.delta.content;
+    if (!text) return;
+    this.lastMs = performance.now();
+    this.firstMs ??= this.lastMs;
+    const isAtEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 40;
+    for (const piece of choice.slipstream?.pieces ?? [{ text, source: "plain" }]) {
+      this.root.append(element("span", { class: `token ${piece.source}` }, piece.text));
+      if (piece.source in this.counts) this.counts[piece.source]++;
+    }
+    if (isAtEnd) this.root.scrollTop = this.root.scrollHeight;
+  }
+
+  /** In words: how long, how fast, and whose tokens. Without `usage` there is no count of tokens. */
+  summary() {
+    const first = `first token after ${fixed((this.firstMs - this.askedMs) / 1000)} s`;
+    const tokens = this.usage?.completion_tokens;
+    if (!tokens || tokens < 2 || this.firstMs === null) return this.firstMs === null ? "The answer is empty." : first;
+    const seconds = (this.lastMs - this.firstMs) / 1000;
+    const parts = [`${tokens} tokens`, `${(((tokens - 1) / seconds) || 0).toFixed(0)} a second`, first];
+    const accepted = this.usage.completion_tokens_details?.accepted_prediction_tokens;
+    // The prefill commits the first token; each round commits what was accepted of its proposals, and one more.
+    if (this.showsTokens) parts.splice(2, 0, `${fixed((tokens - 1) / Math.max(tokens - 1 - accepted, 1))} a step`);
+    const total = SOURCES.reduce((sum, source) => sum + this.counts[source], 0);
+    if (total) parts.push(SOURCES.map((source) => `${Math.round((100 * this.counts[source]) / total)}% ${WORDS[source]}`).join(", "));
+    return parts.join(" · ");
+  }
+}

@@ -1,0 +1,56 @@
+"""The page at `/`: a handful of static files of this package, served under a policy that lets in nothing else.
+
+The browser may load scripts and styles from here alone, talk to here alone, and nobody may frame the page. The admin
+key that a person types into it therefore has nowhere else to go.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter, Response
+
+from serving.gateway.errors import ApiError
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # After an upgrade of the gateway, its own page and no mixture of two.
+    "cache-control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    folder = files("serving.gateway") / "page"
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def file(name: str) -> Response:
+        if name not in contents:
+            raise ApiError(404, "There is no such file.", code="not_found")
+        return Response(contents[name], media_type=_TYPES[name.rpartition(".")[2]], headers=_HEADERS)
+
+    @router.get("/")
+    async def page() -> Response:
+        return file("index.html")
+
+    @router.get("/page/{name}")
+    async def page_file(name: str) -> Response:
+        return file(name)
+
+    return router

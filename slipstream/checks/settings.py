@@ -1,0 +1,39 @@
+"""The environment: every setting can be read, and no variable is there that nothing reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+from slipstream.checks.finding import Finding, failed, ok, warning
+from slipstream.settings import PREFIX, unknown_variables
+from speculator.errors import ConfigError
+
+
+def check_settings(known: Set[str]) -> Iterator[Finding]:
+    from serving.gateway.config import load_settings as load_gateway
+    from serving.sglang.settings import PluginSettings, is_enabled
+    from slipstream.logs import load_settings as load_logs
+    from trainer.config import load_config
+
+    nowhere = Path()
+    num_faults = 0
+    for load in (
+        load_logs,
+        load_gateway,
+        is_enabled,
+        PluginSettings.load,
+        lambda: load_config(model_dir=nowhere, redis_url="", model_key="", store_dir=nowhere, state_dir=nowhere),
+    ):
+        try:
+            load()
+        except ConfigError as error:
+            num_faults += 1
+            yield failed("settings", str(error))
+    unknown = unknown_variables(os.environ, known)
+    for name, nearest in unknown.items():
+        fix = f"is {nearest} meant?" if nearest else "unset it, docs/configuration.md has all that are read"
+        yield warning("settings", f"nothing reads {name}: {fix}")
+    if not num_faults and not unknown:
+        yield ok("settings", f"{sum(name in known for name in os.environ)} {PREFIX}* variables set, all of them usable")

@@ -1,0 +1,100 @@
+"""The draft store, the trainer's state, and how the stream stands."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.checks.finding import Finding, failed, ok, skipped, warning
+from slipstream.models import resolve_model
+from speculator.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from speculator.stream import DraftPointer
+
+_MIB = 2**20
+
+
+def check_store(root: Path) -> Iterator[Finding]:
+    from speculator.overview import overview
+    from speculator.store import DraftStore
+
+    name = "store"
+    if not _is_writable(root):
+        yield failed(name, f"{root} cannot be written: let the services' user write there, or pass another --store")
+    store = DraftStore(root)
+    rows = overview(store, _no_redis).drafts
+    if not rows:
+        yield ok(name, f"{root} holds no version yet; serve or train writes the first")
+        return
+    damaged = [row.version for row in rows if row.damage]
+    served = store.lifecycle.newest_servable()
+    if damaged:
+        versions = ", ".join(map(str, damaged))
+        yield failed(name, f"{root}: versions {versions} are damaged: restore them, or remove their folders")
+    elif served is None:
+        yield failed(name, f"{root}: no version may be served: `slipstream drafts promote` releases one of them")
+    else:
+        store.load(served)
+        yield ok(name, f"{root} holds {len(rows)} versions, {served} is whole and may be served")
+
+
+def _no_redis() -> DraftPointer:
+    raise ConfigError("not asked")
+
+
+def _is_writable(root: Path) -> bool:
+    place = root
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return True
+    except OSError:
+        return False
+
+
+def check_trainer(folder: Path) -> Iterator[Finding]:
+    """The trainer's own checkpoint. Raises StoreError where it is damaged."""
+    from trainer.checkpoint import load_checkpoint
+
+    found = load_checkpoint(folder)
+    if found is None:
+        yield ok("trainer", f"{folder} holds no checkpoint yet")
+    else:
+        progress = found[1]
+        yield ok("trainer", f"{folder}: {progress.num_traces} traces, version {progress.version}")
+
+
+def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
+    """Traces of the store's target in Redis, and the engines that report themselves there."""
+    from speculator.checkpoint import model_key
+    from speculator.store import DraftStore
+    from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
+
+    name, store = "stream", DraftStore(store_root)
+    newest = store.latest()
+    if newest is None:
+        yield skipped(name, "the store does not say yet which target it is for")
+        return
+    try:
+        key = model_key(resolve_model(model), store.manifest(newest).target_fingerprint)
+    except SlipstreamError as error:
+        yield skipped(name, str(error))
+        return
+    with connect(url) as client:
+        if not client.exists(StreamKeys(model_key=key).ledger.traces):
+            yield ok(name, f"no trace yet of {key}: serve with --capture")
+            return
+        lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
+        engines = DraftPointer(client, key).engines()
+    detail = (
+        f"{lag.appended} traces, {lag.acked} settled, {lag.pending + lag.undelivered} waiting, {lag.lost} lost, "
+        f"{lag.dead_lettered} set aside, {lag.bytes / _MIB:.1f} MiB; {len(engines)} engines report"
+    )
+    if lag.lost:
+        yield warning(name, f"{detail}: the trainer is too slow or was away; raise --stream-max-bytes, or start it")
+    else:
+        yield ok(name, detail)

@@ -1,0 +1,68 @@
+"""`slipstream demo` as a command; what it does is in demo.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.files import check_output
+from slipstream.logs import configure_logs
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.options import Depth, DraftVocab, Dtype, JsonFile, Model
+from slipstream.terminal import console
+
+
+def demo(
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long live traffic runs.")] = 10,
+    model: Model = BUNDLED_MODEL,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of acceptance length and speedup here.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")] = 8765,
+    redis_url: Annotated[str | None, typer.Option(help="Use this empty Redis instead of starting one.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines with "domain" and "prompt".')] = None,
+    clients: Annotated[int, typer.Option(min=1, max=8, help="Requests in flight.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Completion tokens a request.")] = 160,
+    depth: Depth = 4,
+    context_length: Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")] = 4096,
+    draft_vocab_size: DraftVocab = 8192,
+    dtype: Dtype = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
+) -> None:
+    """Watch a real model get faster while it serves: Redis, gateway, engine, trainer and traffic, then the figures."""
+    configure_logs()
+    from slipstream.demo import DemoOptions, run_demo
+    from slipstream.plot import draw
+    from slipstream.report import figures, points, sentences
+    from slipstream.topics import read_prompts
+
+    # SIGTERM ends the demo as Ctrl-C does: by way of every `finally`, so that nothing it started is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    check_output(json_file)
+    check_output(plot)
+    options = DemoOptions(
+        prompts=read_prompts(prompts) if prompts else None,
+        model_dir=resolve_model(model),
+        model_name=Path(model).name,
+        minutes=minutes,
+        port=port,
+        redis_url=redis_url,
+        clients=clients,
+        max_tokens=max_tokens,
+        depth=depth,
+        context_length=context_length,
+        draft_vocab_size=draft_vocab_size,
+        seed=seed,
+        dtype=dtype,
+    )
+    run = run_demo(options, console)
+    document = figures(run, model=options.model_name, minutes=minutes)
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    if plot is not None:
+        draw(points(run), run.swaps_s, plot, title=f"{options.model_name}: live traffic, draft learning beside it")
+    console.print(sentences(document), highlight=False)

@@ -1,0 +1,51 @@
+"""The gateway in front of an SGLang, wherever that runs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from serving.gateway.app import create_passthrough_app
+from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.lifetime import serve_until_signal
+from serving.gateway.server import GatewayServer
+from serving.gateway.upstream import Upstream
+from serving.sglang.client import SglangClient
+from serving.sglang.collector import SglangCollector
+from speculator.drafts import DraftDesk
+from speculator.errors import ConfigError
+
+
+def check_settings(settings: GatewaySettings) -> None:
+    """Raises ConfigError for a setting that has no effect in front of SGLang."""
+    if "default_max_tokens" in settings.model_fields_set:
+        raise ConfigError(
+            f"{ENV_PREFIX}DEFAULT_MAX_TOKENS is for --engine local, SGLang has a limit of its own: unset it"
+        )
+
+
+async def serve_in_front(
+    url: str,
+    listener: socket.socket,
+    client: SglangClient,
+    *,
+    settings: GatewaySettings,
+    drafts: DraftDesk,
+    beside: Coroutine[Any, Any, None] | None = None,
+) -> None:
+    """Serve on `listener` what the SGLang at `url` answers, until a signal or the end of `beside`."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    upstream = Upstream(url)
+    app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts)
+    try:
+        await serve_until_signal(
+            GatewayServer(app, listener), model=client.info.model, draft_version=client.draft_version, beside=beside
+        )
+    finally:
+        await upstream.close()

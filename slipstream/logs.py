@@ -1,0 +1,120 @@
+"""Where logs are configured, for every command: standard error, one line an event, readable on a terminal, else JSON.
+
+Lines carry the request id where there is one. No line carries a prompt or an answer: our events name what happened, and
+an exception whose message may quote the value that it choked on is told by its type and its place alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import structlog
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from structlog.typing import EventDict, Processor
+
+from speculator.errors import ConfigError, SlipstreamError
+
+ENV_PREFIX = "SLIPSTREAM_LOG_"
+
+HANDLER = "slipstream"
+"""Name of the one handler that is ours."""
+
+_OURS = ("serving", "uvicorn")
+"""What logs with the standard library and follows our level: the modules that also run inside SGLang, and the HTTP
+server. Others are heard from warnings on only, whatever the level: clients of HTTP log bodies at debug level."""
+
+_MESSAGE_IS_SAFE = (SlipstreamError, OSError, MemoryError, RuntimeError)
+"""About the machine or written by us. ValueError, KeyError and their like quote values, and those may be prompts."""
+
+
+class LogSettings(BaseSettings):
+    """How services log."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    format: Literal["auto", "json", "console"] = "auto"
+    """`auto` is readable on a terminal and JSON elsewhere."""
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info")
+    """Lines of less weight are left out; `debug` adds those of probes."""
+
+
+def load_settings() -> LogSettings:
+    """The settings of this process's environment; raises ConfigError naming the variable at fault."""
+    try:
+        return LogSettings()
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        variable = ENV_PREFIX + "_".join(str(part) for part in first["loc"]).upper()
+        raise ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it") from None
+
+
+def configure_logs() -> None:
+    """Send the logs of this process, our own and libraries', to standard error. Raises ConfigError for bad settings."""
+    settings = load_settings()
+    as_json = settings.format == "json" or (settings.format == "auto" and not sys.stderr.isatty())
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+    renderer: Processor = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _exceptions_without_values,
+    ]
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        # One write a line, its end included: several ranks share a standard error that torchrun does not buffer.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+    _configure_libraries([*shared, _first_line], renderer, level)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if as_json:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _configure_libraries(shared: list[Processor], renderer: Processor, level: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.set_name(HANDLER)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [*(other for other in root.handlers if other.get_name() != HANDLER), handler]
+    root.setLevel(logging.WARNING)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(level)
+
+
+def _exceptions_without_values(_: Any, __: str, event: EventDict) -> EventDict:
+    """Tell an exception by its chain of types and frames, with the messages that are safe to tell."""
+    info = event.pop("exc_info", None)
+    if info is True:
+        info = sys.exc_info()
+    failure = info[1] if isinstance(info, tuple) else info
+    if isinstance(failure, BaseException):
+        event["exception"] = "".join(_told(failure))
+    return event
+
+
+def _told(failure: BaseException) -> Iterator[str]:
+    cause = failure.__cause__ or (None if failure.__suppress_context__ else failure.__context__)
+    if cause is not None:
+        yield from _told(cause)
+        yield "\nwhich led to:\n"
+    yield from traceback.format_tb(failure.__traceback__)
+    yield type(failure).__name__ + (f": {failure}" if isinstance(failure, _MESSAGE_IS_SAFE) else "")
+
+
+def _first_line(_: Any, __: str, event: EventDict) -> EventDict:
+    """asyncio appends the reprs of what it complains about, exceptions among them, on further lines."""
+    event["event"] = str(event["event"]).split("\n", 1)[0]
+    return event

@@ -1,0 +1,25 @@
+"""Options that several commands share, each with its one name, type and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
+RedisUrl = Annotated[
+    str, typer.Option(envvar="SLIPSTREAM_REDIS_URL", help="redis://, rediss:// or unix:// with the trace stream.")
+]
+Store = Annotated[
+    Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by serve and train.")
+]
+Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
+DraftVocab = Annotated[int, typer.Option(min=2, help="Tokens that a fresh draft can propose.")]
+Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals a round; 0 decodes plainly.")]
+VocabFrom = Annotated[
+    Path | None,
+    typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

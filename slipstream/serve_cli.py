@@ -1,0 +1,97 @@
+"""`slipstream serve` as a command; what it does is in serve.py and serve_sglang.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from slipstream import serve_options as options
+from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
+from slipstream.logs import configure_logs
+from slipstream.models import resolve_model
+from slipstream.options import Depth, DraftVocab, Model, RedisUrl, Store, VocabFrom
+
+
+def serve(
+    context: typer.Context,
+    model: Model,
+    sglang_arguments: options.SglangArguments = None,
+    engine: options.Engine = "local",
+    name: options.Name = None,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    capture: options.Capture = False,
+    depth: Depth = 4,
+    control_share: options.ControlShare = 0.02,
+    context_window: options.ContextWindow = 512,
+    draft_vocab_size: DraftVocab = 8192,
+    vocab_from: VocabFrom = None,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = None,
+    stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
+    seed: options.Seed = 0,
+    slots: options.Slots = 8,
+    context_length: options.ContextLength = 2048,
+    threads: options.Threads = None,
+    suffix_depth: options.SuffixDepth = 16,
+    sglang_python: options.SglangPython = None,
+    capture_bytes_per_s: options.CaptureBytes = 0,
+    start_timeout_s: options.StartTimeout = 1200,
+) -> None:
+    """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
+    configure_logs()
+    options.refuse_options_of_another_engine(context)
+    given: dict[str, Any] = dict(context.params)
+    given["model_dir"] = resolve_model(model)
+    given["model_name"] = name or given["model_dir"].name
+    given["vocab_texts"] = _texts(vocab_from)
+    if engine == "sglang":
+        _serve_sglang(given)
+    else:
+        _serve_locally(given)
+
+
+def _texts(vocab_from: Path | None) -> tuple[str, ...]:
+    from slipstream.topics import read_prompts
+
+    return tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
+
+
+_EITHER = ("store", "redis_url", "host", "port", "stream_max_bytes", "draft_vocab_size", "vocab_texts", "seed")
+"""Options that mean the same to both engines; the names of the fields that take them."""
+
+
+def _serve_locally(given: dict[str, Any]) -> None:
+    from serving.gateway.config import load_settings
+    from serving.local.config import LocalEngineConfig
+    from slipstream.serve import ServeOptions, run_server
+
+    same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
+    config = LocalEngineConfig(
+        **{name: given[name] for name in (*same, "capture", "suffix_depth")},
+        device=given["device"] or "cpu",
+        num_slots=given["slots"],
+        num_threads=given["threads"] or max(1, (os.cpu_count() or 2) - 1),
+    )
+    run_server(ServeOptions(engine=config, **{name: given[name] for name in _EITHER}), load_settings())
+
+
+def _serve_sglang(given: dict[str, Any]) -> None:
+    from serving.gateway.config import load_settings
+    from slipstream.serve_sglang import SglangServeOptions, run_sglang_server
+
+    same = ("model_dir", "model_name", "dtype", "depth", "capture", "control_share", "context_window")
+    run_sglang_server(
+        SglangServeOptions(
+            **{name: given[name] for name in (*_EITHER, *same, "capture_bytes_per_s", "start_timeout_s")},
+            python=given["sglang_python"],
+            device=given["device"] or "cuda",
+            extra=tuple(given["sglang_arguments"] or ()),
+        ),
+        load_settings(),
+    )

@@ -1,0 +1,79 @@
+"""The options of `slipstream serve`, and which of them belong to one of the two engines alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from speculator.errors import ConfigError
+
+Engine = Annotated[
+    Literal["local", "sglang"],
+    typer.Option(help="What generates: the engine in here, or an SGLang started beside."),
+]
+SglangArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="-- SGLANG_ARGUMENTS", help="Passed to SGLang as they are.")
+]
+Name = Annotated[str | None, typer.Option(help="Name that clients use; default: the directory's.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+Capture = Annotated[
+    bool,
+    typer.Option("--capture", envvar="SLIPSTREAM_CAPTURE", help="Record traces: prompts and answers go to Redis."),
+]
+ControlShare = Annotated[
+    float, typer.Option(min=0, max=0.5, help="Share of rounds at depth 0 that gives the measured baseline.")
+]
+ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32", "float64"],
+    typer.Option(help="Number type of the target; float16 is SGLang's alone, float64 the local engine's."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cpu, with SGLang cuda.")]
+StreamMaxBytes = Annotated[int, typer.Option(min=1, help="Byte cap of the stream.")]
+Seed = Annotated[int, typer.Option(help="Seed of a fresh draft.")]
+
+Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests that decode together.")]
+ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt and completion tokens together.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
+]
+SuffixDepth = Annotated[
+    int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
+]
+
+SglangPython = Annotated[
+    Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
+]
+CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: budget of recorded traces; 0 sets no limit.")]
+StartTimeout = Annotated[float, typer.Option(min=1, help="SGLang: how long it may take to load.")]
+
+_OF_ONE_ENGINE = {
+    "local": ("slots", "context_length", "threads", "suffix_depth"),
+    "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
+}
+_INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}
+"""SGLang's own flags for the same."""
+
+
+def refuse_options_of_another_engine(context: typer.Context) -> None:
+    """An option without effect would be taken for one that had it. Raises ConfigError."""
+    engine, dtype = context.params["engine"], context.params["dtype"]
+    for owner, names in _OF_ONE_ENGINE.items():
+        for name in names:
+            source = context.get_parameter_source(name)
+            if owner != engine and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
+                instead = f": pass {_INSTEAD[name]} after --" if name in _INSTEAD else ": leave it out"
+                raise ConfigError(f"--{name.replace('_', '-')} is for --engine {owner}{instead}")
+    if engine == "local":
+        if unknown := context.params["sglang_arguments"]:
+            raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
+        if dtype == "float16":
+            raise ConfigError("--dtype float16 is for --engine sglang: the local engine computes in bfloat16 or wider")
+        return
+    if dtype == "float64":
+        raise ConfigError("--dtype float64 is for --engine local: SGLang has no such kernels")
+    if context.params["depth"] == 0:
+        raise ConfigError("--depth 0 would load no draft: pass 1 or more, SGLang drafts less where it does not pay")

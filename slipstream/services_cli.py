@@ -1,0 +1,101 @@
+"""`slipstream sglang` and `slipstream gateway`: the two halves of `slipstream serve --engine sglang` as services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from slipstream import serve_options as options
+from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
+from slipstream.logs import configure_logs
+from slipstream.models import resolve_model
+from slipstream.options import Model, RedisUrl, Store
+
+EngineId = Annotated[
+    str, typer.Option(envvar="SLIPSTREAM_ENGINE_ID", help="Names this SGLang in Redis; both services need the same.")
+]
+Depth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round.")]
+
+
+def sglang(
+    model: Model,
+    sglang_arguments: options.SglangArguments = None,
+    name: options.Name = None,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    host: options.Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of SGLang.")] = 30000,
+    engine_id: EngineId = "sglang",
+    capture: options.Capture = False,
+    depth: Depth = 4,
+    control_share: options.ControlShare = 0.02,
+    context_window: options.ContextWindow = 512,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Number type of the target.")
+    ] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
+    sglang_python: options.SglangPython = None,
+    capture_bytes_per_s: options.CaptureBytes = 0,
+) -> None:
+    """Become SGLang with the plugin and the store's last good draft; `slipstream gateway` stands in front of it.
+
+    The store needs a version: `slipstream draft init --store` writes the first.
+    """
+    configure_logs()
+    from slipstream.sglang_start import SglangStart, become_sglang
+
+    model_dir = resolve_model(model)
+    become_sglang(
+        SglangStart(
+            python=sglang_python,
+            model_dir=model_dir,
+            model_name=name or model_dir.name,
+            dtype=dtype,
+            device=device,
+            depth=depth,
+            capture=capture,
+            control_share=control_share,
+            context_window=context_window,
+            capture_bytes_per_s=capture_bytes_per_s,
+            store=store,
+            redis_url=redis_url,
+            stream_max_bytes=stream_max_bytes,
+            extra=tuple(sglang_arguments or ()),
+        ),
+        host=host,
+        port=port,
+        engine_id=engine_id,
+    )
+
+
+def gateway(
+    model: Model,
+    sglang: Annotated[str, typer.Option(help="Address of an SGLang that `slipstream sglang` started.")],
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    engine_id: EngineId = "sglang",
+    start_timeout_s: options.StartTimeout = 1200,
+) -> None:
+    """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own."""
+    configure_logs()
+    from serving.gateway.config import load_settings
+    from slipstream.gateway_alone import GatewayOptions, run_gateway
+
+    run_gateway(
+        GatewayOptions(
+            sglang_url=sglang,
+            engine_id=engine_id,
+            model_dir=resolve_model(model),
+            store=store,
+            redis_url=redis_url,
+            host=host,
+            port=port,
+            start_timeout_s=start_timeout_s,
+        ),
+        load_settings(),
+    )

@@ -1,0 +1,79 @@
+"""`slipstream traces`: recordings of the trace stream; what it does is in traces.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.files import check_output
+from slipstream.layout import DEFAULT_REDIS_URL
+from slipstream.models import resolve_model
+from slipstream.options import AsJson, Model, RedisUrl
+from slipstream.terminal import counting, print_json, say
+
+app = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
+
+Recording = Annotated[Path, typer.Argument(help="A file that `slipstream traces record` wrote.")]
+
+
+@app.command()
+def record(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="File to write; an existing recording is continued.")],
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    seconds: Annotated[float, typer.Option(min=0, help="Go on with new traces for so long.")] = 0,
+    note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
+    from slipstream import traces
+    from speculator.checkpoint import model_key, target_fingerprint
+    from speculator.recording import RecordingHeader
+    from speculator.redis_client import connect
+
+    check_output(out)
+    model_dir = resolve_model(model)
+    fingerprint = target_fingerprint(model_dir)
+    header = RecordingHeader(
+        target_fingerprint=fingerprint, model=model_dir.name, created_ms=time.time_ns() // 1_000_000, note=note
+    )
+    with connect(redis_url) as client, counting("traces") as bar:
+        source = traces.StreamCopy(client, model_key(model_dir, fingerprint))
+        counts = traces.record(source, out, header, seconds=seconds, on_traces=lambda read: bar(read, None))
+    if as_json:
+        print_json(counts)
+    else:
+        say(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
+
+
+@app.command()
+def info(recording: Recording, as_json: AsJson = False) -> None:
+    """Say what a recording holds: traces, tokens, domains, acceptance, draft versions, bytes."""
+    from slipstream import traces
+
+    document = traces.summary(recording)
+    if as_json:
+        print_json(document)
+    else:
+        say(traces.sentences(document))
+
+
+@app.command()
+def export(
+    recording: Recording,
+    out: Annotated[Path | None, typer.Option("--out", "--jsonl", help="JSON lines; default: standard output.")] = None,
+) -> None:
+    """Write traces as JSON lines: tokens, target distributions, rounds; everything but the features."""
+    from slipstream import traces
+
+    check_output(out)
+    if out is None:
+        traces.export(recording, sys.stdout)
+        return
+    with out.open("w") as file:
+        count = traces.export(recording, file)
+    say(f"{count} traces written to {out}")

@@ -1,0 +1,21 @@
+"""Secrets in files, as container engines hand them to services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from speculator.errors import ConfigError
+
+
+def read_secret(path: Path, variable: str) -> str:
+    """The text of a file that `variable` names, without the end of its line; raises ConfigError naming the variable."""
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = type(error).__name__
+        raise ConfigError(
+            f"{variable} names {path}, which cannot be read ({reason}): check path and permissions"
+        ) from None
+    if not secret:
+        raise ConfigError(f"{variable} names {path}, which is empty: write the secret into it")
+    return secret

@@ -1,0 +1,25 @@
+"""The metric names in PromQL, and whether there are such metrics."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import yaml
+
+from slipstream.metrics_page import describe, series_names
+
+RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
+_OURS = re.compile(r"\bslipstream[_:][a-z0-9_:]+")
+
+
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Of our collectors and of our recording rules."""
+    groups = yaml.safe_load((RULES / "recording.yml").read_text())["groups"]
+    return frozenset(series_names(describe()) | {rule["record"] for group in groups for rule in group["rules"]})
+
+
+def unknown_names(expr: str) -> set[str]:
+    return set(_OURS.findall(expr)) - known_names()

@@ -1,0 +1,171 @@
+"""The compose files against the official schema, and against what docs/compose.md promises of every service."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.compose import CPU, GPU, ROOT, argv, load, variables
+
+ENV = {"SLIPSTREAM_MODEL": "some/model"}
+BOTH = pytest.mark.parametrize("files", [GPU, CPU], ids=["gpu", "cpu"])
+
+
+@BOTH
+def test_schema(files: tuple[Path, ...], tmp_path: Path) -> None:
+    merged = tmp_path / "compose.json"
+    merged.write_text(json.dumps(load(files, ENV)))
+    checked = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(merged)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+@BOTH
+def test_every_service_is_confined(files: tuple[Path, ...]) -> None:
+    for name, service in load(files, ENV)["services"].items():
+        assert service["user"].partition(":")[0] not in ("", "0", "root"), name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "network_mode", "ipc", "pid"} & service.keys(), name
+        assert service["logging"]["options"]["max-size"], name
+        assert service["stop_grace_period"], name
+        assert service["restart"] == ("no" if name == "init" else "unless-stopped"), name
+        assert name == "init" or service["healthcheck"]["test"], name
+
+
+@BOTH
+def test_only_loopback_is_published_and_only_publishers_reach_outside(files: tuple[Path, ...]) -> None:
+    document = load(files, ENV)
+    published = {name for name, service in document["services"].items() if "ports" in service}
+    assert published == {"gateway", "prometheus", "grafana"}
+    for name in published:
+        for port in document["services"][name]["ports"]:
+            assert port.startswith("127.0.0.1:"), name
+    for name, network in document["networks"].items():
+        assert network.get("internal", False) is (name != "outside")
+    outside = {name for name, service in document["services"].items() if "outside" in service["networks"]}
+    assert outside == published | {"init"}
+
+
+@BOTH
+def test_everything_is_pinned(files: tuple[Path, ...]) -> None:
+    for name, service in load(files, ENV)["services"].items():
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), name
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert version is not None
+    assert load(files, ENV)["services"]["trainer"]["image"] == f"slipstream:{version[1]}"
+
+
+def test_redis_is_not_one_of_the_vulnerable_ones() -> None:
+    image = load(GPU, ENV)["services"]["redis"]["image"]
+    assert tuple(map(int, image.partition(":")[2].split("."))) >= (8, 6, 3)
+
+
+@BOTH
+def test_what_is_named_exists(files: tuple[Path, ...]) -> None:
+    document = load(files, ENV)
+    for name, service in document["services"].items():
+        for kind in ("secrets", "networks"):
+            assert set(service.get(kind, [])) <= document[kind].keys(), name
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            assert (ROOT / source).exists() if source.startswith("./") else source in document["volumes"], volume
+        for other, how in service.get("depends_on", {}).items():
+            assert how["condition"] in ("service_healthy", "service_completed_successfully")
+            has_health = "healthcheck" in document["services"][other]
+            assert has_health is (how["condition"] == "service_healthy"), f"{name} waits for {other}"
+        if "build" in service:
+            assert (ROOT / service["build"]["dockerfile"]).is_file()
+        # A secret is a file: its name is in the container's environment or command, its text nowhere.
+        told = json.dumps([service.get("environment", {}), service.get("command", "")])
+        for secret in service.get("secrets", []):
+            assert f"/run/secrets/{secret}" in told, f"{name} does not read {secret}"
+        assert set(re.findall(r"/run/secrets/(\w+)", told)) == set(service.get("secrets", []))
+
+
+def test_gpus_are_reserved_with_sglang_and_only_there() -> None:
+    def devices(service: dict[str, Any]) -> Any:
+        return service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+
+    apart = load(GPU, {**ENV, "SLIPSTREAM_TRAINER_GPU": "1"})["services"]
+    reserved = {name: devices(service)[0]["device_ids"] for name, service in apart.items() if devices(service)}
+    assert reserved == {"sglang": ["0"], "trainer": ["1"]}
+    assert not any(devices(service) for service in load(CPU, ENV)["services"].values())
+
+
+def test_the_cpu_variant_serves_with_the_local_engine() -> None:
+    services = load(CPU, ENV)["services"]
+    assert services.keys() == {"redis", "init", "gateway", "trainer", "prometheus", "grafana"}
+    assert argv(services["gateway"]["command"])[:3] == ["serve", "--engine", "local"]
+    assert services["gateway"]["depends_on"].keys() == {"init", "redis"}
+    assert services["gateway"]["secrets"] == ["redis_engine", "gateway_admin"]
+
+
+def test_a_model_must_be_chosen_and_nothing_is_captured_unasked() -> None:
+    with pytest.raises(ValueError, match=r"SLIPSTREAM_MODEL is not set: copy \.env\.example"):
+        load(GPU, {})
+    for service in load(GPU, ENV)["services"].values():
+        assert service.get("environment", {}).get("SLIPSTREAM_CAPTURE", "0") == "0"
+    assert variables(ROOT / ".env.example")["SLIPSTREAM_CAPTURE"] == "0"
+
+
+def test_the_example_and_the_page_name_every_variable() -> None:
+    texts = "".join(path.read_text() for path in CPU)
+    read = set(re.findall(r"\$\{(\w+)", texts))
+    assert variables(ROOT / ".env.example").keys() == read
+    page = (ROOT / "docs" / "compose.md").read_text()
+    assert read <= set(re.findall(r"`(\w+)`", page))
+
+
+def test_the_example_loads() -> None:
+    services = load(GPU, variables(ROOT / ".env.example"))["services"]
+    assert "Qwen/Qwen3-8B" in argv(services["sglang"]["command"])
+    assert services["trainer"]["environment"]["SLIPSTREAM_STORE"] == "/store/Qwen/Qwen3-8B"
+
+
+def test_grafana_opens_with_the_dashboard_that_is_there() -> None:
+    told = load(GPU, ENV)["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (ROOT / "deploy" / "grafana" / "dashboards" / Path(told).name).is_file()
+    assert f"path: {Path(told).parent}\n" in "".join(
+        path.read_text() for path in (ROOT / "deploy" / "grafana" / "provisioning").rglob("*.y*ml")
+    )
+
+
+def test_secrets_are_written_once_and_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    script = str(ROOT / "deploy" / "secrets.sh")
+    subprocess.run([script, str(folder)], check=True, capture_output=True)
+    first = {path.name: path.read_text() for path in folder.iterdir()}
+    assert first.keys() == load(GPU, ENV)["secrets"].keys()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o444}
+    passwords = [text for name, text in first.items() if name != "redis_users"]
+    assert len(set(passwords)) == len(passwords)
+    assert all(re.fullmatch(r"[0-9a-f]{64}", password) for password in passwords)
+    assert not any(password in first["redis_users"] for password in passwords)
+    (folder / "redis_engine").unlink()
+    subprocess.run([script, str(folder)], check=True, capture_output=True)
+    second = {path.name: path.read_text() for path in folder.iterdir()}
+    assert {name for name in first if first[name] != second[name]} == {"redis_engine", "redis_users"}
+
+
+def test_git_ignores_secrets() -> None:
+    ignored = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", ".env", "deploy/secrets/redis_engine"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ignored.stdout.split() == [".env", "deploy/secrets/redis_engine"]

@@ -1,0 +1,123 @@
+"""Redis as the compose file starts it: every user can do their whole part, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
+from redis.retry import Retry
+
+from slipstream.traces import StreamCopy
+from speculator.errors import StreamError
+from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
+from speculator.stream import DraftPointer, StreamKeys, TraceStream
+from tests.deploy.compose import GPU
+from tests.deploy.machine import Machine
+
+MODEL = "toy-0123456789ab"
+KEYS = StreamKeys(model_key=MODEL)
+ENTRY = b"x" * 5000
+CAP = 10 * len(ENTRY)
+
+As = Callable[[str], redis.Redis]
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    machine = Machine(GPU, tmp_path_factory.mktemp("redis"), {"SLIPSTREAM_MODEL": "/models/toy"})
+    machine.start("redis")
+    machine.wait_until_healthy("redis")
+    yield machine
+    assert machine.stop("redis") == 0
+
+
+@pytest.fixture
+def login(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[As]:
+    """Connects as the services do: the user in the URL, the password in a file."""
+    clients: list[redis.Redis] = []
+
+    def connected(user: str) -> redis.Redis:
+        monkeypatch.setenv(PASSWORD_FILE_VARIABLE, machine.here(f"/run/secrets/redis_{user}"))
+        clients.append(connect(f"redis://{user}@127.0.0.1:{machine.here('6379')}/0"))
+        return clients[-1]
+
+    yield connected
+    for client in clients:
+        client.close()
+
+
+def test_the_whole_way_of_a_trace(login: As) -> None:
+    """Past the cap, so that the engine trims, with everything that a trainer does on the other side."""
+    engine = TraceStream(login("engine"), MODEL, max_bytes=CAP)
+    trainer = TraceStream(login("trainer"), MODEL, max_bytes=CAP)
+    assert trainer.read(4, 0) == []
+    for number in range(25):
+        engine.append(ENTRY, trace_id=f"t{number}")
+        for entry in trainer.read(4, 0) if number % 3 == 0 else []:
+            if entry.trace_id == "t3":
+                trainer.dead_letter(entry, "for a test")
+            elif entry.trace_id != "t6":
+                trainer.ack([entry.id])
+    assert trainer.recent(CAP)
+    assert {entry.trace_id for entry in trainer.reclaim(0)} <= {f"t{number}" for number in range(25)}
+    trainer.trim()
+    lag = trainer.lag()
+    assert (lag.appended, lag.dead_lettered) == (25, 1)
+    assert lag.lost > 0, "the cap was never met"
+    assert engine.lag() == lag
+    assert set(StreamCopy(login("trainer"), MODEL).read(0)) == {ENTRY}
+
+
+@pytest.mark.parametrize("user", ["engine", "gateway", "trainer"])
+def test_everyone_moves_the_pointer(login: As, user: str) -> None:
+    pointer = DraftPointer(login(user), MODEL)
+    pointer.publish(3)
+    assert pointer.replace(3, 4)
+    assert pointer.published() == 4
+    pointer.pin(2)
+    assert (pointer.pinned(), pointer.desired()) == (2, 2)
+    pointer.unpin()
+    assert pointer.desired() == 4
+
+
+def test_the_engine_reports_and_the_others_read(login: As) -> None:
+    DraftPointer(login("engine"), MODEL).report_engine("sglang", {"version": 4})
+    for user in ("gateway", "trainer", "engine"):
+        assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
+    DraftPointer(login("gateway"), MODEL).set_depth("sglang", 2)
+    assert DraftPointer(login("engine"), MODEL).depth_limit("sglang") == 2
+
+
+def test_the_gateway_does_not_see_traces(login: As) -> None:
+    with pytest.raises(StreamError, match="no permissions"):
+        TraceStream(login("gateway"), MODEL, max_bytes=CAP).append(ENTRY, trace_id="a")
+    client = login("gateway")
+    for key in (KEYS.ledger.traces, KEYS.dead_letters, KEYS.ledger.accounts):
+        with pytest.raises(NoPermissionError):
+            client.get(key)
+    with pytest.raises(NoPermissionError):
+        client.execute_command("XRANGE", KEYS.ledger.traces, "-", "+")
+
+
+@pytest.mark.parametrize("user", ["engine", "gateway", "trainer"])
+def test_nobody_governs(login: As, user: str) -> None:
+    client = login(user)
+    for words in ("FLUSHALL", "CONFIG GET dir", "EVAL return(1) 0", "KEYS *", "ACL LIST", "SHUTDOWN", "GET other"):
+        with pytest.raises(NoPermissionError):
+            client.execute_command(*words.split())
+
+
+def test_nobody_without_a_password(machine: Machine) -> None:
+    once = Retry(NoBackoff(), 0)
+    connect_as = functools.partial(redis.Redis, port=int(machine.here("6379")), protocol=2, retry=once)
+    for user, password in ((None, None), ("default", ""), ("engine", ""), ("engine", "wrong"), ("nobody", "wrong")):
+        with connect_as(username=user, password=password) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+    with connect_as(username="health", password="health") as client:
+        assert client.ping()
+        with pytest.raises(NoPermissionError):
+            client.get("slipstream:anything")

@@ -1,0 +1,161 @@
+"""The GPU variant's services as processes, with a stand-in for SGLang: `slipstream sglang`, and the gateway in front.
+
+The tests follow one another on one deployment: up, used, SGLang away and back, down.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import pytest
+import typer
+
+from slipstream.cli import app
+from speculator.checkpoint import model_key, target_fingerprint
+from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
+from speculator.stream import DraftPointer
+from tests.deploy.compose import CPU, GPU, argv, load
+from tests.deploy.machine import Machine
+from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE, install
+from tests.slipstream.conftest import refused
+from tests.toy import make_toy_model
+from tests.waiting import wait_until
+
+__all__ = ["refused"]
+
+BODY = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class _WithStandIn(Machine):
+    """Finds the stand-in where the image has SGLang."""
+
+    def environment(self, name: str) -> dict[str, str]:
+        told = super().environment(name)
+        return {**told, **self.stand_in} if name == "sglang" else told
+
+    stand_in: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_WithStandIn]:
+    root = tmp_path_factory.mktemp("compose")
+    settings = {"SLIPSTREAM_MODEL": "/models/toy", "SLIPSTREAM_MODEL_NAME": "toy", "SLIPSTREAM_DEPTH": "2"}
+    machine = _WithStandIn(GPU, root, {**settings, "SLIPSTREAM_SGLANG_ARGS": "--tp-size 2"})
+    machine.stand_in = install(root / "site")
+    make_toy_model(Path(machine.here("/models/toy")))
+    yield machine
+    machine.close()
+
+
+@pytest.fixture
+def pointer(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[DraftPointer]:
+    """What the plugin in a real SGLang would report with."""
+    monkeypatch.setenv(PASSWORD_FILE_VARIABLE, machine.here("/run/secrets/redis_engine"))
+    model = Path(machine.here("/models/toy"))
+    with connect(machine.here("redis://engine@redis:6379/0")) as client:
+        yield DraftPointer(client, model_key(model, target_fingerprint(model)))
+
+
+def started(machine: _WithStandIn) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(Path(machine.stand_in["FAKE_SGLANG_RECORD"]).read_text())
+    return record
+
+
+def ready(machine: Machine) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{machine.url(8000)}/ready").json()
+    return answer
+
+
+def test_sglang_and_its_plugin_are_told_all_they_need(machine: _WithStandIn) -> None:
+    machine.start("redis")
+    machine.wait_until_healthy("redis")
+    machine.start("init")
+    machine.wait_until_done("init")
+    machine.start("sglang")
+    machine.wait_until_healthy("sglang")
+    found = started(machine)
+    words, environment = found["arguments"], found["environment"]
+    folder = words[words.index("--speculative-draft-model-path") + 1]
+    assert Path(folder) == Path(machine.environment("sglang")["SLIPSTREAM_STORE"]) / "versions" / "000001"
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert words[-4:] == ["--mem-fraction-static", "0.8", "--tp-size", "2"]
+    assert environment["SLIPSTREAM_ENABLED"] == "1"
+    assert environment["SLIPSTREAM_CAPTURE"] == "0"
+    assert environment["SLIPSTREAM_ENGINE_ID"] == "sglang"
+    assert environment[PASSWORD_FILE_VARIABLE] == machine.here("/run/secrets/redis_engine")
+
+
+def test_the_gateway_passes_answers_through(machine: _WithStandIn, pointer: DraftPointer) -> None:
+    pointer.report_engine("sglang", {"version": 1, "swaps": 4})
+    machine.start("gateway")
+    machine.wait_until_healthy("gateway")
+    assert ready(machine)["draft_version"] == 1
+    url = f"{machine.url(8000)}/v1/chat/completions"
+    assert httpx.post(url, json=BODY).content == WHOLE
+    assert httpx.post(url, json={**BODY, "stream": True}).content == b"".join(EVENTS)
+    metrics = f"{machine.url(8000)}/metrics"
+    wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(metrics).text)
+
+
+def test_it_outlives_sglang(machine: _WithStandIn, pointer: DraftPointer) -> None:
+    url = f"{machine.url(8000)}/v1/chat/completions"
+    machine.stop("sglang")
+    away = httpx.post(url, json=BODY)
+    assert (away.status_code, "retry-after" in away.headers) == (503, True)
+    machine.start("sglang")
+    machine.wait_until_healthy("sglang")
+    assert httpx.post(url, json=BODY).content == WHOLE
+    pointer.report_engine("sglang", {"version": 7})
+    wait_until(lambda: ready(machine)["draft_version"] == 7)
+
+
+def test_down(machine: _WithStandIn) -> None:
+    assert machine.stop("gateway") == 0, machine.log("gateway").read_text()
+    machine.stop("sglang")
+    assert machine.stop("redis") == 0
+
+
+# -- without SGLang, without a store, without a report -----------------------------------------------------------------
+
+
+def test_what_is_missing_is_named(
+    machine: Machine, refused: Callable[..., str], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.draft import init_lineage
+
+    model = Path(machine.here("/models/toy"))
+    common = ("--model", model, "--redis-url", redis_url, "--store", tmp_path / "drafts")
+    front = ("gateway", *common, "--port", 0, "--sglang", "http://127.0.0.1:9", "--start-timeout-s", 1)
+    assert "draft init" in refused(*front)
+    for name, value in install(tmp_path / "site").items():
+        monkeypatch.setenv(name, value)
+    assert "draft init" in refused("sglang", *common, "--sglang-python", sys.executable)
+    init_lineage(model, tmp_path / "drafts", draft_vocab_size=16, seed=0, texts=[])
+    assert "no SGLang answers at http://127.0.0.1:9" in refused(*front)
+
+
+# -- every command line of both variants -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (files, name)
+        for files in (GPU, CPU)
+        for name, service in load(files, {"SLIPSTREAM_MODEL": "some/model"})["services"].items()
+        if "build" in service
+    ],
+    ids=lambda value: value if isinstance(value, str) else ("cpu" if len(value) > 1 else "gpu"),
+)
+def test_our_command_line_knows_the_words(files: tuple[Path, ...], name: str) -> None:
+    words = argv(load(files, {"SLIPSTREAM_MODEL": "some/model"})["services"][name]["command"])
+    command: Any = typer.main.get_command(app)
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+    command.make_context(name, words)

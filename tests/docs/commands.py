@@ -1,0 +1,58 @@
+"""The shell commands that the documentation shows, as the words that a shell would make of them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`((?:slipstream|make|torchrun|python -m) [^`]+)`")
+_SHELL = ("", "sh", "bash", "shell", "console")
+_PICTURE = "─▶"
+_ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
+
+
+@dataclass(frozen=True)
+class Command:
+    """`environment` are the assignments before it; `words` begin with the program's bare name."""
+
+    page: str
+    line: str
+    environment: tuple[str, ...]
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.line}"
+
+
+def fenced() -> list[Command]:
+    """Every command in a fenced block, in the order of the pages; those that stand there twice, once."""
+    found = {command.words: command for page in PAGES for command in _in_blocks(page)}
+    return list(found.values())
+
+
+def mentioned() -> list[Command]:
+    """Commands with arguments within a sentence, `…` and all."""
+    return [_command(page, span) for page in PAGES for span in _SPAN.findall(_FENCE.sub("", page.read_text()))]
+
+
+def _in_blocks(page: Path) -> Iterator[Command]:
+    for language, block in _FENCE.findall(page.read_text()):
+        if language in _SHELL and _PICTURE not in block:
+            for line in block.replace("\\\n", " ").splitlines():
+                if shlex.split(line, comments=True):
+                    yield _command(page, line)
+
+
+def _command(page: Path, line: str) -> Command:
+    words = shlex.split(line, comments=True)
+    first = next((index for index, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
+    program = words[first].rsplit("/", 1)[-1] if first < len(words) else ""
+    shown = " ".join(shlex.join(words).split())
+    return Command(page.name, shown, tuple(words[:first]), (program, *words[first + 1 :]))

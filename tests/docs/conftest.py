@@ -1,0 +1,82 @@
+"""The workshop: what somebody has who followed the pages up to any of their commands."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli import app
+from slipstream.scrape import Sample
+from speculator.checkpoint import target_fingerprint
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.lifecycle import State
+from speculator.lineage import admit
+from speculator.store import DraftStore
+from tests.docs.commands import fenced
+from tests.docs.workshop import Workshop, start
+from tests.toy import make_toy_model
+from tests.waiting import wait_until
+
+NUM_ANSWERS = 6
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A gateway that has answered, its traces in Redis and in a recording, a store of three versions."""
+    folder = tmp_path_factory.mktemp("workshop")
+    model = make_toy_model(folder / "toy")
+    for name in ("texts.jsonl", "my.jsonl"):
+        (folder / name).write_text('{"domain": "toy", "prompt": "question 0123456789"}\n')
+    with ExitStack() as running:
+        redis = running.enter_context(EmbeddedRedis(tmp_path_factory.mktemp("redis")))
+        served = next(each for each in fenced() if each.words[:2] == ("slipstream", "serve"))
+        made = Workshop(folder, model, redis.url, served)
+        log = folder / "gateway.log"
+        words = [*made.meant(served)[1:], "--port", "0"]
+        start(folder, log, words, {**os.environ, **made.environment}, running)
+        wait_until(lambda: '"url"' in log.read_text(), timeout_s=90)
+        found = re.search(r'"url": "([^"]+)"', log.read_text())
+        assert found is not None
+        made.gateway_url = found[1]
+        _answer(made.gateway_url)
+        _write_versions(DraftStore(folder / "drafts"), target_fingerprint(model))
+        _record(made, folder / "traffic.rec")
+        yield made
+
+
+def _answer(url: str) -> None:
+    for number in range(NUM_ANSWERS):
+        body = {"model": "toy", "prompt": f"question {number}", "max_tokens": 40}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    def recorded() -> bool:
+        sample = Sample.parse(0, httpx.get(f"{url}/metrics").text)
+        return sample.total("slipstream_traces_captured_total") == NUM_ANSWERS and not sample.total(
+            "slipstream_traces_pending"
+        )
+
+    wait_until(recorded)
+
+
+def _write_versions(store: DraftStore, fingerprint: str) -> None:
+    """Two more, as if a trainer had published them."""
+    for parent in (1, 2):
+        weights = store.load(parent)
+        weights["fc.weight"] = weights["fc.weight"] + 0.01
+        manifest = store.write(weights, store.config(parent), parent=parent, target_fingerprint=fingerprint, info={})
+        admit(store, manifest.version, target_fingerprint=fingerprint, actor="trainer", reason="better")
+    for state in (State.LIVE, State.PROMOTED):
+        store.lifecycle.move(2, state, actor="engine", reason="as good")
+
+
+def _record(workshop: Workshop, out: Path) -> None:
+    words = ["traces", "record", "--model", workshop.model, "--redis-url", workshop.redis_url, "--out", out]
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output

@@ -1,0 +1,182 @@
+"""Every command that the documentation shows: it runs on the toy model, or, where it cannot run here, it parses."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Sequence
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from slipstream.cli import app
+from slipstream.settings import commands, known_variables
+from tests.deploy.compose import GPU, load
+from tests.docs.commands import PAGES, ROOT, Command, fenced, mentioned
+from tests.docs.workshop import Workshop
+
+PARSED = {
+    "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/test_serve_sglang.py starts it on a stand-in",
+    "slipstream sglang": "needs SGLang; tests/deploy/test_services_gpu.py starts it on a stand-in",
+    "slipstream gateway": "needs SGLang; tests/deploy/test_services_gpu.py starts it in front of a stand-in",
+    "slipstream demo": "takes minutes; tests/slipstream/test_loop.py runs it on the toy model",
+    "slipstream doctor --engine sglang": "needs SGLang and a GPU",
+    "slipstream --install-completion": "changes the user's shell; tests/slipstream/test_cli.py asks what it installs",
+    "torchrun": "two processes; tests/trainer/test_distributed.py runs them",
+    "make": "sets up environments, runs for minutes, or is what runs this test",
+    "docker": "no container engine here; tests/deploy checks the files and starts what it can of their commands",
+    "python": "benchmarks take minutes to hours; their own tests run them small",
+    "pip": "installs packages",
+    "git": "needs the network",
+    "cd": "no program",
+    "cp": "prepares a file of the reader's",
+    "export": "no program",
+    "redis-cli": "not in the wheel that brings the server",
+}
+"""What only parses, and why. Everything else runs."""
+
+FENCED = fenced()
+_VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
+
+
+def _only_parses(command: Command) -> bool:
+    line = " ".join(command.words)
+    return any(line == start or line.startswith(f"{start} ") for start in PARSED)
+
+
+@pytest.mark.parametrize("command", [each for each in FENCED if not _only_parses(each)], ids=str)
+def test_it_runs(command: Command, workshop: Workshop) -> None:
+    workshop.run(command)
+
+
+@pytest.mark.parametrize("command", [each for each in FENCED if _only_parses(each)], ids=str)
+def test_it_parses(command: Command) -> None:
+    parse(command)
+
+
+@pytest.mark.parametrize("command", mentioned(), ids=str)
+def test_what_a_sentence_mentions_parses(command: Command) -> None:
+    parse(command, whole=False)
+
+
+def test_every_page_is_read() -> None:
+    assert {"README.md", "operations.md", "your-model.md", "versions.md"} <= {command.page for command in FENCED}
+    programs = {each.words[0] for each in (*FENCED, *mentioned())}
+    assert programs <= {"slipstream", "curl", *(start.split()[0] for start in PARSED)}
+
+
+def test_an_unknown_command_is_found() -> None:
+    for line in ("slipstream sreve", "slipstream version --no-such", "make nothing", "rm -r x"):
+        with pytest.raises(AssertionError):
+            parse(Command("page", line, (), tuple(line.split())))
+    with pytest.raises(AssertionError):
+        parse(Command("page", "", ("SLIPSTREAM_NO_SUCH=1",), ("slipstream", "version")))
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+\.\w+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_variable_on_the_pages_is_read_by_something() -> None:
+    known = known_variables(app) | set(_VARIABLE.findall((ROOT / ".env.example").read_text()))
+    for page in PAGES:
+        unknown = set(_VARIABLE.findall(page.read_text())) - known
+        assert not unknown, page.name
+
+
+# -- parsing -------------------------------------------------------------------------------------------------------
+
+
+def parse(command: Command, *, whole: bool = True) -> None:
+    """Check a command against the real program. `whole`: it is complete, nothing is left out of it."""
+    for assignment in command.environment:
+        name = assignment.partition("=")[0]
+        assert not name.startswith("SLIPSTREAM_") or name in known_variables(app), f"nothing reads {name}"
+    program, *rest = command.words
+    match program:
+        case "slipstream":
+            _parse_slipstream(rest, whole=whole)
+        case "make":
+            _parse_make(rest)
+        case "torchrun":
+            parsed = get_args_parser().parse_args([word for word in rest if whole or word != "…"])
+            assert parsed.module
+            assert parsed.training_script == "slipstream"
+            _parse_slipstream(parsed.training_script_args, whole=whole)
+        case "python":
+            assert rest[0] == "-m"
+            if rest[1] == "slipstream":
+                _parse_slipstream(rest[2:], whole=whole)
+            else:
+                assert importlib.util.find_spec(rest[1]) is not None, rest[1]
+        case "docker":
+            _parse_compose(rest)
+        case "pip":
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            for named in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
+                assert set(named.split(",")) <= set(extras), named
+        case "export":
+            parse(Command(command.page, command.line, tuple(rest), ("cd",)))
+        case "cp":
+            assert (ROOT / rest[0]).exists(), rest[0]
+        case "cd" | "git" | "redis-cli" | "curl":
+            pass
+        case _:
+            raise AssertionError(f"{program} is not a command that these pages may show")
+
+
+_COMMANDS = dict(commands(app))
+
+
+def _parse_slipstream(words: Sequence[str], *, whole: bool) -> None:
+    """Longest match of a command's name, then every option by the command's own parser."""
+    words = [word for word in words if whole or word != "…"]
+    if words[:1] in (["--install-completion"], ["--show-completion"], ["--help"]):
+        return
+    length = next((n for n in (2, 1) if " ".join(["slipstream", *words[:n]]) in _COMMANDS and len(words) >= n), 0)
+    if not length and not whole and any(name.startswith(" ".join(["slipstream", *words]) + " ") for name in _COMMANDS):
+        return  # a group of commands, mentioned as a whole
+    assert length, f"slipstream {' '.join(words)} is no command"
+    name = " ".join(["slipstream", *words[:length]])
+    command, rest = _COMMANDS[name], words[length:]
+    if "--help" in rest:
+        return
+    if whole:
+        try:
+            command.make_context(name, list(rest))
+        except Exception as error:  # typer keeps the names of its usage errors to itself
+            raise AssertionError(f"{name} does not take {shlex.join(rest)}: {error}") from error
+        return
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for word in rest:
+        assert not word.startswith("--") or word in known or word == "--", f"{name} has no {word}"
+
+
+def _parse_make(words: Sequence[str]) -> None:
+    shown = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    for line in shown.stdout.splitlines():
+        if match := re.search(r"-m slipstream (.*)", line):
+            _parse_slipstream(shlex.split(match[1]), whole=True)
+
+
+def _parse_compose(words: Sequence[str]) -> None:
+    """Files exist, and what is named after the verb are services of them."""
+    assert words[0] == "compose", words
+    files, rest = [], list(words[1:])
+    while rest[:1] == ["-f"]:
+        files.append(ROOT / rest[1])
+        del rest[:2]
+    services = load(files or GPU, {"SLIPSTREAM_MODEL": "some/model"})["services"]
+    verb, *after = rest
+    assert verb in {"up", "down", "logs", "exec", "run", "ps", "pull", "build", "restart", "stop", "config"}, verb
+    if verb in {"logs", "exec", "run", "restart", "stop"}:
+        named = [word for word in after if not word.startswith("-")]
+        assert not named or named[0] in services, named
+    if "slipstream" in after:
+        _parse_slipstream(after[after.index("slipstream") + 1 :], whole=True)

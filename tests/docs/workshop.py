@@ -1,0 +1,126 @@
+"""One toy deployment that the documentation's commands run against, and what their placeholders stand for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from slipstream.cli import app
+from speculator.checkpoint import model_key, target_fingerprint
+from speculator.stream import DraftPointer, connect
+from tests.docs.commands import Command
+from tests.waiting import wait_until
+
+ADMIN_KEY = "a-key-of-the-workshop"
+
+
+@dataclass
+class Workshop:
+    """`folder` has what the pages name: prompts, a recording, a store of three versions. Every command gets a copy."""
+
+    folder: Path
+    model: Path
+    redis_url: str
+    served: Command
+    """The page's own way to serve; it answers at `gateway_url`."""
+    gateway_url: str = ""
+
+    def run(self, command: Command) -> None:
+        """Run it and check that it ends well; a service has to come up, and to end on SIGTERM."""
+        if command == self.served:
+            return
+        program, *words = self.meant(command)
+        environment = self.environment | dict(assignment.split("=", 1) for assignment in command.environment)
+        with tempfile.TemporaryDirectory() as scratch:
+            copy = Path(shutil.copytree(self.folder, Path(scratch) / "copy"))
+            if program == "curl":
+                self._curl(words)
+            elif words[0] in ("serve", "train"):
+                _run_service(words, copy, environment)
+            else:
+                self._run_to_its_end(words, copy, environment)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What somebody exports who leaves `--redis-url` out; and nothing that makes a small thing slow."""
+        return {
+            "SLIPSTREAM_REDIS_URL": self.redis_url,
+            "SLIPSTREAM_GATEWAY_ADMIN_KEY": ADMIN_KEY,
+            "SLIPSTREAM_TRAINER_NICE": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def meant(self, command: Command) -> list[str]:
+        """The command's words, with something that exists in the place of what a page can only name."""
+        return [self._meant(word) for word in command.words]
+
+    def _meant(self, word: str) -> str:
+        whole = {"DIR_OR_ID": str(self.model), "M": str(self.model), "41": "2", "42": "3", "300": "20"}
+        word = whole.get(word, word)
+        for shown, meant in (("redis://127.0.0.1:6379/0", self.redis_url), ("http://127.0.0.1:8000", self.gateway_url)):
+            word = word.replace(shown, meant)
+        return word.replace("$SLIPSTREAM_GATEWAY_ADMIN_KEY", ADMIN_KEY)
+
+    def _run_to_its_end(self, words: list[str], copy: Path, environment: dict[str, str]) -> None:
+        if words[0] == "doctor":
+            # The bundled model takes a while, and 8000 may be in use on the machine that tests.
+            words = ["doctor", "--port", "0", *(() if "--model" in words else ("--model", str(self.model))), *words[1:]]
+        if words[0] == "drafts":
+            self._point_at_the_newest()
+        with contextlib.chdir(copy):
+            result = CliRunner().invoke(app, words, env=environment, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+
+    def _point_at_the_newest(self) -> None:
+        """As the trainer leaves it; commands before have moved it."""
+        with connect(self.redis_url) as client:
+            pointer = DraftPointer(client, model_key(self.model, target_fingerprint(self.model)))
+            pointer.unpin()
+            pointer.publish(3)
+
+    def _curl(self, words: list[str]) -> None:
+        options = ("--fail-with-body", "--silent", "--show-error", "--max-time", "60")
+        result = subprocess.run(["curl", *options, *words], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr + result.stdout
+        assert result.stdout
+
+
+def _run_service(words: list[str], folder: Path, environment: dict[str, str]) -> None:
+    if words[0] == "serve":
+        words = [*words, "--port", "0"]
+    sign = {"serve": '"event": "serving"', "train": '"event": "training"'}[words[0]]
+    log = folder / "service.log"
+    with contextlib.ExitStack() as running:
+        process = start(folder, log, words, {**os.environ, **environment}, running)
+        wait_until(lambda: sign in log.read_text() or process.poll() is not None, timeout_s=90)
+        assert process.poll() is None, log.read_text()
+
+
+def start(
+    folder: Path, log: Path, words: list[str], environment: dict[str, str], running: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    """A `slipstream` process whose end, on SIGTERM, has to be a good one."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", *words], cwd=folder, stdout=output, stderr=output, env=environment
+        )
+
+    def end() -> None:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(60) == 0, log.read_text()
+        finally:
+            process.kill()
+
+    running.callback(end)
+    return process

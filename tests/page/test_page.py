@@ -1,0 +1,226 @@
+"""The page in a real browser: live figures, the prompt, the operator's actions, an outage, keyboard, phone, colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+from prometheus_client import CollectorRegistry
+
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.server import GatewayServer, serve
+from speculator.stream import DraftPointer
+from tests.doubles import DoubleEngine
+from tests.page.conftest import KEY, Gateway, Watched, opened
+from tests.serving.gateway.passage import passing
+from tests.serving.sglang_client.fake_sglang import FakeSglang
+
+TIMES = re.compile(r"^\d+\.\d\d×$")
+NUMBER = re.compile(r"^\d+\.\d\d$")
+PROMPT = "tell me 0123456789 and once more 0123456789"
+
+
+def submit(page: Page, prompt: str, max_tokens: int = 60) -> None:
+    page.fill("#prompt", prompt)
+    page.fill("#max-tokens", str(max_tokens))
+    page.click("#send")
+    expect(page.locator("#answer-status")).to_contain_text("first token after")
+
+
+def background(page: Page) -> str:
+    colour: str = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    return colour
+
+
+def too_wide(page: Page) -> list[str]:
+    """What reaches beyond the window's right edge, where that makes the window scroll."""
+    found: list[str] = page.evaluate(
+        """() => {
+          const width = document.documentElement.clientWidth;
+          if (document.documentElement.scrollWidth <= width) return [];
+          const beyond = [...document.querySelectorAll("*")].filter((e) => e.getBoundingClientRect().right > width);
+          return beyond.map((e) => `${e.tagName} ${e.id} ${e.className} ${e.textContent.slice(0, 40)}`);
+        }"""
+    )
+    return found
+
+
+def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    expect(page.locator("#model")).to_have_text("toy")
+    expect(page.locator("#speedup")).to_have_text("–")
+    expect(page.locator("#interval")).to_contain_text("not measured yet")
+    expect(page.locator("#traces")).to_have_text("not captured here")
+    expect(page.locator("#rate")).to_have_text("0")
+    # The second answer is proposed from the first.
+    for _ in range(2):
+        gateway.ask("question 0123456789 0123456789", 80)
+    expect(page.locator("#speedup")).to_have_text(TIMES)
+    expect(page.locator("#baseline")).to_contain_text("depth0_same_batch")
+    expect(page.locator("#accept-length")).to_have_text(NUMBER)
+    expect(page.locator("#rate")).not_to_have_text("0")
+    expect(page.locator("#version")).to_have_text("v1")
+    expect(page.locator("#positions tr").first.locator("td").nth(1)).to_contain_text("% of")
+    expect(page.locator("#accept-chart .line")).to_have_count(1)
+    page.reload()
+    expect(page.locator("#speedup-chart .line")).to_have_count(1)
+
+
+def test_a_prompt_is_answered_in_colours(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    page.check("#learn")
+    submit(page, PROMPT)
+    answer = page.locator("#answer")
+    assert answer.locator(".token.target").count() > 0
+    first = answer.text_content()
+    submit(page, PROMPT)
+    assert answer.locator(".token.suffix").count() > 0, "the same answer came a moment ago"
+    assert answer.text_content() == first, "greedy text does not depend on who proposed what"
+    colours = {
+        source: page.evaluate(f"getComputedStyle(document.querySelector('#answer-legend .{source}')).backgroundColor")
+        for source in ("head", "suffix", "target")
+    }
+    assert len(set(colours.values())) == 3
+    expect(page.locator("#answer-status")).to_contain_text("a step")
+
+
+def test_a_refused_prompt_says_why(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    page.fill("#max-tokens", "4096")
+    page.click("#send")
+    expect(page.locator("#answer-status")).to_contain_text("the model's context holds 256")
+    expect(page.locator("#send")).to_be_enabled()
+    assert len(watched.expected()) == 1
+
+
+def test_acting_needs_the_key(watched: Watched, gateway: Gateway, pointer: DraftPointer) -> None:
+    pointer.report_engine("engine-7", {"version": 1})
+    page = watched.open(gateway)
+    rows = page.locator("#versions tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("passed the gate")
+    expect(rows.nth(0)).to_contain_text("2.10 → 2.31")
+    expect(rows.nth(0)).to_contain_text("+10.0% +4.0% … +16.0%")
+    expect(rows.nth(1)).to_contain_text("in service")
+    page.click("summary")
+    page.select_option("#admin-version", "2")
+    page.click("button[value=promote]")
+    expect(page.locator("#admin-status")).to_contain_text("This needs the admin key")
+    page.fill("#admin-key", "another-key-of-some-length")
+    page.click("button[value=promote]")
+    expect(page.locator("#admin-status")).to_have_text("This is not the admin key.")
+    assert pointer.desired() is None
+    assert len(watched.expected()) == 2
+    page.fill("#admin-key", KEY)
+    page.click("button[value=promote]")
+    expect(page.locator("#admin-status")).to_have_text("Version 2 is promoted; engines should run version 2.")
+    assert pointer.desired() == 2
+    expect(rows.nth(0)).to_contain_text("published")
+    expect(page.locator("#events li").first).to_contain_text("Operator promoted v2")
+    page.click("button[value=pin]")
+    expect(page.locator("#versions-note")).to_contain_text("Version 2 is pinned.")
+    page.click("button[value=unpin]")
+    expect(page.locator("#versions-note")).not_to_contain_text("pinned")
+    page.click("button[value=rollback]")
+    expect(page.locator("#admin-status")).to_contain_text("Say why")
+    page.fill("#admin-reason", "slower on our evening traffic")
+    page.click("button[value=rollback]")
+    expect(page.locator("#admin-status")).to_contain_text("Version 2 is rolled back; engines should run version 1.")
+    expect(page.locator("#events")).to_contain_text("slower on our evening traffic")
+    kept = page.evaluate("JSON.stringify([localStorage, sessionStorage]) + document.cookie + location.href")
+    assert KEY not in kept
+
+
+def test_the_page_outlives_a_restart_of_the_gateway(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    gateway.ask(PROMPT)
+    gateway.stop()
+    expect(page.locator("#status")).to_contain_text("disconnected")
+    gateway.start()
+    expect(page.locator("#status")).to_have_text("live")
+    gateway.ask(PROMPT)
+    expect(page.locator("#accept-length")).to_have_text(NUMBER)
+    assert watched.expected()
+
+
+def test_the_keyboard_reaches_everything(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    expect(page.locator("#versions tr")).to_have_count(2)
+    order = []
+    while "rollback" not in order and len(order) < 40:
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.tagName") == "SUMMARY":
+            page.keyboard.press("Enter")
+        order.append(page.evaluate("document.activeElement.id || document.activeElement.value"))
+    form = ["prompt", "max-tokens", "temperature", "learn", "send"]
+    operate = ["admin-key", "admin-version", "promote", "pin", "unpin", "admin-reason", "rollback"]
+    assert [name for name in order if name in {"theme", *form, *operate}] == ["theme", *form, *operate]
+    page.fill("#max-tokens", "20")
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#answer-status")).to_contain_text("first token after")
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1280])
+def test_nothing_is_wider_than_the_window(watched: Watched, gateway: Gateway, width: int) -> None:
+    watched.page.set_viewport_size({"width": width, "height": 800})
+    page = watched.open(gateway)
+    submit(page, "x" * 150)
+    page.click("summary")
+    expect(page.locator("#versions tr")).to_have_count(2)
+    assert too_wide(page) == []
+
+
+def test_dark_and_light(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    light = background(page)
+    page.emulate_media(color_scheme="dark")
+    dark = background(page)
+    assert light != dark
+    page.click("#theme")
+    page.click("#theme")
+    expect(page.locator("#theme")).to_have_text("Theme: light")
+    assert background(page) == light
+    page.reload()
+    assert background(page) == light
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(watched: Watched, gateway: Gateway, scheme: str) -> None:
+    watched.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+    page = watched.open(gateway)
+    gateway.ask(PROMPT)
+    submit(page, PROMPT)
+    page.click("summary")
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_without_a_draft_store_it_says_so(watched: Watched) -> None:
+    app = create_app(DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry())
+    with opened(lambda port: serve(app, port=port, grace_s=1)) as gateway:
+        page = watched.open(gateway)
+        expect(page.locator("#versions-note")).to_contain_text("started without a draft store")
+        expect(page.locator("#desk")).to_be_hidden()
+
+
+def test_in_front_of_sglang_what_is_missing_is_not_zero(watched: Watched) -> None:
+    @asynccontextmanager
+    async def passed(port: int) -> AsyncIterator[GatewayServer]:
+        async with passing(FakeSglang()) as server:
+            yield server
+
+    with opened(passed) as gateway:
+        page = watched.open(gateway)
+        for figure in ("#rate", "#swaps"):
+            expect(page.locator(figure)).to_have_text("not available")
+        expect(page.locator("#positions-note")).to_contain_text("Not available")
+        submit(page, "hello")
+        expect(page.locator("#uncoloured")).to_be_visible()
+        expect(page.locator("#answer-legend")).to_be_hidden()
+        assert page.locator("#answer .token.plain").count() > 0

@@ -1,0 +1,137 @@
+"""Logs of a real service: JSON lines with the request id, and never a user's text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+
+from slipstream.logs import HANDLER, configure_logs
+from speculator.errors import ConfigError
+from tests.waiting import wait_until
+
+MARKER = "xyzzyprompt"
+
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lines:
+    """The lines that were logged in this process, at debug level, since the last look."""
+    monkeypatch.setenv("SLIPSTREAM_LOG_LEVEL", "debug")
+    return lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_ours_and_libraries_lines_look_alike(lines: Lines) -> None:
+    configure_logs()
+    with structlog.contextvars.bound_contextvars(request_id="abc"):
+        structlog.get_logger().info("ours", n=1)
+        logging.getLogger("serving.recorder").debug("standard %s", "library")
+        logging.getLogger("uvicorn.error").info("server")
+    logging.getLogger("openai").info("a body")
+    logging.getLogger("httpx").warning("slow")
+    found = lines()
+    assert [line["event"] for line in found] == ["ours", "standard library", "server", "slow"]
+    assert [line.get("request_id") for line in found] == ["abc", "abc", "abc", None]
+    assert [line["level"] for line in found] == ["info", "debug", "info", "warning"]
+    assert all(line["timestamp"] for line in found)
+
+
+def test_exceptions_are_told_without_the_values_they_quote(lines: Lines) -> None:
+    configure_logs()
+
+    def fail() -> None:
+        try:
+            raise ValueError(f"cannot parse {MARKER}")
+        except ValueError as error:
+            raise OSError(28, "No space left on device") from error
+
+    try:
+        fail()
+    except OSError as error:
+        structlog.get_logger().exception("failed")
+        logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: %s", MARKER, exc_info=error)
+    first, second = lines()
+    for line in (first, second):
+        assert MARKER not in json.dumps(line)
+        assert "ValueError\n" in line["exception"]
+        assert line["exception"].endswith("OSError: [Errno 28] No space left on device")
+        assert f'{Path(__file__).name}"' in line["exception"]
+    assert second["event"] == "Task exception was never retrieved"
+
+
+def test_configured_twice_is_configured_once() -> None:
+    configure_logs()
+    configure_logs()
+    assert [handler.get_name() for handler in logging.getLogger().handlers].count(HANDLER) == 1
+
+
+def test_formats_and_levels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLIPSTREAM_LOG_FORMAT", "console")
+    monkeypatch.setenv("SLIPSTREAM_LOG_LEVEL", "warning")
+    configure_logs()
+    structlog.get_logger().info("left out")
+    structlog.get_logger().warning("for a person", n=1)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "for a person" in line
+    assert not line.startswith("{")
+    monkeypatch.setenv("SLIPSTREAM_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_LOG_LEVEL"):
+        configure_logs()
+
+
+def test_no_text_of_a_request_reaches_the_log_of_a_service(
+    toy_model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At debug level, for requests that succeed, are refused, break off and find nothing, with capture on."""
+    log = tmp_path / "serve.log"
+    words = ["serve", "--model", str(toy_model), "--redis-url", redis_url, "--store", str(tmp_path / "drafts")]
+    environment = {**os.environ, "SLIPSTREAM_LOG_LEVEL": "debug", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", *words, "--port", "0", "--capture"],
+            stdout=output, stderr=output, env=environment,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: '"url"' in log.read_text(), timeout_s=90)
+        found = re.search(r'"url": "([^"]+)"', log.read_text())
+        assert found is not None
+        responses, answers = _talk(found[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    requests = {line["request_id"]: line for line in lines if line["event"] == "request"}
+    statuses = {response.headers["x-request-id"]: response.status_code for response in responses}
+    assert {number: requests[number]["status"] for number in statuses} == statuses
+    assert sorted(statuses.values()) == [200, 200, 400, 404]
+    text = log.read_text()
+    assert MARKER not in text
+    for answer in answers:
+        assert len(answer) > 20
+        assert answer[:20] not in text
+
+
+def _talk(url: str) -> tuple[list[httpx.Response], list[str]]:
+    body = {"model": "toy", "prompt": f"{MARKER} 0123", "max_tokens": 60, "temperature": 0}
+    chat = {"model": "toy", "messages": [{"role": "user", "content": MARKER}], "max_tokens": 60, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        whole = client.post("/v1/completions", json=body)
+        streamed = client.post("/v1/chat/completions", json={**chat, "stream": True})
+        refused = client.post("/v1/completions", json={**body, "n": MARKER})
+        unknown = client.post("/v1/completions", json={**body, "model": MARKER})
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as broken_off:
+            next(broken_off.iter_bytes())
+    return [whole, streamed, refused, unknown], [whole.json()["choices"][0]["text"]]
