@@ -239,7 +239,7 @@ class ReplayEngine:
                 accepted = self._verify(one)
                 header = one.answer.trace.header
                 stratum = stratum_of(header.domain, header.sampling)
-                verifications.append(Verification(one.request_id, stratum, accepted))
+                verifications.append(Verification(one.request_id, stratum, accepted, DEPTH))
             one.at = min(start + accepted + 1, one.answer.length)
             committed += one.at - start
             if drafted:
@@ -249,7 +249,6 @@ class ReplayEngine:
                 version=version,
                 batch=batch,
                 drafted=drafted,
-                depth=DEPTH if drafted else 0,
                 seconds=seconds,
                 committed=committed,
                 verifications=tuple(verifications),

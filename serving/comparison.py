@@ -62,11 +62,11 @@ class AcceptComparison:
         """Verifications, and those that count."""
         self.accepted = 0
 
-    def add(self, depth: int, verification: Verification) -> None:
+    def add(self, verification: Verification) -> None:
         self.seen += 1
         self.accepted += verification.accepted
         self._usual += self._reference.means.get(verification.stratum, verification.accepted)
-        known = self._reference.moments(verification.stratum, depth)
+        known = self._reference.moments(verification.stratum, verification.depth)
         if known is None:
             return
         self.known += 1

@@ -14,8 +14,28 @@ MODEL = "accept_length_over_round_costs"
 _KEPT_ROUNDS = 2000
 
 
+class PlannedSpeedup:
+    """For rounds that were planned by what they are expected to take. `add` is for the thread that decodes.
+
+    With n_r tokens that round r of batch size b_r committed, its expected time T_r and that of a plain round V_r:
+
+        estimate = Σ n_r · V_r / b_r / Σ T_r
+    """
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=_KEPT_ROUNDS)
+
+    def add(self, *, batch: int, committed: int, expected_s: float, plain_s: float) -> None:
+        self._rounds.append((committed * plain_s / batch, expected_s))
+
+    def ratio(self) -> float | None:
+        """For any thread; None before the first round."""
+        rounds = list(self._rounds)
+        return sum(plain for plain, _ in rounds) / sum(planned for _, planned in rounds) if rounds else None
+
+
 class EstimatedSpeedup:
-    """`add` is for the thread that decodes, `ratio` for any.
+    """For rounds at a depth that was chosen for many of them. `add` is for the thread that decodes, `ratio` for any.
 
     With n_bγ of the last rounds at batch size b and depth γ, their accept length L_γ and the median times T(b, γ):
 

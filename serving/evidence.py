@@ -14,7 +14,8 @@ from serving.sequential import intraclass_correlation
 from serving.speedup import Sums
 from speculator.sampling import SamplingParams
 
-_KEPT_VERIFICATIONS = 5000
+_KEPT_VERIFICATIONS = 15_000
+"""Where requests differ a lot, ten verifications say as much as an independent one: then this many are not too many."""
 _ROUNDS_A_BLOCK = 32
 _KEPT_BLOCKS = 128
 _FEWEST_KNOWN = 30
@@ -36,6 +37,8 @@ class Verification(NamedTuple):
     request_id: str
     stratum: Stratum
     accepted: int
+    depth: int
+    """Most proposals that it could have had."""
 
 
 class WatchedRound(NamedTuple):
@@ -47,7 +50,6 @@ class WatchedRound(NamedTuple):
     version: int
     batch: int
     drafted: bool
-    depth: int
     seconds: float
     committed: int
     verifications: tuple[Verification, ...]
@@ -73,12 +75,11 @@ def stratum_of(domain: str, sampling: SamplingParams) -> Stratum:
 
 
 class Evidence:
-    """The last 5,000 verifications and 4,096 rounds that a version earned."""
+    """The last 15,000 verifications and 4,096 rounds that a version earned."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.verifications: deque[tuple[int, Verification]] = deque(maxlen=_KEPT_VERIFICATIONS)
-        """(depth of the round, verification)."""
+        self.verifications: deque[Verification] = deque(maxlen=_KEPT_VERIFICATIONS)
         self.blocks: deque[Sums] = deque(maxlen=_KEPT_BLOCKS)
         """Rounds, thirty-two a block."""
         self.num_rounds = self.num_own = 0
@@ -90,12 +91,12 @@ class Evidence:
         self.num_rounds += 1
         if round_.is_timed:
             self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
-        self.verifications.extend((round_.depth, verification) for verification in round_.verifications)
+        self.verifications.extend(round_.verifications)
         self.num_own += len(round_.verifications)
 
     def error(self) -> float:
         """Relative standard error of the accept length, as if all verifications were independent; needs some."""
-        accepted = [verification.accepted for _, verification in self.verifications]
+        accepted = [verification.accepted for verification in self.verifications]
         mean = sum(accepted) / len(accepted)
         variance = sum(count * count for count in accepted) / len(accepted) - mean * mean
         return math.sqrt(max(variance, 0.0) / len(accepted)) / (1 + mean)
@@ -128,19 +129,19 @@ class Reference:
     the incumbent never went so deep, both are cut at the largest depth it is known at.
     """
 
-    def __init__(self, verifications: Iterable[tuple[int, Verification]], *, num_own: int) -> None:
+    def __init__(self, verifications: Iterable[Verification], *, num_own: int) -> None:
         """The last `num_own` are of the rounds whose times stand for the incumbent."""
         self._accepted: dict[Stratum, Counter[tuple[int, int]]] = {}
         """By stratum: how often (depth, accepted) came."""
         self._moments: dict[tuple[Stratum, int], Moments | None] = {}
         rows = list(verifications)
-        self.means = _means(verification for _, verification in rows)
+        self.means = _means(rows)
         """Accepted tokens a verification, at the depths that were drafted; of well known strata."""
-        usual = [self.means.get(one.stratum, one.accepted) for _, one in rows[-num_own:]] if num_own else []
+        usual = [self.means.get(one.stratum, one.accepted) for one in rows[-num_own:]] if num_own else []
         self.own_length = 1 + sum(usual) / max(len(usual), 1)
-        for depth, verification in rows:
+        for verification in rows:
             counter = self._accepted.setdefault(verification.stratum, Counter())
-            counter[depth, verification.accepted] += 1
+            counter[verification.depth, verification.accepted] += 1
         clusters = self._clusters(rows)
         self.correlation = intraclass_correlation(clusters)
         total = sum(count for count, _, _ in clusters)
@@ -166,10 +167,10 @@ class Reference:
                 return Moments(cut, count, mean, variance)
         return None
 
-    def _clusters(self, rows: Iterable[tuple[int, Verification]]) -> list[tuple[int, float, float]]:
+    def _clusters(self, rows: Iterable[Verification]) -> list[tuple[int, float, float]]:
         clusters: dict[str, tuple[int, float, float]] = {}
-        for depth, verification in rows:
-            known = self.moments(verification.stratum, depth)
+        for verification in rows:
+            known = self.moments(verification.stratum, verification.depth)
             if known is not None:
                 residual = min(verification.accepted, known.depth) - known.mean
                 count, total, squares = clusters.get(verification.request_id, (0, 0.0, 0.0))

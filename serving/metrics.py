@@ -70,6 +70,14 @@ class EngineMetrics:
         self.accepted = Counter(
             "slipstream_accepted", "Accepted ones by source and position", ["source", "position"], registry=registry
         )
+        self.looks = Counter(
+            "slipstream_draft_looks",
+            "Looks at a head that does not pay, by whether the target emitted the token that it would have proposed",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("accepted", "rejected"):
+            self.looks.labels(outcome)
         self.draft_version = Gauge(*DRAFT_VERSION, registry=registry)
         self.last_swap = Gauge("slipstream_last_swap_timestamp_seconds", "Time of the last swap", registry=registry)
         self.depth = Gauge(*DEPTH, registry=registry)
@@ -97,6 +105,7 @@ class EngineMetrics:
         proposed: tuple[int, ...],
         accepted: tuple[int, ...],
         from_head: tuple[bool, ...],
+        look: tuple[int, int] | None,
         expected: tuple[float, float],
     ) -> None:
         """Count one round, as `serving.local.rounds.RoundReport` describes it; `expected` are tokens and seconds."""
@@ -109,6 +118,8 @@ class EngineMetrics:
         tokens, expected_s = expected
         self.expected_tokens.labels(size).inc(tokens)
         self.expected_seconds.labels(size).inc(expected_s)
+        if look is not None:
+            self.looks.labels("accepted" if look[1] else "rejected").inc()
         self.verifications.inc(batch)
         self.verified_tokens.inc(sum(accepted) + batch)
         for num_proposed, num_accepted, is_heads in zip(proposed, accepted, from_head, strict=True):

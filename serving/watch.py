@@ -290,12 +290,12 @@ class LiveWatch:
         if trial is not None and round_.version == trial.evidence.version:
             trial.evidence.add(round_)
             for verification in round_.verifications:
-                trial.comparison.add(round_.depth, verification)
+                trial.comparison.add(verification)
         elif trial is None and round_.version == self._baseline.version:
             self._baseline.add(round_)
             if self._returned is not None:
                 for verification in round_.verifications:
-                    self._returned[0].add(round_.depth, verification)
+                    self._returned[0].add(verification)
 
 
 def _numbers(name: str, change: Change) -> dict[str, Number]:

@@ -43,6 +43,7 @@ UNITS = {
     "depth": "proposals",
     "accepted": "proposals",
     "proposals": "proposals",
+    "looks": "looks",
     "rounds": "rounds",
     "verifications": "verifications",
     "swaps": "swaps",

@@ -11,7 +11,9 @@ The largest of them is the rate λ of this round, and the price of time: the hea
 all of them, Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it. That
 is the stationarity condition of the ratio that is maximised (Dinkelbach, Management Science 13(7), 1967).
 
-A head that does not pay is asked in a few rounds all the same, and in some more after a swap: it may have learned.
+A head that does not pay is looked at all the same, since it may have learned: now and then it is asked for one token of
+one request, which the round does not verify; what the target emits says whether it would have been accepted. Looks have
+a budget of seconds, a share of the time that rounds take, since most of a look is reading what the head has not read.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ _FIRST_GAIN = 1.0
 """Accepted proposals of a head that nobody has seen: it is tried before it is judged."""
 _RENEWED_WEIGHT = 0.25
 """What evidence about the previous version is worth for the next, which is mostly like it."""
-_PROBES_AFTER_RENEWAL = 50
-"""Rounds that look at a new version whatever the last one was worth: enough for the watch to see a useless one."""
-_AWAKE_ROUNDS = 200
+_LOOKS_AFTER_RENEWAL_S = 0.25
+"""For a new version, whatever the last one was worth: enough for the watch to see a useless one."""
+_MAX_LOOK_S = 0.25
+"""A request whose prompt would take longer to read is not looked at."""
+_AWAKE_ROUNDS = 100
 _MAX_DOMAINS = 64
 _REST = "other"
 
@@ -59,7 +63,7 @@ class _Mean:
 
 @dataclass(frozen=True)
 class HeadVerdict:
-    """What became of the head's chain for one request; an empty chain counts, too."""
+    """What became of the head's chain for one request; an empty chain counts, too, and so does a look."""
 
     domain: str
     probabilities: Sequence[float]
@@ -74,13 +78,15 @@ class Plan:
     batch: int
     num_keys: int
     expected_tokens: float = 0.0
-    """Committed tokens that are expected of this round, or, of a probe, of the round in its place; 0 before anything
-    was measured. So with `expected_s`, its seconds.
+    """Committed tokens that are expected of this round; 0 before anything was measured. So with `expected_s`, its
+    seconds, a look not counted.
     """
+    plain_s: float = 0.0
+    """What the same requests' next tokens alone are expected to take."""
     expected_s: float = 0.0
     uses_head: bool = False
-    is_probe: bool = False
-    """The head is only looked at: its first proposal is verified whatever it is worth."""
+    look: int | None = None
+    """The request in which a head that is not used is looked at."""
     num_proposals: int = 0
     """Of the suffix chains, where the head is not asked."""
     from_suffix: tuple[bool, ...] = ()
@@ -95,7 +101,7 @@ class Plan:
 class RoundPlanner:
     """Plans the rounds of one engine; used by the thread that decodes."""
 
-    def __init__(self, *, max_depth: int, probe_share: float = 0.02, seed: int = 0) -> None:
+    def __init__(self, *, max_depth: int, look_share: float = 0.01, seed: int = 0) -> None:
         self.times = RoundTimes()
         self.confidence = Calibration()
         self._positions = PositionAcceptance(max_depth)
@@ -103,17 +109,23 @@ class RoundPlanner:
         self._gain = _Mean(_FIRST_GAIN)
         self._proposals: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
         self._steps: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
-        self._probe_share, self._random = probe_share, random.Random(seed)
-        self._probes_left = 0
+        self._look_share, self._random = look_share, random.Random(seed)
+        self._looks_left_s = 0.0
         self._num_plans = self._last_use = 0
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
     def plan(
-        self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], *, head_depth: int
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
     ) -> Plan:
         """The plan for requests of these domains. `suffixes` are R_ik of their suffix chains, k from the first
-        proposal on; `head_depth` is the most that the head may propose.
+        proposal on; `head_depth` is the most that the head may propose, and `unread` the pairs that it has not read.
         """
         self._num_plans += 1
         batch = len(domains)
@@ -126,16 +138,8 @@ class RoundPlanner:
         plan = self._with_head(domains, num_keys, suffixes, from_suffix, head_depth)
         if plan.rate > without.rate:
             self._last_use = self._num_plans
-            return plan
-        if self._is_probe():
-            return replace(
-                plan,
-                is_probe=True,
-                from_suffix=(False,) * batch,
-                expected_tokens=without.expected_tokens,
-                expected_s=without.expected_s,
-            )
-        return without
+            return replace(plan, plain_s=without.plain_s)
+        return replace(without, look=self._look(unread))
 
     @property
     def is_awake(self) -> bool:
@@ -166,12 +170,20 @@ class RoundPlanner:
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix chains; with none of them it is plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
-        depth, tokens, seconds = 0, float(batch), self.times.verify_s(batch, 0, num_keys)
+        plain_s = self.times.verify_s(batch, 0, num_keys)
+        depth, tokens, seconds = 0, float(batch), plain_s
         for more, total in enumerate(itertools.accumulate(gains, initial=float(batch))):
             more_s = self.times.verify_s(batch, more, num_keys)
             if total * seconds > tokens * more_s:
                 depth, tokens, seconds = more, total, more_s
-        return Plan(batch=batch, num_keys=num_keys, num_proposals=depth, expected_tokens=tokens, expected_s=seconds)
+        return Plan(
+            batch=batch,
+            num_keys=num_keys,
+            num_proposals=depth,
+            expected_tokens=tokens,
+            expected_s=seconds,
+            plain_s=plain_s,
+        )
 
     def _with_head(
         self,
@@ -205,11 +217,12 @@ class RoundPlanner:
         )
         return max(more_s, 0.0)
 
-    def _is_probe(self) -> bool:
-        if self._probes_left > 0:
-            self._probes_left -= 1
-            return True
-        return self._random.random() < self._probe_share
+    def _look(self, unread: Sequence[int]) -> int | None:
+        """Any request, whatever it costs, while the budget is not overdrawn: each is looked at as often as others."""
+        if self._looks_left_s <= 0:
+            return None
+        row = self._random.randrange(len(unread))
+        return row if self.times.draft_s(1, 1, unread[row]) < _MAX_LOOK_S else None
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -218,8 +231,15 @@ class RoundPlanner:
     ) -> None:
         """What a round took: its verification of so many proposals, and the head's part where it was asked."""
         self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
-        if num_steps:
+        if plan.expected_s:
+            self._looks_left_s = min(self._looks_left_s + self._look_share * verify_s, _LOOKS_AFTER_RENEWAL_S)
+        if plan.look is not None:
+            self._looks_left_s -= draft_s
+            self.times.add_drafting(1, num_steps, num_pairs, draft_s)
+            num_proposals = num_steps  # as if what was seen had been verified: gains and costs are of the same chain
+        elif num_steps:
             self.times.add_drafting(plan.batch, num_steps, num_pairs, draft_s)
+        if num_steps:
             self._proposals[plan.batch].add(num_proposals)
             self._steps[plan.batch].add(num_steps)
 
@@ -237,7 +257,7 @@ class RoundPlanner:
         self._positions.fade(_RENEWED_WEIGHT)
         for gain in (self._gain, *self._gains.values()):
             gain.fade()
-        self._probes_left = _PROBES_AFTER_RENEWAL
+        self._looks_left_s = _LOOKS_AFTER_RENEWAL_S
 
     def _gain_of(self, domain: str) -> _Mean:
         if domain not in self._gains:
@@ -257,7 +277,13 @@ class FixedPlanner:
         self.is_awake = True
 
     def plan(
-        self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], *, head_depth: int
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
     ) -> Plan:
         batch = len(domains)
         return Plan(batch=batch, num_keys=num_keys, uses_head=head_depth > 0, from_suffix=(False,) * batch)

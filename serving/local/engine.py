@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport
-from serving.estimate import EstimatedSpeedup
+from serving.estimate import PlannedSpeedup
 from serving.evidence import Verification, WatchedRound
 from serving.local.capture import build_trace, span_of
 from serving.local.config import LocalEngineConfig
@@ -33,7 +33,6 @@ from serving.local.target import Target
 from serving.local.text import AnswerText, LocalTokenizer
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, SpeedupMeter
-from speculator.depth import RoundCosts
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
 from speculator.model import Eagle3Draft
 from speculator.planner import FixedPlanner, RoundPlanner
@@ -92,8 +91,7 @@ class LocalEngine:
         self._fingerprint, self._load_draft = target_fingerprint, load_draft
         self.metrics, self._meter = metrics, meter
         self._on_trace, self._on_round = on_trace, on_round
-        self._costs = RoundCosts()
-        self.estimated_speedup = EstimatedSpeedup(self._costs)
+        self.estimated_speedup = PlannedSpeedup()
         self._control = ControlShare(config.control_share)
         self._depth = config.depth
         self._num_steps = 0
@@ -309,6 +307,7 @@ class LocalEngine:
             proposed=report.proposed,
             accepted=report.accepted,
             from_head=report.from_head,
+            look=report.look,
             expected=(report.plan.expected_tokens, report.plan.expected_s),
         )
         self._measure(report, depth, is_control)
@@ -326,9 +325,11 @@ class LocalEngine:
                 for request, tokens in zip(requests, report.earned, strict=True)
             ],
         )
-        self._costs.add(report.batch, depth, report.seconds)
-        if not is_control:
-            self.estimated_speedup.add(batch=report.batch, depth=depth, committed=report.committed)
+        plan = report.plan
+        if plan.expected_s:
+            self.estimated_speedup.add(
+                batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s
+            )
         if self._on_round is not None:
             self._on_round(self._watched(report, depth, is_control))
 
@@ -337,19 +338,22 @@ class LocalEngine:
             version=self._draft.version,
             batch=report.batch,
             drafted=not is_control,
-            depth=depth,
             seconds=report.seconds,
             committed=report.committed,
             # A suffix chain that was verified beside the head's makes the round no measure of the head.
             is_timed=not any(
                 num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True)
             ),
-            verifications=tuple(
-                Verification(generation.request.request_id, generation.stratum, accepted)
-                for generation, accepted, is_heads in zip(self._running, report.accepted, report.from_head, strict=True)
-                if is_heads
-            ),
+            verifications=tuple(self._verifications(report, depth)),
         )
+
+    def _verifications(self, report: RoundReport, depth: int) -> Iterator[Verification]:
+        for generation, accepted, is_heads in zip(self._running, report.accepted, report.from_head, strict=True):
+            if is_heads:
+                yield Verification(generation.request.request_id, generation.stratum, accepted, depth)
+        if report.look is not None:
+            row, accepted = report.look
+            yield Verification(self._running[row].request.request_id, self._running[row].stratum, accepted, 1)
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:

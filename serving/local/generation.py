@@ -79,6 +79,10 @@ class Generation:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_pairs_unread(self) -> int:
+        return len(self.tokens) - 1 - self.num_pairs_read
+
+    @property
     def tokens_left(self) -> int:
         return self.request.max_tokens - self.num_completion_tokens
 

@@ -24,7 +24,13 @@ class Planner(Protocol):
     """Implemented by `speculator.planner`, which says what each method means."""
 
     def plan(
-        self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], *, head_depth: int
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
     ) -> Plan: ...
 
     def head_probability(self, step: int, probability: float) -> float: ...
@@ -56,11 +62,21 @@ class Chain:
 
 
 @dataclass(frozen=True)
+class Look:
+    """What a head that is not used would propose next for one request."""
+
+    row: int
+    token: int
+    probability: float
+
+
+@dataclass(frozen=True)
 class Proposals:
-    """The chains of a round, and what the head's took: seconds, steps and pairs read; all 0 where it was not asked."""
+    """The chains of a round, and what the head took: seconds, steps and pairs read; all 0 where it was not asked."""
 
     plan: Plan
     chains: tuple[Chain, ...]
+    look: Look | None = None
     num_steps: int = 0
     num_pairs: int = 0
     seconds: float = 0.0
@@ -72,7 +88,7 @@ class Proposals:
     @property
     def from_head(self) -> tuple[bool, ...]:
         """Which requests the head was asked for, whether or not it had anything worth verifying."""
-        return tuple(self.num_steps > 0 and chain.suffix is None for chain in self.chains)
+        return tuple(self.plan.uses_head and chain.suffix is None for chain in self.chains)
 
 
 class Proposer:
@@ -86,16 +102,25 @@ class Proposer:
         suffixes = [self._suffix(generation) for generation in generations]
         reaches = [suffix.reaches for suffix in suffixes]
         num_keys = sum(len(generation.tokens) for generation in generations)
+        unread = [generation.num_pairs_unread for generation in generations]
         domains = [generation.request.policy.domain for generation in generations]
-        plan = self._planner.plan(domains, num_keys, reaches, head_depth=head_depth)
+        plan = self._planner.plan(domains, num_keys, reaches, head_depth=head_depth, unread=unread)
         if plan.uses_head:
             return self._with_head(plan, generations, suffixes, reaches, head_depth)
-        return Proposals(plan, tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes))
+        chains = tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes)
+        return Proposals(plan, chains) if plan.look is None else self._with_look(plan, chains, plan.look, generations)
 
     def observe(
-        self, proposals: Proposals, generations: Sequence[Generation], accepted: Sequence[int], verify_s: float
+        self,
+        proposals: Proposals,
+        generations: Sequence[Generation],
+        accepted: Sequence[int],
+        looked: int | None,
+        verify_s: float,
     ) -> None:
-        """What the round took apart from drafting, and what verification accepted of each chain."""
+        """What the round took apart from drafting, what verification accepted of each chain, and would have of the
+        look's.
+        """
         self._planner.observe(
             proposals.plan,
             num_proposals=proposals.width,
@@ -109,6 +134,9 @@ class Proposer:
         for generation, chain, is_from_head, count in rows:
             if is_from_head:
                 verdicts.append(HeadVerdict(generation.request.policy.domain, chain.probabilities, count))
+        if proposals.look is not None and looked is not None:
+            domain = generations[proposals.look.row].request.policy.domain
+            verdicts.append(HeadVerdict(domain, (proposals.look.probability,), looked))
         self._planner.observe_head(verdicts)
 
     def _suffix(self, generation: Generation) -> SuffixProposal:
@@ -116,6 +144,18 @@ class Proposer:
             return SuffixProposal()
         # The last token of an answer is the target's own in any case.
         return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))
+
+    def _with_look(
+        self, plan: Plan, chains: tuple[Chain, ...], row: int, generations: Sequence[Generation]
+    ) -> Proposals:
+        started_s = time.perf_counter()
+        generation = generations[row]
+        num_pairs = generation.num_pairs_unread
+        feature_1d = self._reader.read_one(row, generation)
+        drawn = self._draft.chain(feature_1d, lengths=[len(generation.tokens)], sources=[generation.source])
+        (token,), (score,) = next(drawn)
+        look = Look(row, token, math.exp(score))
+        return Proposals(plan, chains, look, 1, num_pairs, time.perf_counter() - started_s)
 
     def _with_head(
         self,
@@ -140,7 +180,7 @@ class Proposer:
             else Chain(tuple(ids[row] for ids, _ in kept), tuple(math.exp(scores[row]) for _, scores in kept))
             for row, (suffix, is_suffix) in enumerate(zip(suffixes, plan.from_suffix, strict=True))
         ]
-        return Proposals(plan, tuple(chains), num_steps, num_pairs, seconds)
+        return Proposals(plan, tuple(chains), None, num_steps, num_pairs, seconds)
 
     def _head_steps(
         self, plan: Plan, generations: Sequence[Generation], reaches: Sequence[Sequence[float]], head_depth: int
@@ -161,8 +201,7 @@ class Proposer:
                 for reach, score in zip(reach_B, scores, strict=True)
             ]
             total = sum(reach_B) + _total(reaches, plan.from_suffix, step)
-            is_looked_at = plan.is_probe and step == 0
-            if not is_looked_at and not self._planner.is_worth_verifying(plan, step, total):
+            if not self._planner.is_worth_verifying(plan, step, total):
                 break
             kept.append((ids, scores))
             if not self._planner.is_worth_drafting(plan, num_steps, sum(reach_B)):

@@ -14,7 +14,8 @@ from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
 from serving.local.target import Target
 
-_MAX_PAIRS_A_PASS = 64  # after a long time at depth 0 the draft catches up in passes of this many pairs
+_MAX_PAIRS_A_PASS = 64
+"""After a long time at depth 0 the draft catches up in passes of this many pairs."""
 
 
 class DraftReader:
@@ -45,12 +46,19 @@ class DraftReader:
 
     def read_all(self, generations: Sequence[Generation]) -> tuple[Tensor, int]:
         """Read every pair that there is; the draft's output [B, d] at each request's newest pair, and how many."""
-        lengths = [len(generation.tokens) for generation in generations]
-        num_pairs = sum(lengths) - len(lengths) - sum(generation.num_pairs_read for generation in generations)
+        num_pairs = sum(generation.num_pairs_unread for generation in generations)
         for slot, generation in enumerate(generations):
-            while len(generation.tokens) - 1 - generation.num_pairs_read > _MAX_PAIRS_A_PASS:
-                self.read(slot, generation, _MAX_PAIRS_A_PASS)
+            self._catch_up(slot, generation)
         return self._read(0, generations, _MAX_PAIRS_A_PASS), num_pairs
+
+    def read_one(self, slot: int, generation: Generation) -> Tensor:
+        """Read every pair of one request; the draft's output [1, d] at its newest pair."""
+        self._catch_up(slot, generation)
+        return self._read(slot, [generation], _MAX_PAIRS_A_PASS)
+
+    def _catch_up(self, slot: int, generation: Generation) -> None:
+        while generation.num_pairs_unread > _MAX_PAIRS_A_PASS:
+            self.read(slot, generation, _MAX_PAIRS_A_PASS)
 
     def _read(self, first_slot: int, generations: Sequence[Generation], num_pairs: int) -> Tensor:
         """Up to `num_pairs` of each, at least one; returns the draft's output [B, d] at the last pair of each."""

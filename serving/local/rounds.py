@@ -29,7 +29,8 @@ class RoundReport:
     """What one round cost and earned. `accepted` and `earned`, the committed tokens, are per request, and so is
     `from_head`: whether the learned draft was asked, which may have found no proposal worth verifying.
 
-    `drafted` is false for rounds that were told to decode plainly.
+    `drafted` is false for rounds that were told to decode plainly. `look` is the request in which the head was only
+    looked at, and how many of the tokens that it would have proposed, one or none, the target emitted.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class RoundReport:
     earned: tuple[int, ...]
     proposed: tuple[int, ...]
     from_head: tuple[bool, ...]
+    look: tuple[int, int] | None
     plan: Plan
 
     @property
@@ -108,7 +110,12 @@ class RoundRunner:
         lengths = [len(generation.tokens) for generation in generations]
         accepted = self._verify(generations, proposals)
         seconds = time.perf_counter() - started_s
-        self._proposer.observe(proposals, generations, accepted, seconds - proposals.seconds)
+        look = None
+        if proposals.look is not None:
+            row = proposals.look.row
+            look = row, int(generations[row].tokens[lengths[row]] == proposals.look.token)
+        looked = None if look is None else look[1]
+        self._proposer.observe(proposals, generations, accepted, looked, seconds - proposals.seconds)
         return RoundReport(
             batch=len(lengths),
             drafted=depth > 0,
@@ -118,6 +125,7 @@ class RoundRunner:
             earned=tuple(len(one.tokens) - length for one, length in zip(generations, lengths, strict=True)),
             proposed=tuple(len(chain.tokens) for chain in proposals.chains),
             from_head=proposals.from_head,
+            look=look,
             plan=proposals.plan,
         )
 

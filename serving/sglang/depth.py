@@ -192,11 +192,10 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int], *, drafted: 
         version=done.version,
         batch=done.batch,
         drafted=drafted,
-        depth=done.depth,
         seconds=seconds,
         committed=done.batch + sum(accepted),
         verifications=tuple(
-            Verification(request_id, asked.stratum, count)
+            Verification(request_id, asked.stratum, count, done.depth)
             for (request_id, asked), count, is_cold in rows
             if not is_cold
         ),

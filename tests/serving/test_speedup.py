@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from serving.estimate import EstimatedSpeedup
+from serving.estimate import EstimatedSpeedup, PlannedSpeedup
 from serving.speedup import ControlShare, SpeedupMeter, speedup
 from speculator.depth import RoundCosts
 
@@ -129,6 +129,14 @@ def test_a_rare_batch_size_has_its_share_of_control_rounds() -> None:
 def test_short_visits_to_a_batch_size_have_control_rounds_too() -> None:
     visits = [ControlShare(0.02, seed) for seed in range(1000)]
     assert 70 <= sum(control.is_control(3) for control in visits for _ in range(5)) <= 130
+
+
+def test_the_estimate_of_planned_rounds_is_their_tokens_at_the_plain_price_over_their_time() -> None:
+    estimate = PlannedSpeedup()
+    assert estimate.ratio() is None
+    estimate.add(batch=1, committed=3, expected_s=0.040, plain_s=0.030)
+    estimate.add(batch=2, committed=2, expected_s=0.032, plain_s=0.032)
+    assert estimate.ratio() == pytest.approx((3 * 0.030 + 2 * 0.016) / (0.040 + 0.032))
 
 
 def test_the_estimate_is_accept_length_over_cost() -> None:

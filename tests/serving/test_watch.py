@@ -98,7 +98,7 @@ def test_the_times_are_those_of_the_incumbents_own_requests() -> None:
 def test_drafting_is_not_slower_than_an_incumbent_that_does_not_draft() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     for turn in range(2000):
-        watch.observe(WatchedRound(1, 1, turn % 20 > 0, 0, 0.03 * rng.uniform(0.9, 1.1), 1, ()))
+        watch.observe(WatchedRound(1, 1, turn % 20 > 0, 0.03 * rng.uniform(0.9, 1.1), 1, ()))
     watch.begin(2)
     serve(watch, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05), 2000)
     verdict = watch.judge()
@@ -111,9 +111,11 @@ def test_deeper_chains_pay_for_themselves() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     shallow = rounds(rng, 1, {CHAT: 3.0}, control_share=0.05)
     for round_ in (next(shallow) for _ in range(3000)):
-        cut = tuple(one._replace(accepted=min(one.accepted, 2)) for one in round_.verifications)
+        cut = tuple(
+            one._replace(accepted=min(one.accepted, 2), depth=min(one.depth, 2)) for one in round_.verifications
+        )
         committed = sum(1 + one.accepted for one in cut) or round_.committed
-        watch.observe(round_._replace(depth=min(round_.depth, 2), committed=committed, verifications=cut))
+        watch.observe(round_._replace(committed=committed, verifications=cut))
     verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 3.0}, control_share=0.05, round_s=0.048))
     assert verdict.outcome is Outcome.PROMOTED
     assert float(verdict.numbers["time_change"] or 0) < 0.0
@@ -158,8 +160,8 @@ def test_a_machine_that_becomes_busy_is_not_the_drafts_fault(control_share: floa
 def test_an_incumbent_that_never_went_so_deep_is_compared_at_its_depth() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     for round_, _ in zip(rounds(rng, 1, {CHAT: 1.7}), range(2000), strict=False):
-        shallow = tuple(row._replace(accepted=min(row.accepted, 1)) for row in round_.verifications)
-        watch.observe(round_._replace(depth=1, verifications=shallow))
+        shallow = tuple(row._replace(accepted=min(row.accepted, 1), depth=1) for row in round_.verifications)
+        watch.observe(round_._replace(verifications=shallow))
     verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}))
     assert verdict.outcome is Outcome.PROMOTED
     # Deeper chains accept a fifth more, and that is not the draft's merit.
@@ -221,14 +223,14 @@ def test_an_idle_engine_is_not_ready_and_one_that_does_not_draft_is() -> None:
     now[0] = 1e6
     assert not watch.is_ready()
     for _ in range(500):
-        watch.observe(WatchedRound(1, 1, True, 0, 0.03, 1, ()))
+        watch.observe(WatchedRound(1, 1, True, 0.03, 1, ()))
     assert watch.is_ready()
 
 
 def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]:
     """The same version where drafting hardly pays: one round in `every` drafts."""
     for number, round_ in enumerate(source):
-        yield round_ if number % every == 0 else WatchedRound(round_.version, 1, True, 0, 0.03, 1, ())
+        yield round_ if number % every == 0 else WatchedRound(round_.version, 1, True, 0.03, 1, ())
 
 
 def test_versions_that_are_hardly_used_do_not_hold_up_the_next() -> None:
@@ -294,10 +296,10 @@ def test_domains_are_bounded() -> None:
     watch = LiveWatch(1)
     for index in range(5000):
         stratum = Stratum(f"domain {index}", "greedy")
-        watch.observe(WatchedRound(1, 1, True, DEPTH, 0.03, 2, (Verification("r", stratum, 1),)))
+        watch.observe(WatchedRound(1, 1, True, 0.03, 2, (Verification("r", stratum, 1, DEPTH),)))
     assert watch.baseline_verifications == 0, "nothing is counted before somebody looks"
     watch.is_ready()
-    assert len({verification.stratum for _, verification in watch._baseline.verifications}) <= 65
+    assert len({verification.stratum for verification in watch._baseline.verifications}) <= 65
 
 
 @pytest.mark.parametrize(

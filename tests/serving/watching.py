@@ -48,18 +48,18 @@ def rounds(
             running.append((f"{version}-{number}", stratum, rate, _REQUEST_VERIFICATIONS))
             number += 1
         if rng.random() < control_share:
-            yield WatchedRound(version, batch, False, 0, plain_s * rng.uniform(0.9, 1.1), batch, ())
+            yield WatchedRound(version, batch, False, plain_s * rng.uniform(0.9, 1.1), batch, ())
             continue
         verifications = []
         for request_id, stratum, rate, _ in running:
             accepted = 0
             while accepted < DEPTH and rng.random() < rate:
                 accepted += 1
-            verifications.append(Verification(request_id, stratum, accepted))
+            verifications.append(Verification(request_id, stratum, accepted, DEPTH))
         running = [(*row, left - 1) for *row, left in running if left > 1]  # type: ignore[misc]
         committed = batch + sum(verification.accepted for verification in verifications)
         seconds = round_s * rng.uniform(0.9, 1.1)
-        yield WatchedRound(version, batch, True, DEPTH, seconds, committed, tuple(verifications))
+        yield WatchedRound(version, batch, True, seconds, committed, tuple(verifications))
 
 
 def serve(watch: LiveWatch, source: Iterator[WatchedRound], count: int) -> None:

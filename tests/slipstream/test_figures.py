@@ -25,9 +25,9 @@ def _run() -> DemoRun:
     def rounds(count: int, *, accepted: int, seconds: float) -> None:
         for _ in range(count):
             one = {"proposed": (2,), "accepted": (accepted,), "from_head": (True,), "expected": (accepted + 1, seconds)}
-            metrics.observe_round(batch=1, drafted=True, seconds=seconds, committed=accepted + 1, **one)
+            metrics.observe_round(batch=1, drafted=True, seconds=seconds, committed=accepted + 1, look=None, **one)
         none = {"proposed": (0,), "accepted": (0,), "from_head": (False,), "expected": (0.0, 0.0)}
-        metrics.observe_round(batch=1, drafted=False, seconds=0.02, committed=1, **none)
+        metrics.observe_round(batch=1, drafted=False, seconds=0.02, committed=1, look=None, **none)
 
     scrape(0)
     rounds(10, accepted=0, seconds=0.03)

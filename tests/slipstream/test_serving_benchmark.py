@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.serving import Rates, Work, useless, windows
+from benchmarks.serving import Rates, useless, windows
+from benchmarks.ways import Run, Work
 from tests.toy import random_draft
 
 
 def test_windows_are_of_the_other_engines_time() -> None:
-    runs = [(10, 1.0, 10, 1.0), (10, 2.0, 10, 1.0), (10, 1.0, 10, 1.0)]
-    assert windows(runs, 1.0) == [1.0, 0.5, 1.0]
-    assert windows(runs, 2.0) == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
-    assert windows(runs, 4.0) == []
+    runs = [(Run(10, 9.0, cpu_s), Run(10, 9.0, 1.0)) for cpu_s in (1.0, 2.0, 1.0)]
+
+    def cpu(run: Run) -> float:
+        return run.cpu_s
+
+    assert windows(runs, 1.0, cpu) == [1.0, 0.5, 1.0]
+    assert windows(runs, 2.0, cpu) == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert windows(runs, 4.0, cpu) == []
 
 
 def test_ratios_are_by_prompt() -> None:

@@ -86,6 +86,7 @@ class Served:
             proposed=(3 if drafted else 0,),
             accepted=(accepted,),
             from_head=(from_head,),
+            look=None,
             expected=(0.0, 0.0),
         )
         self.meter.add(batch=1, drafted=drafted, seconds=seconds, committed=accepted + 1)

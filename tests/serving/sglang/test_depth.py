@@ -110,11 +110,12 @@ def test_what_the_watch_is_told() -> None:
     assert {round_.version for round_ in seen} == {2}
     assert sum(not round_.drafted for round_ in seen) in (9, 10, 11)
     verified = [round_ for round_ in seen if round_.verifications]
-    assert all(round_.drafted and round_.depth > 0 for round_ in verified)
-    assert {round_.depth for round_ in verified} == {round_.depth for round_ in seen if round_.depth}
+    assert len(verified) > 20
+    assert all(round_.drafted for round_ in verified)
     for round_ in verified:
         (only,) = round_.verifications
-        assert (only.stratum, only.accepted) == (Stratum("code", "greedy"), round_.depth)
+        assert (only.stratum, only.accepted) == (Stratum("code", "greedy"), only.depth)
+        assert only.depth > 0
 
 
 def test_a_fixed_depth_is_measured_too() -> None:

@@ -1,0 +1,187 @@
+"""One engine that answers in several ways, one after the other.
+
+Two engines in one process differ by up to 4% for minutes while they do the same: their memory lies elsewhere. So the
+same weights at the same addresses answer in every way that is compared:
+
+    plain    at depth 0
+    head     planned rounds with the learned draft alone
+    suffix   … with suffixes of earlier text alone
+    hybrid   … with both, as it is served
+
+Each way has a planner of its own, and a tenant, since one way's answer must not be the next one's suffix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.engines import engine_with
+from serving.engine import CapturePolicy, GenerateRequest
+from serving.evidence import WatchedRound
+from serving.local.config import LocalEngineConfig
+from serving.local.engine import LocalEngine
+from speculator.model import Eagle3Draft
+from speculator.planner import HeadVerdict, Plan, RoundPlanner
+from speculator.sampling import SamplingParams
+
+WAYS = ("plain", "head", "suffix", "hybrid")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked for at the same time: one prompt, or the samples of one prompt."""
+
+    workload: str
+    prompt: tuple[int, ...]
+    limit: int
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """The tokens of one piece of work and what they took. `cpu_s` is of this process, in which nothing else runs."""
+
+    num_tokens: int
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass
+class Forecast:
+    """Sums over rounds: what the planner expected of them, and what they were."""
+
+    expected_tokens: float = 0.0
+    expected_s: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Expected over measured."""
+        tokens, seconds = self.expected_tokens / self.tokens, self.expected_s / self.seconds
+        return {"rate": round(tokens / seconds, 4), "tokens": round(tokens, 4), "seconds": round(seconds, 4)}
+
+
+@dataclass
+class _Planners:
+    """Implements `serving.local.proposer.Planner` by that of the way that is gone."""
+
+    max_depth: int
+    way: str = "hybrid"
+    plans: dict[str, RoundPlanner] = field(init=False)
+    last: Plan | None = None
+
+    def __post_init__(self) -> None:
+        self.plans = {way: RoundPlanner(max_depth=self.max_depth) for way in WAYS}
+
+    @property
+    def _current(self) -> RoundPlanner:
+        return self.plans[self.way]
+
+    def plan(
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
+    ) -> Plan:
+        if self.way == "head":
+            suffixes = [()] * len(suffixes)
+        depth = 0 if self.way == "suffix" else head_depth
+        self.last = self._current.plan(domains, num_keys, suffixes, head_depth=depth, unread=unread)
+        return self.last
+
+    def head_probability(self, step: int, probability: float) -> float:
+        return self._current.head_probability(step, probability)
+
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
+        return self._current.is_worth_verifying(plan, num_proposals, reach)
+
+    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
+        return self._current.is_worth_drafting(plan, num_steps, reach)
+
+    def observe(
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+    ) -> None:
+        self._current.observe(
+            plan,
+            num_proposals=num_proposals,
+            num_steps=num_steps,
+            num_pairs=num_pairs,
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+
+    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
+        self._current.observe_head(verdicts)
+
+    def renew(self) -> None:
+        for planner in self.plans.values():
+            planner.renew()
+
+    @property
+    def is_awake(self) -> bool:
+        return self._current.is_awake
+
+
+class Ways:
+    """Answers in any of `WAYS`; made by `all_ways`."""
+
+    def __init__(self, engine: LocalEngine, planners: _Planners, forecasts: dict[tuple[str, int], Forecast]) -> None:
+        self._engine, self._planners = engine, planners
+        self.forecasts = forecasts
+        """By way and batch size."""
+
+    def run(self, way: str, work: Work, name: str) -> Run:
+        """All samples, decoding together."""
+        self._planners.way = way
+        self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way))
+        return Run(num_tokens, time.perf_counter() - started_s, time.process_time() - cpu_s)
+
+
+@contextlib.contextmanager
+def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int) -> Iterator[Ways]:
+    settings = {"control_share": 0.0, "capture": False}
+    forecasts: defaultdict[tuple[str, int], Forecast] = defaultdict(Forecast)
+
+    def keep(round_: WatchedRound) -> None:
+        plan = planners.last
+        if planners.way != "plain" and plan is not None and plan.expected_s:
+            sums = forecasts[planners.way, round_.batch]
+            sums.expected_tokens += plan.expected_tokens
+            sums.expected_s += plan.expected_s
+            sums.tokens += round_.committed
+            sums.seconds += round_.seconds
+
+    planners = _Planners(LocalEngineConfig.max_depth)
+    with engine_with(
+        model_dir, copy.deepcopy(draft), threads, settings=settings, planner=planners, on_round=keep
+    ) as engine:
+        yield Ways(engine, planners, forecasts)
+
+
+async def answer(engine: LocalEngine, work: Work, name: str, *, tenant: str = "default") -> int:
+    """Tokens of all samples, which decode together."""
+
+    async def one(sample: int) -> int:
+        request = GenerateRequest(
+            request_id=f"{name}-{tenant}-{sample}",
+            prompt_token_ids=work.prompt,
+            max_tokens=work.limit,
+            sampling=SamplingParams(temperature=0.8 if work.num_samples > 1 else 0.0),
+            seed=sample,
+            policy=CapturePolicy(tenant=tenant, domain=work.workload, group_id=name if work.num_samples > 1 else ""),
+        )
+        return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
+
+    return sum(await asyncio.gather(*(one(sample) for sample in range(work.num_samples))))
