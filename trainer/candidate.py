@@ -78,8 +78,10 @@ class Candidates:
         due = self._publisher.due(self._training.learnt_tokens) and not self._rollbacks.paused
         return self._ranks.any(self._ranks.leads and due)
 
-    def publish(self) -> None:
-        """Judge the averaged draft on traces that no draft has learnt from, and publish it where it is fit."""
+    def publish(self) -> bool:
+        """Judge the averaged draft on traces that no draft has learnt from, and publish it where it is fit; True where
+        it was.
+        """
         training, publisher = self._training, self._publisher
         info, averaged = self._info(), training.learner.averaged
         training.curve.mark()
@@ -88,7 +90,7 @@ class Candidates:
             decision = self._shadow.judge(averaged, incumbent=incumbent)
         except StoreError as error:
             publisher.failed(error)
-            return
+            return False
 
         def carry_out() -> int:
             assert decision is not None, "rank 0 has decided"
@@ -97,10 +99,12 @@ class Candidates:
             return version or _NO_VERSION
 
         version = self._ranks.lead(carry_out)
-        if version != _NO_VERSION:
-            training.version = version
-            self._shadow.published(version)
-            self._metrics.published_version.set(version)
+        if version == _NO_VERSION:
+            return False
+        training.version = version
+        self._shadow.published(version)
+        self._metrics.published_version.set(version)
+        return True
 
     def _info(self) -> dict[str, int]:
         """What a manifest says about the learning."""

@@ -233,7 +233,10 @@ class Trainer:
 
     def publish(self) -> None:
         """Judge the averaged draft, and offer it to the engines where it is fit."""
-        self._candidates.publish()
+        if self._candidates.publish():
+            # Or a trainer that is killed now would come back without knowing what its weights became.
+            self.checkpoint()
+            self.ack()
 
     def close(self) -> None:
         self._redis.close()

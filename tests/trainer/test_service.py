@@ -375,6 +375,25 @@ def test_broken_weights_are_taken_back_and_cost_no_trace(
     trainer.close()
 
 
+@pytest.mark.usefixtures("open_gate")
+def test_killed_right_after_publishing_it_knows_what_it_published(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
+) -> None:
+    killed = start(publish_interval_s=0.0, publish_min_tokens=1)
+    send(stream, traces[:4])
+    learn(killed, 4)
+    killed.publish()
+    assert metric(killed, "published_version") == 2.0
+    killed.close()
+    states = DraftStore(tmp_path / "store").lifecycle
+    for state in (State.LIVE, State.ROLLED_BACK, State.QUARANTINED):
+        states.move(2, state, actor="engine:0")
+    resumed = start()
+    assert metric(resumed, "started_over_total") == 1.0, "its weights are those that were rolled back"
+    assert metric(resumed, "published_version") == 1.0
+    resumed.close()
+
+
 def test_weights_that_only_overflow_are_taken_back_after_a_few_steps(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace]
 ) -> None:
