@@ -42,13 +42,13 @@ docs: .venv/.installed ## write the generated pages again
 	$(PYTHON) -m slipstream.metrics_page docs/metrics.md
 
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
-	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra otel pyproject.toml -o requirements.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock
 
-system-packages: ## Debian packages that some tests need, where apt-get and root are there
+system-packages: ## Debian packages that some tests need, where apt-get and root are there; prometheus takes port 9090
 	@if dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1; then exit 0; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

@@ -28,6 +28,7 @@ from serving.versions import VersionRecord
 from serving.watch import LiveWatch, Outcome, Verdict
 from speculator.errors import DraftError, EngineBusyError, EngineError, StoreError, StreamError
 from speculator.lifecycle import Lifecycle
+from speculator.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +292,9 @@ class DraftFollower:
         """
         self._reported_s = None
         try:
-            report = self._engine.install_draft(version)
+            with span("swap", version=version) as swap:
+                report = self._engine.install_draft(version)
+                swap.set(previous=report.previous, stall_ms=report.stall_ms, step=report.step)
         except DraftError as error:
             self.log.num_failed += 1
             self.log.refused[version] = str(error)

@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
+from rich.markup import escape
 
 from slipstream import (
     demo_cli,
@@ -25,6 +26,7 @@ from slipstream import (
 from slipstream.options import AsJson
 from slipstream.terminal import console, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
+from speculator.spans import close_spans
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,8 +66,10 @@ def main() -> None:
         _end(error, 2)
     except SlipstreamError as error:
         _end(error, 1)
+    finally:
+        close_spans()
 
 
 def _end(error: SlipstreamError, code: int) -> None:
-    console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     sys.exit(code)

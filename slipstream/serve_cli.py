@@ -13,6 +13,7 @@ from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Depth, DraftVocab, Model, RedisUrl, Store, VocabFrom
+from speculator.spans import configure_spans
 
 
 def serve(
@@ -45,10 +46,13 @@ def serve(
 ) -> None:
     """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
     configure_logs()
+    configure_spans("slipstream-gateway")
+    from speculator.checkpoint import model_name
+
     options.refuse_options_of_another_engine(context)
     given: dict[str, Any] = dict(context.params)
     given["model_dir"] = resolve_model(model)
-    given["model_name"] = name or given["model_dir"].name
+    given["model_name"] = name or model_name(given["model_dir"])
     given["vocab_texts"] = _texts(vocab_from)
     if engine == "sglang":
         _serve_sglang(given)

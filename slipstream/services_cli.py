@@ -12,6 +12,7 @@ from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Model, RedisUrl, Store
+from speculator.spans import configure_spans
 
 EngineId = Annotated[
     str, typer.Option(envvar="SLIPSTREAM_ENGINE_ID", help="Names this SGLang in Redis; both services need the same.")
@@ -46,13 +47,14 @@ def sglang(
     """
     configure_logs()
     from slipstream.sglang_start import SglangStart, become_sglang
+    from speculator.checkpoint import model_name
 
     model_dir = resolve_model(model)
     become_sglang(
         SglangStart(
             python=sglang_python,
             model_dir=model_dir,
-            model_name=name or model_dir.name,
+            model_name=name or model_name(model_dir),
             dtype=dtype,
             device=device,
             depth=depth,
@@ -83,6 +85,7 @@ def gateway(
 ) -> None:
     """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own."""
     configure_logs()
+    configure_spans("slipstream-gateway")
     from serving.gateway.config import load_settings
     from slipstream.gateway_alone import GatewayOptions, run_gateway
 

@@ -67,12 +67,14 @@ def groups() -> tuple[Group, ...]:
 def _everywhere() -> tuple[Setting, ...]:
     from slipstream.models import CACHE_VARIABLE
     from speculator.redis_client import PASSWORD_FILE_VARIABLE
+    from speculator.spans import VARIABLE as SPANS_VARIABLE
 
     rows = (
         (CACHE_VARIABLE, "path", "~/.cache/slipstream", "Converted models, and what benchmarks keep."),
         ("SLIPSTREAM_REDIS_URL", "text", "–", "Stands for `--redis-url`; read by the plugin, too."),
-        (PASSWORD_FILE_VARIABLE, "path", "–", "A file with the password for the user that the URL names."),
+        (PASSWORD_FILE_VARIABLE, "path", "–", "The password for the user that the URL names, in a file."),
         ("SLIPSTREAM_STORE", "path", "–", "Stands for `--store`; read by the plugin, too."),
+        (SPANS_VARIABLE, "1 or 0", "0", "Sends OpenTelemetry spans: see operations.md."),
     )
     return tuple(Setting(variable=name, kind=kind, default=default, meaning=text) for name, kind, default, text in rows)
 

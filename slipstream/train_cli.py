@@ -11,6 +11,7 @@ from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Model, RedisUrl, Store
+from speculator.spans import configure_spans
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
 """Of the trainer's settings: an option stands before its variable."""
@@ -42,6 +43,7 @@ def train(
     With several GPUs, or several machines that share --store and --state: `torchrun … -m slipstream train …`.
     """
     configure_logs()
+    configure_spans("slipstream-trainer")
     from speculator.checkpoint import model_key, target_fingerprint
     from trainer.config import load_config
     from trainer.run import run_trainer

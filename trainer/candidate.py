@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from speculator.errors import StoreError
+from speculator.spans import span
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
 from trainer.config import TrainerConfig
@@ -87,7 +88,10 @@ class Candidates:
         training.curve.mark()
         try:
             incumbent = self._ranks.lead(lambda: publisher.incumbent(training.version))
-            decision = self._shadow.judge(averaged, incumbent=incumbent)
+            with span("gate", incumbent=incumbent) as judging:
+                decision = self._shadow.judge(averaged, incumbent=incumbent)
+                if decision is not None:
+                    judging.set(outcome=decision.outcome.value)
         except StoreError as error:
             publisher.failed(error)
             return False

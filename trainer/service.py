@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from speculator.checkpoint import target_fingerprint
 from speculator.labels import draft_ids_by_target_id
 from speculator.redis_client import connect
+from speculator.spans import span
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream
 from speculator.trace import Trace
@@ -169,7 +170,15 @@ class Trainer:
         """One optimiser step on a batch from the replay of every rank."""
         start_s = time.perf_counter()
         draw = self._replay.draw(self._config.batch_tokens, published=self._training.version)
-        report = self._training.step(draw.batch)
+        with span("train_step") as learning:
+            report = self._training.step(draw.batch)
+            learning.set(
+                loss=report.loss,
+                tokens=report.num_bases,
+                traces=len(draw.batch),
+                applied=report.applied,
+                step=self.learner.num_steps,
+            )
         self._source.mark_used([drawn.stored for drawn in draw.batch] + draw.passed_over)
         self._survey()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
@@ -233,7 +242,10 @@ class Trainer:
 
     def publish(self) -> None:
         """Judge the averaged draft, and offer it to the engines where it is fit."""
-        if self._candidates.publish():
+        with span("publish") as publishing:
+            published = self._candidates.publish()
+            publishing.set(published=published, version=self._training.version)
+        if published:
             # Or a trainer that is killed now would come back without knowing what its weights became.
             self.checkpoint()
             self.ack()

@@ -79,6 +79,12 @@ class Generation:
                         group.create_task(self._run_sample(index, request, on_chunk))
             except ExceptionGroup as group_failure:
                 failures = cast(Sequence[Exception], group_failure.exceptions)
+            finally:
+                self._exchange.span.set(
+                    prompt_tokens=self._num_prompt_tokens,
+                    completion_tokens=sum(sample.num_tokens for sample in self.samples),
+                    accepted_tokens=sum(sample.num_accepted for sample in self.samples),
+                )
         if failures:
             raise failures[0]
 
@@ -147,6 +153,7 @@ def plan(
                 stop=body.stop,
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else (body.seed + sample) & INT64_MAX,
+                ignore_eos=bool(body.ignore_eos),
                 policy=policy,
             )
             for sample in range(body.num_samples)

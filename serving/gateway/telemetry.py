@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, unavailable
 from serving.gateway.metrics import GatewayMetrics
+from speculator.spans import NOTHING, Span, request_span
 
 CLIENT_LEFT = 499
 """The status that logs and metrics show where no status could be sent."""
 
 PROBES = frozenset({"/health", "/ready", "/metrics", "/slipstream/live", "/slipstream/drafts"})
-"""Routes that something polls: their log lines would bury the others."""
+"""Routes that something polls: their log lines and spans would bury the others."""
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +37,7 @@ class Exchange:
     status: int = 0
     error_code: str | None = None
     response_started: bool = False
+    span: Span = NOTHING
 
     def fail(self, failure: Exception) -> ApiError:
         """Note the failure, log it where nobody expected it, and return what the client is told."""
@@ -68,7 +70,10 @@ class Telemetry:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange()
+        with NOTHING if scope["path"] in PROBES else request_span("request", scope["headers"]) as span:
+            await self._answer(scope, receive, send, Exchange(span=span))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         scope.setdefault("state", {})["exchange"] = exchange
 
         async def send_with_id(message: Message) -> None:
@@ -102,6 +107,7 @@ class Telemetry:
         duration_s = time.perf_counter() - exchange.started_s
         self._metrics.requests.labels(route, str(exchange.status)).inc()
         self._metrics.duration_s.labels(route).observe(duration_s)
+        self._complete_span(scope, route, exchange)
         write = log.debug if route in PROBES else log.info
         write(
             "request",
@@ -111,3 +117,13 @@ class Telemetry:
             error_code=exchange.error_code,
             duration_ms=round(1000 * duration_s, 1),
         )
+
+    def _complete_span(self, scope: Scope, route: str, exchange: Exchange) -> None:
+        standard = {
+            "http.request.method": scope["method"],
+            "http.route": route,
+            "http.response.status_code": exchange.status,
+        }
+        exchange.span.set(request_id=exchange.request_id, **standard)
+        if exchange.status >= 500:
+            exchange.span.fail(exchange.error_code or "error")

@@ -13,6 +13,7 @@ import httpx
 
 from serving.gateway.upstream_errors import refusal
 from speculator.errors import EngineBusyError, EngineDeadError
+from speculator.spans import outgoing_headers
 
 _CONNECT_S = 5.0
 _SEND_S = 30.0
@@ -41,7 +42,7 @@ class Upstream:
         Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
         """
         try:
-            async with self._client.stream("POST", path, content=body) as response:
+            async with self._client.stream("POST", path, content=body, headers=outgoing_headers()) as response:
                 if response.status_code != 200:
                     content = await response.aread()
                     raise refusal(response.status_code, content, retry_after=response.headers.get("retry-after"))

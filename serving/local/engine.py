@@ -36,6 +36,7 @@ from serving.speedup import ControlShare, SpeedupMeter
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
 from speculator.model import Eagle3Draft
 from speculator.planner import FixedPlanner, RoundPlanner
+from speculator.spans import current, is_on, record, span
 from speculator.suffix import SuffixDrafter, SuffixRequest
 from speculator.trace import Trace
 
@@ -151,6 +152,7 @@ class LocalEngine:
             lambda chunk: _hand_over(loop, arrived, chunk),
             self._target.eos_token_ids,
             capture=self._on_trace is not None and request.policy.capture,
+            parent=current(),
         )
         self._submit(generation)
         finished = False
@@ -167,12 +169,14 @@ class LocalEngine:
 
     def install_draft(self, version: int) -> SwapReport:
         try:
-            swap = _Swap(self._draft.stage(version, self._load_draft(version)), Future())
-            with self._wake:
-                self._refuse_if_dead()
-                self._swap = swap
-                self._wake.notify()
-            return swap.report.result()
+            with span("stage", version=version):
+                swap = _Swap(self._draft.stage(version, self._load_draft(version)), Future())
+            with span("install", version=version):
+                with self._wake:
+                    self._refuse_if_dead()
+                    self._swap = swap
+                    self._wake.notify()
+                return swap.report.result()
         except Exception:
             self.metrics.swaps.labels("failed").inc()
             raise
@@ -288,8 +292,10 @@ class LocalEngine:
         )
 
     def _prefill(self, generation: Generation) -> None:
-        slot = len(self._running)
+        slot, num_before, started = len(self._running), generation.num_prefilled, time.perf_counter()
         self._runner.prefill(generation, slot, self._config.prefill_chunk, drafting=self._depth > 0)
+        num_tokens = generation.num_prefilled - num_before
+        record(generation.parent, "prefill", time.perf_counter() - started, tokens=num_tokens)
         if generation.num_prefilled == generation.num_prompt_tokens:
             self._prefilling = None
             self._running.append(generation)
@@ -307,10 +313,12 @@ class LocalEngine:
             proposed=report.proposed,
             accepted=report.accepted,
             from_head=report.from_head,
-            look=report.look,
+            look=None if report.look is None else report.look.is_right,
             expected=(report.plan.expected_tokens, report.plan.expected_s),
         )
         self._measure(report, depth, is_control)
+        if is_on():
+            self._record_round(report, depth)
         self._finish_done()
 
     def _measure(self, report: RoundReport, depth: int, is_control: bool) -> None:
@@ -333,6 +341,22 @@ class LocalEngine:
         if self._on_round is not None:
             self._on_round(self._watched(report, depth, is_control))
 
+    def _record_round(self, report: RoundReport, depth: int) -> None:
+        """A span in each answer that is traced."""
+        rows = zip(self._running, report.proposed, report.accepted, report.from_head, strict=True)
+        for generation, proposed, accepted, is_heads in rows:
+            record(
+                generation.parent,
+                "verify",
+                report.seconds,
+                batch=report.batch,
+                depth=depth,
+                proposed=proposed,
+                accepted=accepted,
+                from_head=is_heads,
+                draft_version=self._draft.version,
+            )
+
     def _watched(self, report: RoundReport, depth: int, is_control: bool) -> WatchedRound:
         return WatchedRound(
             version=self._draft.version,
@@ -352,15 +376,18 @@ class LocalEngine:
             if is_heads:
                 yield Verification(generation.request.request_id, generation.stratum, accepted, depth)
         if report.look is not None:
-            row, accepted = report.look
-            yield Verification(self._running[row].request.request_id, self._running[row].stratum, accepted, 1)
+            looked_at = self._running[report.look.row]
+            yield Verification(looked_at.request.request_id, looked_at.stratum, report.look.accepted, 1)
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:
             if self._on_trace is not None and generation.capture and not generation.aborted:
                 started = time.perf_counter()
-                self._on_trace(self._trace_of(generation))
-                self.metrics.capture_seconds.inc(time.perf_counter() - started)
+                trace = self._trace_of(generation)
+                self._on_trace(trace)
+                seconds = time.perf_counter() - started
+                self.metrics.capture_seconds.inc(seconds)
+                record(generation.parent, "capture", seconds, tokens=trace.num_tokens)
             self._free_slot(generation)
 
     def _trace_of(self, generation: Generation) -> Trace:

@@ -19,6 +19,7 @@ from serving.engine import Chunk, FinishReason, GenerateRequest, Source
 from serving.evidence import Stratum, stratum_of
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
+from speculator.spans import Parent
 from speculator.suffix import SuffixRequest
 
 
@@ -52,6 +53,8 @@ class Generation:
     deliver: Callable[[Chunk], None]
     eos_token_ids: frozenset[int]
     capture: bool
+    parent: Parent | None = None
+    """What the spans of this answer are put under."""
     tokens: list[int] = field(init=False)
     source: DraftSource = field(init=False)
     stratum: Stratum = field(init=False)

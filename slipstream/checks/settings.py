@@ -6,21 +6,32 @@ import os
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-from slipstream.checks.finding import Finding, failed, ok, warning
+from slipstream.checks.finding import Finding, failed, ok, skipped, warning
 from slipstream.settings import PREFIX, unknown_variables
 from speculator.errors import ConfigError
+
+COMPOSE_VARIABLES = frozenset(
+    f"{PREFIX}{name}"
+    for name in (
+        *("MODEL", "MODEL_NAME", "MODELS", "CAPTURE", "DEPTH", "SGLANG_GPU", "SGLANG_MEMORY", "SGLANG_ARGS"),
+        *("TRAINER_GPU", "REDIS_MEMORY", "PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "METRICS_KEPT"),
+    )
+)
+"""Of .env.example: docker compose reads these, and `slipstream` some of them."""
 
 
 def check_settings(known: Set[str]) -> Iterator[Finding]:
     from serving.gateway.config import load_settings as load_gateway
     from serving.sglang.settings import PluginSettings, is_enabled
     from slipstream.logs import load_settings as load_logs
+    from speculator.spans import is_wanted as load_spans
     from trainer.config import load_config
 
     nowhere = Path()
     num_faults = 0
     for load in (
         load_logs,
+        load_spans,
         load_gateway,
         is_enabled,
         PluginSettings.load,
@@ -31,7 +42,9 @@ def check_settings(known: Set[str]) -> Iterator[Finding]:
         except ConfigError as error:
             num_faults += 1
             yield failed("settings", str(error))
-    unknown = unknown_variables(os.environ, known)
+    for name in sorted((COMPOSE_VARIABLES - known) & os.environ.keys()):
+        yield skipped("settings", f"{name} is docker compose's: nothing here reads it")
+    unknown = unknown_variables(os.environ, known | COMPOSE_VARIABLES)
     for name, nearest in unknown.items():
         fix = f"is {nearest} meant?" if nearest else "unset it, docs/configuration.md has all that are read"
         yield warning("settings", f"nothing reads {name}: {fix}")

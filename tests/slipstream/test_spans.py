@@ -1,0 +1,305 @@
+"""OpenTelemetry spans: which there are, under what, what they say, and that they cost nothing and wait for nobody."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+from prometheus_client import CollectorRegistry
+
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from serving.hotswap import DraftFollower
+from speculator import spans
+from speculator.codec import encode_trace
+from speculator.errors import ConfigError
+from speculator.otel import CLOSE_S, Tracing
+from speculator.stream import TraceStream
+from tests.doubles import DoubleEngine
+from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
+from tests.serving.gateway.passage import host, talk
+from tests.serving.local.harness import toy_engine
+from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
+from tests.serving.test_hotswap import FakePointer
+from tests.toy import random_draft
+from tests.trainer.answers import answer_traces
+from tests.trainer.examples import config_for, promote
+from tests.waiting import wait_until
+from trainer.service import Trainer
+
+CANARY = "xyzzy"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+NOT_SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-00"}
+
+
+class Seen:
+    """The spans that have ended."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    def one(self, name: str) -> ReadableSpan:
+        [span] = self.named(name)
+        return span
+
+    def everything(self) -> str:
+        return "".join(span.to_json() for span in self.exporter.get_finished_spans())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen = Seen()
+    monkeypatch.setattr(spans, "_tracing", Tracing(SimpleSpanProcessor(seen.exporter), service="test"))
+    return seen
+
+
+def values(span: ReadableSpan) -> dict[str, object]:
+    """Its attributes, ours without their prefix."""
+    return {name.removeprefix("slipstream."): value for name, value in (span.attributes or {}).items()}
+
+
+def is_under(span: ReadableSpan, parent: ReadableSpan) -> bool:
+    return span.parent is not None and span.parent.span_id == parent.context.span_id
+
+
+# -- serving -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_with_its_rounds_and_its_capture(seen: Seen, toy_model: Path) -> None:
+    with toy_engine(toy_model) as harness:
+        app = create_app(harness.engine, settings=GatewaySettings(), registry=CollectorRegistry())
+        body = {"model": "toy", "messages": [{"role": "user", "content": CANARY}], "max_tokens": 12, "temperature": 0}
+
+        async def ask_thrice(client: httpx.AsyncClient) -> list[httpx.Response]:
+            asked = [client.post(CHAT, json=body, headers=headers) for headers in (SAMPLED, NOT_SAMPLED)]
+            return [await each for each in (*asked, client.get("/health"))]
+
+        answered, _, health = ask(app, ask_thrice)
+        wait_until(lambda: len(harness.traces) == 2)
+        assert health.status_code == 200
+        usage = answered.json()["usage"]
+        # The engine's own thread ends after both clients have their answers.
+        wait_until(lambda: seen.named("capture"))
+    request = seen.one("request")
+    assert request.kind == SpanKind.SERVER
+    assert f"{request.context.trace_id:032x}" == TRACE
+    assert request.parent is not None
+    assert f"{request.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert request.status.is_unset
+    assert values(request) == {
+        "http.request.method": "POST",
+        "http.route": CHAT,
+        "http.response.status_code": 200,
+        "request_id": answered.headers["x-request-id"],
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "accepted_tokens": usage["completion_tokens_details"]["accepted_prediction_tokens"],
+    }
+    capture, prefills, rounds = seen.one("capture"), seen.named("prefill"), seen.named("verify")
+    assert all(is_under(span, request) for span in (capture, *prefills, *rounds)), "none of the one not sampled"
+    assert sum(values(span)["tokens"] for span in prefills) == usage["prompt_tokens"]
+    assert values(capture)["tokens"] == harness.traces[0].num_tokens
+    said = [values(span) for span in rounds]
+    assert sum(each["accepted"] for each in said) == request.attributes["slipstream.accepted_tokens"]
+    assert {each["draft_version"] for each in said} == {1}
+    assert {(each["batch"], each["depth"], each["from_head"]) for each in said} == {(1, 3, True)}
+    assert all(0 <= each["accepted"] <= each["proposed"] <= 3 for each in said)
+    assert all(0 < span.end_time - span.start_time < 20e9 for span in rounds)
+    assert CANARY not in seen.everything()
+
+
+def test_a_failure_is_told_without_its_message(seen: Seen) -> None:
+    engine = DoubleEngine(failure=RuntimeError(CANARY))
+    ask(gateway(engine), lambda client: client.post(CHAT, json={"model": "double", "messages": HELLO}))
+    request = seen.one("request")
+    assert values(request)["http.response.status_code"] == 500
+    assert not request.status.is_ok
+    assert not request.status.is_unset
+    assert request.events == ()
+    assert CANARY not in seen.everything()
+
+
+def test_sglang_is_told_which_span_its_own_belong_to(seen: Seen) -> None:
+    fake, body = FakeSglang(), {"model": MODEL, "messages": HELLO}
+    talk(fake, lambda client: client.post(CHAT, json=body, headers=SAMPLED), draft=host())
+    assert fake.headers[0]["traceparent"] == f"00-{TRACE}-{seen.one('request').context.span_id:016x}-01"
+
+
+def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
+    with toy_engine(toy_model) as harness:
+        harness.drafts[2] = random_draft(toy_model, seed=2)
+        pointer = FakePointer()
+        pointer.version = 2
+        follower = DraftFollower(harness.engine, pointer, engine_id="e")
+        follower.follow()
+        [(_, report)] = follower.log.installed
+    swap = seen.one("swap")
+    assert swap.parent is None
+    assert values(swap) == {"version": 2, "previous": 1, "stall_ms": report.stall_ms, "step": report.step}
+    assert all(is_under(seen.one(name), swap) for name in ("stage", "install"))
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_and_a_publication(
+    seen: Seen,
+    monkeypatch: pytest.MonkeyPatch,
+    toy_model: Path,
+    tmp_path: Path,
+    redis_client: redis.Redis,
+    redis_url: str,
+) -> None:
+    monkeypatch.setattr("trainer.shadow.decide", promote)
+    stream = TraceStream(redis_client, "toy", max_bytes=10**8)
+    for trace in answer_traces(toy_model, num_traces=2):
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry())
+    trainer.read(block_ms=0)
+    trainer.step()
+    trainer.publish()
+    trainer.close()
+    step, publish, gate = (seen.one(name) for name in ("train_step", "publish", "gate"))
+    assert step.parent is None
+    said = values(step)
+    loss, tokens, traces = said.pop("loss"), said.pop("tokens"), said.pop("traces")
+    assert loss > 0
+    assert tokens == trainer.metrics._registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
+    assert 1 <= traces <= 2
+    assert said == {"applied": True, "step": 1}
+    assert publish.parent is None
+    assert values(publish) == {"published": True, "version": 2}
+    assert is_under(gate, publish)
+    assert values(gate) == {"incumbent": 1, "outcome": "promote"}
+
+
+# -- off, on, and away ---------------------------------------------------------------------------------------------
+
+_OFF = """
+import sys, threading
+import serving.gateway.app, serving.local.engine, serving.hotswap, slipstream.cli, trainer.service
+from speculator import spans
+spans.configure_spans("test")
+assert spans.span("x", version=1) is spans.request_span("x", []) is spans.NOTHING
+assert spans.current() is None and spans.outgoing_headers() == {} and not spans.is_on()
+spans.record(spans.current(), "x", 1.0)
+spans.close_spans()
+assert threading.active_count() == 1
+# redis-py imports a part of the SDK where it is installed, for metrics of its own that nobody turns on.
+assert not [name for name in sys.modules if name.startswith(("opentelemetry.exporter", "speculator.otel"))]
+"""
+
+
+def test_nothing_is_imported_or_made_when_off() -> None:
+    done = subprocess.run([sys.executable, "-c", _OFF], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """Its URL, and the bodies that it was sent."""
+    bodies: list[bytes] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+        server.shutdown()
+        thread.join()
+
+
+def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch, collector: tuple[str, list[bytes]]) -> None:
+    url, bodies = collector
+    monkeypatch.setenv("SLIPSTREAM_OTEL", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=here")
+    spans.configure_spans("slipstream-test")
+    with spans.span("swap", version=1):
+        pass
+    spans.close_spans()
+    assert not spans.is_on()
+    [body] = bodies
+    for part in (b"slipstream-test", b"deployment.environment.name", b"swap", b"slipstream.version"):
+        assert part in body
+
+
+def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("SLIPSTREAM_OTEL", "1")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
+        monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
+        monkeypatch.setattr("speculator.otel.CLOSE_S", 0.2)
+        spans.configure_spans("slipstream-test")
+        with spans.span("request"):
+            parent = spans.current()
+        started_s = time.monotonic()
+        for _ in range(500):
+            spans.record(parent, "verify", 0.01, batch=1)
+        spans.close_spans()
+        assert time.monotonic() - started_s < CLOSE_S
+
+
+def _without_extra(patch: pytest.MonkeyPatch) -> None:
+    patch.delitem(sys.modules, "speculator.otel")
+    patch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "prepare", "says"),
+    [
+        ("yes", lambda patch: None, "set it to 1 or 0"),
+        ("1", _without_extra, "slipstream-spec[otel]"),
+        ("1", lambda patch: patch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1"), "OTEL_* variable"),
+    ],
+)
+def test_what_cannot_be_is_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, value: str, prepare: Callable[[pytest.MonkeyPatch], None], says: str
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_OTEL", value)
+    prepare(monkeypatch)
+    with pytest.raises(ConfigError) as refused:
+        spans.configure_spans("slipstream-test")
+    assert says in str(refused.value)
+    assert not spans.is_on()
+
+
+@pytest.mark.parametrize("command", [("serve",), ("train",), ("gateway", "--sglang", "http://127.0.0.1:1")])
+def test_each_service_heeds_the_variable(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_OTEL", "maybe")
+    assert "SLIPSTREAM_OTEL" in refused(*command, "--model", "/nowhere")
+
+
+def test_a_command_that_ends_closes_them(seen: Seen, refused: Callable[..., str]) -> None:
+    refused("train", "--model", "/nowhere")
+    assert not spans.is_on()
