@@ -1,6 +1,6 @@
 """Every query of the dashboard "Slipstream: live speedup", with its value from a live run.
 
-    python -m benchmarks.panels --out panels.md -- --minutes 4 --prompts tests/data/prompts.jsonl
+    python -m benchmarks.panels --out panels.md -- --minutes 3
 
 Runs `slipstream demo` with the arguments behind `--`, and a Prometheus beside it with the rules of deploy/prometheus.
 Prometheus is Debian's package or any other on the path. The values are those at the end of the traffic.

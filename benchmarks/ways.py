@@ -76,13 +76,16 @@ class _Planners:
     way: str = "hybrid"
     plans: dict[str, RoundPlanner] = field(init=False)
     last: Plan | None = None
+    """Of the last round."""
+    planned: str = "plain"
+    """The way of the round under way: the last chunk of an answer comes before the end of its last round."""
 
     def __post_init__(self) -> None:
         self.plans = {way: RoundPlanner(max_depth=self.max_depth) for way in WAYS}
 
     @property
     def _current(self) -> RoundPlanner:
-        return self.plans[self.way]
+        return self.plans[self.planned]
 
     def plan(
         self,
@@ -93,11 +96,11 @@ class _Planners:
         head_depth: int,
         unread: Sequence[int],
     ) -> Plan:
+        self.planned = self.way
         if self.way == "head":
             suffixes = [()] * len(suffixes)
-        depth = 0 if self.way == "suffix" else head_depth
-        self.last = self._current.plan(domains, num_keys, suffixes, head_depth=depth, unread=unread)
-        return self.last
+        depth = 0 if self.planned == "suffix" else head_depth
+        return self._current.plan(domains, num_keys, suffixes, head_depth=depth, unread=unread)
 
     def head_probability(self, step: int, probability: float) -> float:
         return self._current.head_probability(step, probability)
@@ -111,6 +114,7 @@ class _Planners:
     def observe(
         self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
     ) -> None:
+        self.last = plan
         self._current.observe(
             plan,
             num_proposals=num_proposals,
@@ -129,7 +133,7 @@ class _Planners:
 
     @property
     def is_awake(self) -> bool:
-        return self._current.is_awake
+        return self.plans[self.way].is_awake
 
 
 class Ways:
@@ -156,8 +160,8 @@ def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int) -> Iterator[Ways
 
     def keep(round_: WatchedRound) -> None:
         plan = planners.last
-        if planners.way != "plain" and plan is not None and plan.expected_s:
-            sums = forecasts[planners.way, round_.batch]
+        if plan is not None and plan.expected_s:
+            sums = forecasts[planners.planned, round_.batch]
             sums.expected_tokens += plan.expected_tokens
             sums.expected_s += plan.expected_s
             sums.tokens += round_.committed

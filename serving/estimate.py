@@ -1,4 +1,4 @@
-"""Speedup as a cost model sees it: accept length over what rounds cost. A forecast beside the measured speedup.
+"""Speedup as a cost model sees it: committed tokens over what rounds cost. A forecast beside the measured speedup.
 
 It needs no control round at the moment, follows every change at once, and knows nothing of what the model leaves out:
 queues, prefills, interruptions. The two are never mixed.
@@ -10,7 +10,8 @@ from collections import deque
 
 from speculator.depth import RoundCosts
 
-MODEL = "accept_length_over_round_costs"
+DEPTH_MODEL = "accept_length_over_round_costs"
+PLAN_MODEL = "planned_rounds"
 _KEPT_ROUNDS = 2000
 
 

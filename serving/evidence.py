@@ -32,7 +32,9 @@ class Stratum(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """One request's part in a drafting round; 0 accepted also where nothing was proposed."""
+    """One request's part in a drafting round; 0 accepted also where nothing was worth proposing. A look at a head that
+    is not used counts as a round of depth 1.
+    """
 
     request_id: str
     stratum: Stratum
@@ -82,6 +84,8 @@ class Evidence:
         self.verifications: deque[Verification] = deque(maxlen=_KEPT_VERIFICATIONS)
         self.blocks: deque[Sums] = deque(maxlen=_KEPT_BLOCKS)
         """Rounds, thirty-two a block."""
+        self._accepted: Counter[int] = Counter()
+        """How many of them accepted how much."""
         self.num_rounds = self.num_own = 0
         """Rounds; verifications in them, without those of other versions (`pool`), which come before them."""
 
@@ -91,20 +95,25 @@ class Evidence:
         self.num_rounds += 1
         if round_.is_timed:
             self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
-        self.verifications.extend(round_.verifications)
+        for verification in round_.verifications:
+            if len(self.verifications) == _KEPT_VERIFICATIONS:
+                self._accepted[self.verifications[0].accepted] -= 1
+            self.verifications.append(verification)
+            self._accepted[verification.accepted] += 1
         self.num_own += len(round_.verifications)
 
     def error(self) -> float:
         """Relative standard error of the accept length, as if all verifications were independent; needs some."""
-        accepted = [verification.accepted for verification in self.verifications]
-        mean = sum(accepted) / len(accepted)
-        variance = sum(count * count for count in accepted) / len(accepted) - mean * mean
-        return math.sqrt(max(variance, 0.0) / len(accepted)) / (1 + mean)
+        num = len(self.verifications)
+        mean = sum(accepted * times for accepted, times in self._accepted.items()) / num
+        variance = sum(accepted * accepted * times for accepted, times in self._accepted.items()) / num - mean * mean
+        return math.sqrt(max(variance, 0.0) / num) / (1 + mean)
 
     def pool(self, older: Evidence) -> None:
         """Put another version's verifications before these. Times are not pooled: they are those of another hour."""
         both = [*older.verifications, *self.verifications]
         self.verifications = deque(both, maxlen=_KEPT_VERIFICATIONS)
+        self._accepted = Counter(verification.accepted for verification in self.verifications)
 
 
 class Strata:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serving.estimate import MODEL
+from serving.estimate import PLAN_MODEL
 from serving.hotswap import SwapLog
 from serving.recorder import DROP_REASONS, RecorderStats
 from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
@@ -105,10 +105,12 @@ class EngineMetrics:
         proposed: tuple[int, ...],
         accepted: tuple[int, ...],
         from_head: tuple[bool, ...],
-        look: tuple[int, int] | None,
+        look: bool | None,
         expected: tuple[float, float],
     ) -> None:
-        """Count one round, as `serving.local.rounds.RoundReport` describes it; `expected` are tokens and seconds."""
+        """Count one round, as `serving.local.rounds.RoundReport` describes it; `look` is whether a look was right,
+        `expected` are tokens and seconds.
+        """
         mode, size = ("speculative" if drafted else "control"), str(batch)
         self.rounds.labels(mode, size).inc()
         self.round_seconds.labels(mode, size).inc(seconds)
@@ -119,7 +121,7 @@ class EngineMetrics:
         self.expected_tokens.labels(size).inc(tokens)
         self.expected_seconds.labels(size).inc(expected_s)
         if look is not None:
-            self.looks.labels("accepted" if look[1] else "rejected").inc()
+            self.looks.labels("accepted" if look else "rejected").inc()
         self.verifications.inc(batch)
         self.verified_tokens.inc(sum(accepted) + batch)
         for num_proposed, num_accepted, is_heads in zip(proposed, accepted, from_head, strict=True):
@@ -148,7 +150,7 @@ class ServingCollector(Collector):
         yield from speedup_bounds(measured.lower, measured.upper)
         yield baseline_gauge(measured.baseline_ms_per_token)
         yield from group_speedups(self._measured_groups())
-        yield estimated_speedup_gauge(self._estimate())
+        yield estimated_speedup_gauge(self._estimate(), PLAN_MODEL)
         if self._recorder is None:
             return
         stats = self._recorder()
@@ -241,15 +243,15 @@ def group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
     yield from gauges.values()
 
 
-def estimated_speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
+def estimated_speedup_gauge(ratio: float | None, model: str) -> GaugeMetricFamily:
     """The speedup that a cost model expects, under the model's name; never mixed with the measured one."""
     gauge = GaugeMetricFamily(
         "slipstream_speedup_estimated_ratio",
-        "Accept length over what rounds cost, from the medians of measured rounds",
+        "Speedup as a cost model sees it: of rounds as they were planned, or from the median times of each depth",
         labels=["model"],
     )
     if ratio is not None:
-        gauge.add_metric([MODEL], ratio)
+        gauge.add_metric([model], ratio)
     return gauge
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from speculator.codec import Features, encode_trace
-from speculator.errors import StreamError, TraceError
+from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.trace import Trace
 
 _FIRST_RETRY_S = 0.1
@@ -131,7 +131,7 @@ class TraceRecorder:
                 log.warning("trace %s does not encode: %s", trace.header.trace_id, error)
                 self._drop(trace, "invalid")
             except Exception as error:
-                log.error("trace %s could not be recorded: %r", trace.header.trace_id, error)
+                log.error("trace %s could not be recorded: %s", trace.header.trace_id, type_and_place(error))
                 self._drop(trace, "failed")
 
     def _next(self) -> Trace | None:

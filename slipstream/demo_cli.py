@@ -39,15 +39,17 @@ def demo(
     from slipstream.plot import draw
     from slipstream.report import figures, points, sentences
     from slipstream.topics import read_prompts
+    from speculator.checkpoint import model_name
 
     # SIGTERM ends the demo as Ctrl-C does: by way of every `finally`, so that nothing it started is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     check_output(json_file)
     check_output(plot)
+    model_dir = resolve_model(model)
     options = DemoOptions(
         prompts=read_prompts(prompts) if prompts else None,
-        model_dir=resolve_model(model),
-        model_name=Path(model).name,
+        model_dir=model_dir,
+        model_name=model_name(model_dir),
         minutes=minutes,
         port=port,
         redis_url=redis_url,

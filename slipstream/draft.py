@@ -32,11 +32,12 @@ def init_lineage(
     Raises ConfigError where the store has versions, StoreError, and what `fresh_draft` raises.
     """
     store = DraftStore(root)
-    if (latest := store.latest()) is not None and not if_missing:
+    latest = store.latest()
+    if latest is not None and not if_missing:
         raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
-    version = ensure_lineage(
-        store, model_dir, target_fingerprint(model_dir), draft_vocab_size=draft_vocab_size, seed=seed, texts=texts
-    )
+    # What is there says which target it was made for: reading a large target's weights takes minutes.
+    fingerprint = target_fingerprint(model_dir) if latest is None else store.manifest(latest).target_fingerprint
+    version = ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     return version_folder(store, version)
 
 

@@ -33,6 +33,7 @@ def init(
     configure_logs()
     from slipstream.draft import init_checkpoint, init_lineage
     from slipstream.topics import read_prompts
+    from speculator.checkpoint import model_name
 
     if (out is None) == (store is None):
         raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")
@@ -40,7 +41,7 @@ def init(
         raise ConfigError("--if-missing is for --store: leave it out")
     model_dir = resolve_model(model)
     texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
-    with working(f"reading {model_dir.name}, writing a draft for it"):
+    with working(f"reading {model_name(model_dir)}, writing a draft for it"):
         if out is not None:
             written = init_checkpoint(model_dir, out, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
         else:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Literal
 
 import structlog
@@ -18,7 +20,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from structlog.typing import EventDict, Processor
 
-from speculator.errors import ConfigError, SlipstreamError
+from speculator.environment import unusable
+from speculator.errors import SlipstreamError
 
 ENV_PREFIX = "SLIPSTREAM_LOG_"
 
@@ -49,9 +52,7 @@ def load_settings() -> LogSettings:
     try:
         return LogSettings()
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        variable = ENV_PREFIX + "_".join(str(part) for part in first["loc"]).upper()
-        raise ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it") from None
+        raise unusable(ENV_PREFIX, invalid) from None
 
 
 def configure_logs() -> None:
@@ -73,6 +74,7 @@ def configure_logs() -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
     _configure_libraries([*shared, _first_line], renderer, level)
+    _tell_what_nobody_catches()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if as_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -92,6 +94,27 @@ def _configure_libraries(shared: list[Processor], renderer: Processor, level: in
     root.setLevel(logging.WARNING)
     for name in _OURS:
         logging.getLogger(name).setLevel(level)
+
+
+def _tell_what_nobody_catches() -> None:
+    """As a line like the others: Python's own way to tell an exception has the message in it."""
+    sys.excepthook = _tell_uncaught
+    # A hook that somebody else has set is theirs: a test runner collects what threads leave behind.
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _tell_uncaught_in_thread
+
+
+def _tell_uncaught(kind: type[BaseException], failure: BaseException, frames: TracebackType | None) -> None:
+    if isinstance(failure, Exception):
+        structlog.get_logger().critical("uncaught exception", exc_info=failure)
+    else:
+        sys.__excepthook__(kind, failure, frames)
+
+
+def _tell_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
+    if isinstance(failed.exc_value, Exception):
+        name = None if failed.thread is None else failed.thread.name
+        structlog.get_logger().critical("uncaught exception", thread=name, exc_info=failed.exc_value)
 
 
 def _exceptions_without_values(_: Any, __: str, event: EventDict) -> EventDict:

@@ -62,7 +62,7 @@ def replay(
         document = run(options, progress=say, on_step=bar)
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
-    say(_sentence(document))
+    typer.echo(_sentence(document))
 
 
 def _sentence(document: dict[str, Any]) -> str:

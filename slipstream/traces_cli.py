@@ -31,7 +31,7 @@ def record(
 ) -> None:
     """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
     from slipstream import traces
-    from speculator.checkpoint import model_key, target_fingerprint
+    from speculator.checkpoint import model_key, model_name, target_fingerprint
     from speculator.recording import RecordingHeader
     from speculator.redis_client import connect
 
@@ -39,7 +39,7 @@ def record(
     model_dir = resolve_model(model)
     fingerprint = target_fingerprint(model_dir)
     header = RecordingHeader(
-        target_fingerprint=fingerprint, model=model_dir.name, created_ms=time.time_ns() // 1_000_000, note=note
+        target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=time.time_ns() // 1_000_000, note=note
     )
     with connect(redis_url) as client, counting("traces") as bar:
         source = traces.StreamCopy(client, model_key(model_dir, fingerprint))
@@ -47,7 +47,7 @@ def record(
     if as_json:
         print_json(counts)
     else:
-        say(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
+        typer.echo(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
 
 
 @app.command()
@@ -59,7 +59,7 @@ def info(recording: Recording, as_json: AsJson = False) -> None:
     if as_json:
         print_json(document)
     else:
-        say(traces.sentences(document))
+        typer.echo(traces.sentences(document))
 
 
 @app.command()

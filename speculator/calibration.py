@@ -8,7 +8,7 @@ from collections.abc import Hashable
 _MEMORY = 0.995
 """What an observed proposal still weighs after another of its kind."""
 _PRIOR_WEIGHT = 8.0
-_MOST_CERTAIN = 0.99
+_MOST_CERTAIN = 0.998
 
 
 class Calibration:

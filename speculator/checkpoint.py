@@ -140,9 +140,20 @@ def target_fingerprint(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
+def model_name(model_dir: Path) -> str:
+    """What people call a target: its folder's name, or its id where the folder is in the Hugging Face cache.
+
+    There it is `models--ORGANISATION--NAME/snapshots/COMMIT`.
+    """
+    if model_dir.parent.name != "snapshots":
+        return model_dir.name
+    return model_dir.parent.parent.name.removeprefix("models--").replace("--", "/")
+
+
 def model_key(model_dir: Path, target_fingerprint: str) -> str:
     """The name of a target in Redis keys: readable, and different for different weights."""
-    name = re.sub(r"[^a-z0-9]+", "-", model_dir.name.lower()).strip("-")
+    # Without the organisation: an SGLang that was started with the id itself finds the same key.
+    name = re.sub(r"[^a-z0-9]+", "-", model_name(model_dir).rpartition("/")[2].lower()).strip("-")
     return f"{name}-{target_fingerprint[:12]}"
 
 

@@ -19,6 +19,8 @@ SlipstreamError
 
 from __future__ import annotations
 
+import traceback
+
 
 class SlipstreamError(Exception):
     """Base of every error that Slipstream raises on purpose."""
@@ -87,3 +89,9 @@ class EngineBusyError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine stopped and cannot generate."""
+
+
+def type_and_place(error: BaseException) -> str:
+    """What a log may say of an exception of any kind: its message may quote somebody's text."""
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    return type(error).__name__ + "".join(f" at {frame.filename}:{frame.lineno}" for frame in place)

@@ -69,6 +69,8 @@ class HeadVerdict:
     probabilities: Sequence[float]
     """The head's own, of each proposal."""
     num_accepted: int
+    is_worth_it: bool = True
+    """False for a look at a token that a round would not have verified."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Plan:
     num_keys: int
     expected_tokens: float = 0.0
     """Committed tokens that are expected of this round; 0 before anything was measured. So with `expected_s`, its
-    seconds, a look not counted.
+    seconds.
     """
     plain_s: float = 0.0
     """What the same requests' next tokens alone are expected to take."""
@@ -129,9 +131,9 @@ class RoundPlanner:
         """
         self._num_plans += 1
         batch = len(domains)
-        if self.times.verify_s(batch, 0, num_keys) == 0.0:
-            return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         without = self._without_head(batch, num_keys, suffixes)
+        if not without.plain_s:
+            return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         if not head_depth:
             return without
         from_suffix = tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
@@ -139,7 +141,10 @@ class RoundPlanner:
         if plan.rate > without.rate:
             self._last_use = self._num_plans
             return replace(plan, plain_s=without.plain_s)
-        return replace(without, look=self._look(unread))
+        look = self._look(unread)
+        if look is None:
+            return without
+        return replace(without, look=look, expected_s=without.expected_s + self.times.draft_s(1, 1, unread[look]))
 
     @property
     def is_awake(self) -> bool:
@@ -218,7 +223,7 @@ class RoundPlanner:
         return max(more_s, 0.0)
 
     def _look(self, unread: Sequence[int]) -> int | None:
-        """Any request, whatever it costs, while the budget is not overdrawn: each is looked at as often as others."""
+        """Any request that is not too long, whatever it costs, while the budget is not overdrawn."""
         if self._looks_left_s <= 0:
             return None
         row = self._random.randrange(len(unread))
@@ -247,8 +252,9 @@ class RoundPlanner:
         """What a round earned with the head's chains."""
         for verdict in verdicts:
             self._positions.add(len(verdict.probabilities), verdict.num_accepted)
-            self._gain_of(verdict.domain).add(verdict.num_accepted)
-            self._gain.add(verdict.num_accepted)
+            gain = verdict.num_accepted if verdict.is_worth_it else 0
+            self._gain_of(verdict.domain).add(gain)
+            self._gain.add(gain)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
@@ -258,6 +264,8 @@ class RoundPlanner:
         for gain in (self._gain, *self._gains.values()):
             gain.fade()
         self._looks_left_s = _LOOKS_AFTER_RENEWAL_S
+        # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
+        self._last_use = self._num_plans
 
     def _gain_of(self, domain: str) -> _Mean:
         if domain not in self._gains:

@@ -32,13 +32,12 @@ def connect(url: str) -> redis.Redis:
     No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
     Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
     """
-    password_file = os.environ.get(PASSWORD_FILE_VARIABLE)
-    password = read_secret(Path(password_file), PASSWORD_FILE_VARIABLE) if password_file else None
     try:
+        parts = urlsplit(url)
         client = redis.Redis.from_url(
             url,
             # What the URL itself says goes first.
-            password=password,
+            password=_password_of(parts.username),
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=SOCKET_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
@@ -53,10 +52,15 @@ def connect(url: str) -> redis.Redis:
         client.ping()
     except (exceptions.RedisError, OSError) as error:
         client.close()
-        parts = urlsplit(url)
         place = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
         raise StreamError(f"{place}: {_explain(error)}") from error
     return client
+
+
+def _password_of(user: str | None) -> str | None:
+    """From the file; a URL without a user is of a server that asks for none, such as the demo's own."""
+    file = os.environ.get(PASSWORD_FILE_VARIABLE)
+    return read_secret(Path(file), PASSWORD_FILE_VARIABLE) if file and user else None
 
 
 def redis_errors(
@@ -72,6 +76,11 @@ def redis_errors(
             raise StreamError(_explain(error)) from error
 
     return wrapped
+
+
+def is_denied(error: StreamError) -> bool:
+    """Whether Redis answers, and has not given this user the right."""
+    return isinstance(error.__cause__, exceptions.NoPermissionError)
 
 
 def _explain(error: Exception) -> str:

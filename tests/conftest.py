@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -37,3 +38,4 @@ def _no_logs_of_another_test() -> Iterator[None]:
     structlog.reset_defaults()
     root = logging.getLogger()
     root.handlers = [handler for handler in root.handlers if handler.get_name() != HANDLER]
+    sys.excepthook = sys.__excepthook__

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from speculator.errors import ConfigError
+from speculator.environment import unusable
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE
 from speculator.loss import DEFAULT_LOSS, LossMix
 from trainer.device import DeviceSetting
@@ -134,6 +134,4 @@ def load_config(**values: Any) -> TrainerConfig:
     try:
         return TrainerConfig(**values)
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        variable = ENV_PREFIX + "_".join(str(part) for part in first["loc"]).upper()
-        raise ConfigError(f"{variable} is not usable: {first['msg']}: set {variable}") from None
+        raise unusable(ENV_PREFIX, invalid) from None

@@ -1,4 +1,4 @@
-"""The training loop, one screen: read → train → checkpoint → ack → gate and publish."""
+"""The training loop, one screen: read → train → checkpoint → ack → gate and publish, which saves what it published."""
 
 from __future__ import annotations
 

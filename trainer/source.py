@@ -213,7 +213,8 @@ class TraceSource:
         return Stored(example=self._make_example(trace), provenance=provenance_of(trace))
 
     def _bury(self) -> None:
-        for entry, reason in list(self._unusable.values()):
+        buried = list(self._unusable.values())
+        for entry, reason in buried:
             try:
                 self._stream.dead_letter(entry, reason)
             except StreamError as error:
@@ -222,6 +223,9 @@ class TraceSource:
             del self._unusable[entry.id]
             self._metrics.traces.labels("dead_lettered").inc()
             log.warning("trace set aside", entry_id=entry.id, reason=reason)
+        if buried:
+            # No checkpoint follows where nothing but such traces comes.
+            self.observe_lag()
 
     def _report(self, operation: str, error: StreamError) -> None:
         self._metrics.stream_errors.labels(operation).inc()

@@ -14,7 +14,7 @@ import torch
 
 from speculator.checkpoint import read_target_tensor
 from speculator.errors import ConfigError, DraftMismatchError
-from speculator.lifecycle import BARRED, SERVABLE
+from speculator.lifecycle import BARRED
 from speculator.lineage import ensure_lineage, load_draft
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
@@ -93,8 +93,6 @@ class Training:
             self.start_over(good)
         else:
             self.learner.load_state(state)
-            if self._ranks.lead(lambda: int(states.state(progress.version) in SERVABLE)):
-                self.version = progress.version  # not one that was published after this checkpoint, by whomever
         log.info("trainer resumed", num_steps=self.learner.num_steps, num_traces=progress.num_traces)
         return progress
 

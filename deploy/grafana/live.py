@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Annotation, Dashboard, Panel, Query, Row
-from serving.estimate import MODEL
 from serving.speedup import BASELINE
 
 _UPPER, _LOWER = f"95% interval against {BASELINE}, upper end", f"95% interval against {BASELINE}, lower end"
@@ -74,7 +73,8 @@ SPEED = Row(
             title="Speedup, measured and estimated",
             description=(
                 f"Measured: against {BASELINE}, with its 95% interval (a jackknife over stretches of time, known after "
-                f"half a minute). Estimated: a forecast from {MODEL}, drawn beside it and never mixed with it."
+                "half a minute). Estimated: a forecast of the cost model that its label names, drawn beside it and "
+                "never mixed with it."
             ),
             unit=_TIMES,
             width=12,

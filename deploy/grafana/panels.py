@@ -1,4 +1,4 @@
-"""Panels, annotations and dashboards as Grafana's JSON (schema of Grafana 11 and 12), placed from left to right."""
+"""Panels, annotations and dashboards as Grafana's JSON (its schema 39), placed from left to right."""
 
 from __future__ import annotations
 

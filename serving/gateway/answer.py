@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from serving.engine import Chunk
+from serving.engine import Chunk, Piece
 from serving.gateway.generation import Generation, Sample
 from serving.gateway.telemetry import Exchange
 
@@ -49,7 +49,9 @@ class Answer:
     def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         is_first = index not in self._opened
         self._opened.add(index)
-        extension = {"slipstream": {"pieces": chunk.pieces}} if self.show_tokens else {}
+        extension = (
+            {"slipstream": {"pieces": chunk.pieces or (Piece(chunk.text, "target"),)}} if self.show_tokens else {}
+        )
         pieces = self.dialect.pieces(index, chunk, is_first=is_first, extension=extension)
         # With usage asked for, every event but the last says so with a null, as OpenAI's do.
         usage = {"usage": None} if self.include_usage else {}

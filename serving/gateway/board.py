@@ -1,6 +1,7 @@
-"""Draft versions and events as anyone may see them: numbers, states and reasons.
+"""Draft versions and events as anyone may see them: numbers, states, and the reasons of gate, watch and trainer.
 
-Left out: who an operator is, names of engines and their machines, paths of this server, addresses of Redis.
+Left out: who an operator is and what reason was typed, names of engines and their machines, paths of this server,
+addresses of Redis.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _EVENTS_READ = 4 * NUM_EVENTS
 _STEPS = {"written", "validated", "scored"}
 """Of a version on its way to the gate: its decision is an event too, with the same numbers."""
 
-_PATH = re.compile(r"(?<![\w/])(?:\w+:/)?/[^\s,;()'\"]*[^\s,;:.()'\"]")
+_PLACE = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
+"""Whatever has a slash, or a colon and a number: paths, URLs, host and port."""
 _CHANGE = ("change", "lower", "upper")
 _WATCHED_CHANGE = ("accept_change", "accept_change_lower", "accept_change_upper")
 _GATE = ("num_traces", "candidate_length", "incumbent_length", *_CHANGE)
@@ -90,14 +92,14 @@ def _event(event: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {**fields, **(fields.get("numbers") or {})}
     # The engine's watch and the trainer's gate name the same figure each in its way.
     names = _WATCHED_CHANGE if "accept_change" in numbers else _CHANGE
-    reason = fields.get("reason")
+    reason, is_operators = fields.get("reason"), event["actor"].startswith("operator")
     return {
         "at_ms": event["at_ms"],
         "kind": event["kind"],
         "by": event["actor"].partition(":")[0],
         "version": _number(fields.get("version")),
         "outcome": fields.get("outcome") if isinstance(fields.get("outcome"), str) else None,
-        "reason": _PATH.sub("…", reason) if isinstance(reason, str) else "",
+        "reason": _PLACE.sub("…", reason) if isinstance(reason, str) and not is_operators else "",
         **{shown: _number(numbers.get(name)) for shown, name in zip(_CHANGE, names, strict=True)},
     }
 

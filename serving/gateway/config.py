@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from speculator.environment import unusable
 from speculator.errors import ConfigError
 from speculator.secret import read_secret
 
@@ -34,13 +35,18 @@ def load_settings() -> GatewaySettings:
     """The settings of this process's environment; raises ConfigError naming the variable at fault."""
     try:
         settings = GatewaySettings()
-        if settings.admin_key_file is None:
-            return settings
-        if settings.admin_key is not None:
-            raise ConfigError(f"{ENV_PREFIX}ADMIN_KEY and {ENV_PREFIX}ADMIN_KEY_FILE are both set: unset one of them")
-        key = read_secret(settings.admin_key_file, f"{ENV_PREFIX}ADMIN_KEY_FILE")
+    except ValidationError as invalid:
+        raise unusable(ENV_PREFIX, invalid) from None
+    return settings if settings.admin_key_file is None else _with_key_of(settings.admin_key_file, settings)
+
+
+def _with_key_of(file: Path, settings: GatewaySettings) -> GatewaySettings:
+    variable = f"{ENV_PREFIX}ADMIN_KEY_FILE"
+    if settings.admin_key is not None:
+        raise ConfigError(f"{ENV_PREFIX}ADMIN_KEY and {variable} are both set: unset one of them")
+    key = read_secret(file, variable)
+    try:
         return GatewaySettings(admin_key=SecretStr(key))
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        variable = ENV_PREFIX + "_".join(str(part) for part in first["loc"]).upper()
-        raise ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it") from None
+        reason = invalid.errors(include_url=False)[0]["msg"]
+        raise ConfigError(f"{variable} names {file}, whose text is not usable as a key: {reason}") from None

@@ -38,12 +38,15 @@ _HEADERS = {
 def page_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     folder = files("serving.gateway") / "page"
-    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+    found = {file.name: (file, _TYPES.get(file.name.rpartition(".")[2])) for file in folder.iterdir()}
+    # Whatever else lies there, such as what an editor left, is not of the page.
+    contents = {name: (file.read_bytes(), kind) for name, (file, kind) in found.items() if kind is not None}
 
     def file(name: str) -> Response:
         if name not in contents:
             raise ApiError(404, "There is no such file.", code="not_found")
-        return Response(contents[name], media_type=_TYPES[name.rpartition(".")[2]], headers=_HEADERS)
+        content, kind = contents[name]
+        return Response(content, media_type=kind, headers=_HEADERS)
 
     @router.get("/")
     async def page() -> Response:

@@ -229,6 +229,8 @@ class GenerationBody(_Open):
     n: Count | None = None
     stop: Stop = ()
     seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    ignore_eos: bool | None = None
+    """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -68,6 +68,8 @@ class Look:
     row: int
     token: int
     probability: float
+    is_worth_it: bool
+    """Whether a round that asked the head would verify it."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,12 @@ class Proposer:
         proposals: Proposals,
         generations: Sequence[Generation],
         accepted: Sequence[int],
-        looked: int | None,
         verify_s: float,
+        *,
+        look_was_right: bool,
     ) -> None:
-        """What the round took apart from drafting, what verification accepted of each chain, and would have of the
-        look's.
+        """What the round took apart from drafting, what verification accepted of each chain, and whether the target
+        emitted the look's token.
         """
         self._planner.observe(
             proposals.plan,
@@ -134,9 +137,9 @@ class Proposer:
         for generation, chain, is_from_head, count in rows:
             if is_from_head:
                 verdicts.append(HeadVerdict(generation.request.policy.domain, chain.probabilities, count))
-        if proposals.look is not None and looked is not None:
-            domain = generations[proposals.look.row].request.policy.domain
-            verdicts.append(HeadVerdict(domain, (proposals.look.probability,), looked))
+        if (look := proposals.look) is not None:
+            domain = generations[look.row].request.policy.domain
+            verdicts.append(HeadVerdict(domain, (look.probability,), int(look_was_right), look.is_worth_it))
         self._planner.observe_head(verdicts)
 
     def _suffix(self, generation: Generation) -> SuffixProposal:
@@ -153,8 +156,12 @@ class Proposer:
         num_pairs = generation.num_pairs_unread
         feature_1d = self._reader.read_one(row, generation)
         drawn = self._draft.chain(feature_1d, lengths=[len(generation.tokens)], sources=[generation.source])
+        # Only the first is drawn: it does not touch the keys of any slot.
         (token,), (score,) = next(drawn)
-        look = Look(row, token, math.exp(score))
+        probability = math.exp(score)
+        # Alone it says what a chain of one says of all: that decides in a round that asks the head.
+        reach = len(generations) * self._planner.head_probability(0, probability)
+        look = Look(row, token, probability, self._planner.is_worth_verifying(plan, 0, reach))
         return Proposals(plan, chains, look, 1, num_pairs, time.perf_counter() - started_s)
 
     def _with_head(

@@ -25,12 +25,22 @@ from speculator.verify import count_accepted, emit
 
 
 @dataclass(frozen=True)
+class LookReport:
+    """A look at a head that is not used, in the request of one row."""
+
+    row: int
+    is_right: bool
+    """Whether the target emitted the token that the head would have proposed."""
+    accepted: int
+    """1 where a round that asked the head would have verified that token, and accepted it."""
+
+
+@dataclass(frozen=True)
 class RoundReport:
     """What one round cost and earned. `accepted` and `earned`, the committed tokens, are per request, and so is
     `from_head`: whether the learned draft was asked, which may have found no proposal worth verifying.
 
-    `drafted` is false for rounds that were told to decode plainly. `look` is the request in which the head was only
-    looked at, and how many of the tokens that it would have proposed, one or none, the target emitted.
+    `drafted` is false for rounds that were told to decode plainly.
     """
 
     batch: int
@@ -41,7 +51,7 @@ class RoundReport:
     earned: tuple[int, ...]
     proposed: tuple[int, ...]
     from_head: tuple[bool, ...]
-    look: tuple[int, int] | None
+    look: LookReport | None
     plan: Plan
 
     @property
@@ -111,11 +121,11 @@ class RoundRunner:
         accepted = self._verify(generations, proposals)
         seconds = time.perf_counter() - started_s
         look = None
-        if proposals.look is not None:
-            row = proposals.look.row
-            look = row, int(generations[row].tokens[lengths[row]] == proposals.look.token)
-        looked = None if look is None else look[1]
-        self._proposer.observe(proposals, generations, accepted, looked, seconds - proposals.seconds)
+        if (seen := proposals.look) is not None:
+            is_right = generations[seen.row].tokens[lengths[seen.row]] == seen.token
+            look = LookReport(seen.row, is_right, int(is_right and seen.is_worth_it))
+        was_right = look is not None and look.is_right
+        self._proposer.observe(proposals, generations, accepted, seconds - proposals.seconds, look_was_right=was_right)
         return RoundReport(
             batch=len(lengths),
             drafted=depth > 0,

@@ -26,6 +26,7 @@ from serving.sglang.settings import PluginSettings
 from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanRequest
 from serving.sglang.transfer import HostCopier, HostCopy
 from serving.sglang.verdicts import TopTokens, committed, in_order
+from speculator.errors import type_and_place
 from speculator.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -286,7 +287,7 @@ class Capture:
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         ticket.dropped = "inconsistent" if isinstance(error, InconsistentSpanError) else "failed"
-        log.error("a trace is dropped: %r", error)
+        log.error("a trace is dropped: %s", type_and_place(error))
 
 
 def _adder(rows: Rows, round_: Round | None) -> Callable[[Span], None]:

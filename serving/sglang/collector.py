@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serving.estimate import DEPTH_MODEL
 from serving.metrics import (
     DEPTH,
     DRAFT_VERSION,
@@ -71,7 +72,7 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
     yield CounterMetricFamily(*VERIFIED_TOKENS, report.verified_tokens)
     yield speedup_gauge(report.speedup)
     yield from speedup_bounds(report.speedup_lower, report.speedup_upper)
-    yield estimated_speedup_gauge(report.speedup_estimated)
+    yield estimated_speedup_gauge(report.speedup_estimated, DEPTH_MODEL)
     yield baseline_gauge(report.baseline_ms_per_token)
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -265,7 +266,7 @@ class EngineRuntime:
             status["speedup_estimated"] = round(estimate, 4)
         if self._recorder is not None and self._capture is not None:
             stats = self._recorder.stats()
-            dropped = {**stats.dropped_by_reason, **self._capture.dropped}
+            dropped = Counter(stats.dropped_by_reason) + self._capture.dropped
             status |= {
                 "captured": stats.captured,
                 "appended": stats.appended,

@@ -1,4 +1,4 @@
-"""The target: found, complete, and of a kind that the engine runs. No weights are read, however large it is."""
+"""The target: found (an id is downloaded first), complete, of a kind that the engine runs. No weights are loaded."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from slipstream.checks.finding import Finding, failed, ok, skipped, warning
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
-from speculator.redis_client import redis_errors
+from speculator.redis_client import is_denied, redis_errors
 from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
 
 _LEAST_VERSION = (6, 2)
@@ -32,7 +33,7 @@ def check_redis(url: str) -> Iterator[Finding]:
         try:
             info = _info(client)
         except StreamError as error:
-            if not _is_denied(error):
+            if not is_denied(error):
                 raise
             yield skipped("redis", "reached; this user may not ask for its version, persistence and memory (INFO)")
         else:
@@ -46,10 +47,6 @@ def check_redis(url: str) -> Iterator[Finding]:
 def _info(client: Any) -> dict[str, Any]:
     found: dict[str, Any] = client.info()
     return found
-
-
-def _is_denied(error: StreamError) -> bool:
-    return "no permissions" in str(error)
 
 
 def _version(text: str) -> Finding:
@@ -99,7 +96,8 @@ def _rights(client: Any) -> Finding:
         "see engines": pointer.engines,
     }
     denied = {what: reason for what, do in tried.items() if (reason := _denial(do))}
-    _denial(lambda: _remove(client, keys))
+    for key in _keys(keys):
+        _denial(partial(_remove, client, key))
     name, may = "redis rights", ", ".join(what for what in tried if what not in denied)
     if not denied:
         return ok(name, f"this user may {may}")
@@ -114,17 +112,21 @@ def _denial(do: Callable[[], object]) -> str:
     try:
         do()
     except StreamError as error:
-        if not _is_denied(error):
+        if not is_denied(error):
             raise
         return str(error.__cause__)
     return ""
 
 
-@redis_errors
-def _remove(client: Any, keys: StreamKeys) -> None:
+def _keys(keys: StreamKeys) -> tuple[str, ...]:
+    """All that `_rights` may have written; a user who may not remove one of them may remove others."""
     ledger = keys.ledger
-    for key in (
+    return (
         *(ledger.traces, ledger.sizes, ledger.num_appended, ledger.accounts),
         *(keys.dead_letters, keys.desired_draft, keys.engines, keys.engine("doctor")),
-    ):
-        client.delete(key)
+    )
+
+
+@redis_errors
+def _remove(client: Any, key: str) -> None:
+    client.delete(key)

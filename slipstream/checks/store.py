@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.checks.finding import Finding, failed, ok, skipped, warning
 from slipstream.models import resolve_model
-from speculator.errors import ConfigError, SlipstreamError
+from speculator.errors import ConfigError, SlipstreamError, StreamError
+from speculator.redis_client import connect, is_denied, redis_errors
 
 if TYPE_CHECKING:
     from speculator.stream import DraftPointer
@@ -69,10 +70,9 @@ def check_trainer(folder: Path) -> Iterator[Finding]:
 
 
 def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
-    """Traces of the store's target in Redis, and the engines that report themselves there."""
+    """Traces of the store's target in Redis, and the engines that report themselves there. Raises StreamError."""
     from speculator.checkpoint import model_key
     from speculator.store import DraftStore
-    from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
 
     name, store = "stream", DraftStore(store_root)
     newest = store.latest()
@@ -85,16 +85,33 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
         yield skipped(name, str(error))
         return
     with connect(url) as client:
-        if not client.exists(StreamKeys(model_key=key).ledger.traces):
-            yield ok(name, f"no trace yet of {key}: serve with --capture")
-            return
-        lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
-        engines = DraftPointer(client, key).engines()
+        try:
+            finding = _standing(client, key)
+        except StreamError as error:
+            if not is_denied(error):
+                raise
+            finding = skipped(name, "this user may not see traces; the trainer's may")
+    yield finding
+
+
+def _standing(client: Any, key: str) -> Finding:
+    """With commands that engine and trainer may run, and without making a stream where none is."""
+    from speculator.stream import DraftPointer, StreamKeys, TraceStream
+
+    name = "stream"
+    if not _num_appended(client, StreamKeys(model_key=key).ledger.num_appended):
+        return ok(name, f"no trace yet of {key}: serve with --capture")
+    lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
+    engines = DraftPointer(client, key).engines()
     detail = (
         f"{lag.appended} traces, {lag.acked} settled, {lag.pending + lag.undelivered} waiting, {lag.lost} lost, "
         f"{lag.dead_lettered} set aside, {lag.bytes / _MIB:.1f} MiB; {len(engines)} engines report"
     )
     if lag.lost:
-        yield warning(name, f"{detail}: the trainer is too slow or was away; raise --stream-max-bytes, or start it")
-    else:
-        yield ok(name, detail)
+        return warning(name, f"{detail}: the trainer is too slow or was away; raise --stream-max-bytes, or start it")
+    return ok(name, detail)
+
+
+@redis_errors
+def _num_appended(client: Any, key: str) -> int:
+    return int(client.get(key) or 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -11,12 +12,19 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
+from slipstream.checks.finding import Finding, Level
+from slipstream.checks.redis import check_redis
+from slipstream.checks.store import check_stream
 from slipstream.traces import StreamCopy
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
+from speculator.lineage import ensure_lineage
 from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
+from speculator.store import DraftStore
 from speculator.stream import DraftPointer, StreamKeys, TraceStream
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
+from tests.toy import make_toy_model
 
 MODEL = "toy-0123456789ab"
 KEYS = StreamKeys(model_key=MODEL)
@@ -93,7 +101,7 @@ def test_the_engine_reports_and_the_others_read(login: As) -> None:
 
 
 def test_the_gateway_does_not_see_traces(login: As) -> None:
-    with pytest.raises(StreamError, match="no permissions"):
+    with pytest.raises(StreamError, match=r"(?i)no permissions"):
         TraceStream(login("gateway"), MODEL, max_bytes=CAP).append(ENTRY, trace_id="a")
     client = login("gateway")
     for key in (KEYS.ledger.traces, KEYS.dead_letters, KEYS.ledger.accounts):
@@ -109,6 +117,38 @@ def test_nobody_governs(login: As, user: str) -> None:
     for words in ("FLUSHALL", "CONFIG GET dir", "EVAL return(1) 0", "KEYS *", "ACL LIST", "SHUTDOWN", "GET other"):
         with pytest.raises(NoPermissionError):
             client.execute_command(*words.split())
+
+
+def test_doctor_finds_nothing_broken_as_any_user(
+    login: As, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, store = make_toy_model(tmp_path / "toy"), DraftStore(tmp_path / "drafts")
+    fingerprint = target_fingerprint(model)
+    ensure_lineage(store, model, fingerprint, draft_vocab_size=16)
+
+    def doctor(user: str) -> dict[str, Finding]:
+        monkeypatch.setenv(PASSWORD_FILE_VARIABLE, machine.here(f"/run/secrets/redis_{user}"))
+        url = f"redis://{user}@127.0.0.1:{machine.here('6379')}/0"
+        found = [*check_redis(url), *check_stream(url, str(model), store.root)]
+        return {finding.name: finding for finding in found}
+
+    def levels() -> dict[str, tuple[Level, Level]]:
+        found = {user: doctor(user) for user in ("engine", "gateway", "trainer")}
+        return {user: (each["redis rights"].level, each["stream"].level) for user, each in found.items()}
+
+    healthy = {
+        "engine": (Level.WARNING, Level.OK),
+        "gateway": (Level.WARNING, Level.SKIPPED),
+        "trainer": (Level.WARNING, Level.OK),
+    }
+    assert "no trace yet" in doctor("trainer")["stream"].detail
+    assert levels() == healthy
+    TraceStream(login("engine"), model_key(model, fingerprint), max_bytes=CAP).append(ENTRY, trace_id="a")
+    assert levels() == healthy
+    assert "1 traces, 0 settled, 1 waiting" in doctor("engine")["stream"].detail
+    assert "append traces" in doctor("engine")["redis rights"].detail.partition("; not")[0]
+    assert "publish drafts" in doctor("gateway")["redis rights"].detail.partition("; not")[0]
+    assert "read and settle them" in doctor("trainer")["redis rights"].detail.partition("; not")[0]
 
 
 def test_nobody_without_a_password(machine: Machine) -> None:

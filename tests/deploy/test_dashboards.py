@@ -86,7 +86,7 @@ def test_sglang_exports_what_its_board_asks_for() -> None:
     assert {re.sub(r"_bucket$", "", name) for name in asked} <= exported
 
 
-def test_what_the_issue_is_about_is_on_the_live_board() -> None:
+def test_what_the_loop_is_for_is_on_the_live_board() -> None:
     everything = "\n".join(queries(LIVE))
     for metric in (
         "speedup_measured_ratio_lower",

@@ -68,6 +68,7 @@ class Workshop:
         word = whole.get(word, word)
         for shown, meant in (("redis://127.0.0.1:6379/0", self.redis_url), ("http://127.0.0.1:8000", self.gateway_url)):
             word = word.replace(shown, meant)
+        word = word.replace('"NAME"', f'"{self.model.name}"')
         return word.replace("$SLIPSTREAM_GATEWAY_ADMIN_KEY", ADMIN_KEY)
 
     def _run_to_its_end(self, words: list[str], copy: Path, environment: dict[str, str]) -> None:

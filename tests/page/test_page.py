@@ -129,9 +129,13 @@ def test_acting_needs_the_key(watched: Watched, gateway: Gateway, pointer: Draft
     page.click("button[value=rollback]")
     expect(page.locator("#admin-status")).to_contain_text("Say why")
     page.fill("#admin-reason", "slower on our evening traffic")
+    page.press("#admin-reason", "Enter")
+    page.press("#admin-key", "Enter")
+    assert pointer.desired() == 2, "Enter sets off no action"
     page.click("button[value=rollback]")
     expect(page.locator("#admin-status")).to_contain_text("Version 2 is rolled back; engines should run version 1.")
-    expect(page.locator("#events")).to_contain_text("slower on our evening traffic")
+    expect(page.locator("#events")).to_contain_text("Operator rolled back v2")
+    expect(page.locator("#events")).not_to_contain_text("slower", timeout=100)
     kept = page.evaluate("JSON.stringify([localStorage, sessionStorage]) + document.cookie + location.href")
     assert KEY not in kept
 

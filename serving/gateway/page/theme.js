@@ -6,12 +6,29 @@ const CHOICES = ["system", "dark", "light"];
 const KEY = "slipstream-theme";
 
 export function setUpTheme() {
-  apply(localStorage.getItem(KEY));
+  apply(remembered());
   byId("theme").addEventListener("click", () => {
     const next = CHOICES[(CHOICES.indexOf(document.documentElement.dataset.theme) + 1) % CHOICES.length];
-    localStorage.setItem(KEY, next);
+    remember(next);
     apply(next);
   });
+}
+
+// A browser that blocks a site's data throws; then the choice lasts as long as the page.
+function remembered() {
+  try {
+    return localStorage.getItem(KEY);
+  } catch {
+    return null;
+  }
+}
+
+function remember(theme) {
+  try {
+    localStorage.setItem(KEY, theme);
+  } catch {
+    return;
+  }
 }
 
 function apply(stored) {

@@ -50,7 +50,8 @@ async function answer(served, signal) {
     if (!shown.isDone) throw new Error("the answer broke off");
     say("answer-status", shown.summary());
   } catch (failure) {
-    say("answer-status", signal.aborted ? "Stopped." : `No answer: ${failure.message}`);
+    const what = shown.firstMs === null ? "No answer" : "Broke off";
+    say("answer-status", signal.aborted ? "Stopped." : `${what}: ${failure.message}`);
   }
 }
 
@@ -101,9 +102,9 @@ class Answer {
     const choice = event.choices[0];
     if (!choice) return;
     if (choice.finish_reason) this.isDone = true;
+    this.lastMs = performance.now(); // the last token may have no text, and takes its time all the same
     const text = choice.delta.content;
     if (!text) return;
-    this.lastMs = performance.now();
     this.firstMs ??= this.lastMs;
     const isAtEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 40;
     for (const piece of choice.slipstream?.pieces ?? [{ text, source: "plain" }]) {
@@ -119,10 +120,12 @@ class Answer {
     const tokens = this.usage?.completion_tokens;
     if (!tokens || tokens < 2 || this.firstMs === null) return this.firstMs === null ? "The answer is empty." : first;
     const seconds = (this.lastMs - this.firstMs) / 1000;
-    const parts = [`${tokens} tokens`, `${(((tokens - 1) / seconds) || 0).toFixed(0)} a second`, first];
+    const parts = [`${tokens} tokens`];
+    if (seconds > 0.02) parts.push(`${((tokens - 1) / seconds).toFixed(0)} a second`);
     const accepted = this.usage.completion_tokens_details?.accepted_prediction_tokens;
     // The prefill commits the first token; each round commits what was accepted of its proposals, and one more.
-    if (this.showsTokens) parts.splice(2, 0, `${fixed((tokens - 1) / Math.max(tokens - 1 - accepted, 1))} a step`);
+    if (this.showsTokens) parts.push(`${fixed((tokens - 1) / Math.max(tokens - 1 - accepted, 1))} a step`);
+    parts.push(first);
     const total = SOURCES.reduce((sum, source) => sum + this.counts[source], 0);
     if (total) parts.push(SOURCES.map((source) => `${Math.round((100 * this.counts[source]) / total)}% ${WORDS[source]}`).join(", "));
     return parts.join(" · ");

@@ -49,6 +49,7 @@ def test_engine_gets_what_the_client_asked_for() -> None:
         top_p=0.5,
         top_k=20,
         seed=3,
+        ignore_eos=True,
         stop="\n",
         user="someone",
         slipstream={"capture": False, "group_id": "g7", "domain": "math"},
@@ -58,6 +59,7 @@ def test_engine_gets_what_the_client_asked_for() -> None:
     assert request.max_tokens == 7
     assert request.sampling == SamplingParams(temperature=0.0, top_p=0.5, top_k=20)
     assert request.seed == 3
+    assert request.ignore_eos
     assert request.stop == ("\n",)
     assert request.policy == CapturePolicy(capture=False, tenant="default", group_id="g7", domain="math")
 
@@ -69,6 +71,7 @@ def test_defaults() -> None:
     assert request.max_tokens == 33
     assert request.sampling == SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
     assert request.seed is None
+    assert not request.ignore_eos
     assert request.stop == ()
     assert request.policy == CapturePolicy()
 

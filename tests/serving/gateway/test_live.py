@@ -227,7 +227,9 @@ class DeskDouble:
 
     def events(self, count: int) -> list[dict[str, Any]]:
         numbers = {"accept_change": -0.2, "accept_change_lower": -0.3, "accept_change_upper": -0.1}
-        refused = {"version": 3, "reason": "cannot read /secret/drafts/3: see redis://secret:6379/0", "numbers": {}}
+        told = "cannot read /secret/drafts/3 or secret/3.safetensors: see redis://secret:6379/0 and secret.host:6379"
+        refused = {"version": 3, "reason": told, "numbers": {}}
+        typed = {"version": 2, "desired": 2, "reason": "tenant secret-name complains"}
         return [
             {"at_ms": 0, "kind": "scored", "actor": "trainer", "fields": {"version": 2}},
             {"at_ms": 1, "kind": "gate", "actor": "trainer", "fields": {"outcome": "hold", "change": 0.01}},
@@ -238,7 +240,7 @@ class DeskDouble:
                 "actor": "engine:secret-host-1",
                 "fields": {"version": 4, "reason": "accepts less than the incumbent", "numbers": numbers},
             },
-            {"at_ms": 4, "kind": "pin", "actor": "operator:secret-name", "fields": {"version": 2, "desired": 2}},
+            {"at_ms": 4, "kind": "pin", "actor": "operator:secret-name", "fields": typed},
         ]
 
 
@@ -263,7 +265,7 @@ def test_versions_and_events_without_a_key_and_without_secrets() -> None:
         -0.2,
         -0.1,
     )
-    assert quarantined["reason"] == "cannot read …: see …"
+    assert quarantined["reason"] == "cannot read … or …: see … and …"
     assert (judged["outcome"], judged["change"], judged["lower"]) == ("hold", 0.01, None)
     assert get(app, "/admin/drafts").status_code == 403, "acting, and the rest, need the key"
 

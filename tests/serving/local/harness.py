@@ -15,6 +15,7 @@ from serving.engine import Chunk, GenerateRequest
 from serving.evidence import WatchedRound
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
+from serving.local.proposer import Planner
 from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
@@ -84,6 +85,7 @@ def toy_engine(
     min_confidence: float | None = 0.0,
     suffix_depth: int = 0,
     on_round: Callable[[WatchedRound], object] | None = None,
+    planner: Planner | None = None,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
     config = LocalEngineConfig(
@@ -126,6 +128,7 @@ def toy_engine(
         meter=meter,
         on_trace=traces.append,
         on_round=on_round,
+        planner=planner,
     )
     engine.start()
     try:

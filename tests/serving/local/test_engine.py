@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.engine import CapturePolicy, Chunk
+from serving.evidence import Verification
 from serving.local.packed import pack, pack_linears
 from speculator.codec import decode_trace, encode_trace
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
+from speculator.planner import FixedPlanner, Plan
+from speculator.sampling import SamplingParams
 from speculator.trace import NO_DRAFT
-from tests.serving.local.harness import Harness, toy_engine
+from tests.serving.local.harness import Answer, Harness, toy_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until
 
@@ -200,6 +203,56 @@ def test_an_unsure_draft_proposes_nothing_and_a_sure_one_the_whole_chain(model_d
     with toy_engine(model_dir, draft=sure, depth=4, min_confidence=0.1) as harness:
         harness.ask(harness.request("hello"))
         assert harness.metric("slipstream_proposals_total", source="head", position="4") > 0
+
+
+class OnlyLooks(FixedPlanner):
+    """Never uses the head, and looks at it in the last row."""
+
+    def plan(
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
+    ) -> Plan:
+        return Plan(batch=len(domains), num_keys=num_keys, look=len(domains) - 1)
+
+
+def test_a_look_is_what_verification_would_have_said_of_that_requests_next_token(model_dir: Path) -> None:
+    draft = random_draft(model_dir, seed=1)
+    looked: list[Verification] = []
+    sampling = SamplingParams(temperature=5.0)  # so hot that both are nearly uniform: shared noise makes them agree
+
+    def ask(harness: Harness) -> list[Answer]:
+        # Of equal length, so that the second is in the last row until both end.
+        return harness.ask(
+            harness.request("hello you", seed=1, sampling=sampling, max_tokens=60),
+            harness.request("and another one", seed=2, sampling=sampling, max_tokens=60),
+        )
+
+    with toy_engine(model_dir, draft=copy.deepcopy(draft), depth=1) as harness:
+        verified = ask(harness)
+        wait_until(lambda: len(harness.traces) == 2)
+        (trace,) = [trace for trace in harness.traces if trace.header.request_id == "and another one"]
+    with toy_engine(
+        model_dir,
+        draft=draft,
+        planner=OnlyLooks(0.0),
+        on_round=lambda round_: looked.extend(round_.verifications),
+    ) as harness:
+        answers = ask(harness)
+    right, wrong = (harness.metric("slipstream_draft_looks_total", outcome=word) for word in ("accepted", "rejected"))
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in verified]
+    assert not any(answer.num_accepted for answer in answers)
+    assert {one.depth for one in looked} == {1}
+    verdicts = dict(zip(trace.rounds.position.tolist(), trace.rounds.num_accepted.tolist(), strict=True))
+    looks = [one.accepted for one in looked if one.request_id == "and another one"]
+    seen = dict(enumerate(looks, trace.header.num_prompt_tokens))
+    assert verdicts == {position: seen[position] for position in verdicts}
+    assert 5 < sum(verdicts.values()) < len(verdicts), "or it shows nothing"
+    assert (right, right + wrong) == (sum(one.accepted for one in looked), len(looked))
 
 
 def test_what_was_answered_before_is_proposed_again_to_the_same_tenant_alone(model_dir: Path) -> None:

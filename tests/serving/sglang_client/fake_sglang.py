@@ -194,7 +194,7 @@ def _argument(name: str) -> str:
 def _serve(does: str) -> None:
     fake = FakeSglang(model=_argument("--served-model-name"), depth=int(_argument("--speculative-num-steps")))
     port = int(_argument("--port"))
-    server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=port, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=port, log_config=None))
     if does == "stubborn":
         server.capture_signals = _no_signals  # type: ignore[method-assign]
     server.run()
@@ -208,7 +208,7 @@ class _no_signals:  # noqa: N801
 
 def in_background(fake: FakeSglang) -> tuple[str, Callable[[], None]]:
     """Serve from a thread, for tests of code that blocks; returns the address and what ends it."""
-    server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=0, log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
