@@ -37,6 +37,8 @@ class Answer:
     exchange: Exchange
     model: str
     include_usage: bool
+    counts_usage_on: bool
+    """Each event has the usage so far."""
     show_tokens: bool
     """Each choice with text says by pieces where that text comes from; together they are the text."""
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -54,7 +56,7 @@ class Answer:
         )
         pieces = self.dialect.pieces(index, chunk, is_first=is_first, extension=extension)
         # With usage asked for, every event but the last says so with a null, as OpenAI's do.
-        usage = {"usage": None} if self.include_usage else {}
+        usage = {"usage": self.generation.usage() if self.counts_usage_on else None} if self.include_usage else {}
         return [{**self._head(self.dialect.chunk_object), "choices": [piece], **usage} for piece in pieces]
 
     def closing_events(self) -> list[dict[str, Any]]:

@@ -20,7 +20,15 @@ from serving.gateway.telemetry import exchange_of
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, dialect: Dialect) -> Response:
     """Run the generation and return its response; for a stream, return the response that will run it."""
-    answer = Answer(generation, dialect, exchange_of(request), body.model, body.include_usage, body.slipstream.tokens)
+    answer = Answer(
+        generation,
+        dialect,
+        exchange_of(request),
+        body.model,
+        include_usage=body.include_usage,
+        counts_usage_on=body.counts_usage_on,
+        show_tokens=body.slipstream.tokens,
+    )
     if body.stream:
         return _streamed(answer)
     await until_disconnect(request.receive, generation.run())

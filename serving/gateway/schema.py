@@ -180,6 +180,8 @@ class _Open(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """As vLLM has it: with `include_usage`, each event says what was used so far, and not only the last one."""
     include_obfuscation: bool = False
     """OpenAI's random padding of events; accepted so that clients may turn it off, and it is never added."""
 
@@ -252,6 +254,11 @@ class GenerationBody(_Open):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_usage_on(self) -> bool:
+        """Whether each event of the stream has the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ChatBody(GenerationBody):

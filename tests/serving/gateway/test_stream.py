@@ -38,6 +38,18 @@ def test_usage_is_the_last_event_when_asked_for() -> None:
     }
 
 
+def test_each_event_has_the_usage_so_far_when_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = events(chat(DoubleEngine(answer=says("Hi there")), stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 8
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {23}
+    options = {"continuous_usage_stats": True}
+    *chunks, _ = events(chat(DoubleEngine(answer=says("Hi there")), stream=True, stream_options=options))
+    assert all("usage" not in chunk for chunk in chunks)
+
+
 def test_chunks_without_text_are_skipped() -> None:
     # Three-byte characters, one token a chunk: two of three chunks have nothing to show yet.
     *chunks, _ = events(chat(DoubleEngine(answer=says("日本"), tokens_per_chunk=1), stream=True))
