@@ -20,11 +20,10 @@ the incumbent is unknown, as long as its time a token says nothing against it.
 
 Half of `alpha` goes to the bounds over all looks and a quarter to each of the two plain ones.
 
-The baseline is what the version in service has earned lately. A version that is better, and confidently not worse, is
-measured anew: the incumbent's would be too easy a measure for the next, and that of its trial too hard, since a trial
-ends when its version looks good. One that passes for as good shares the pool with those before it: a chain of versions,
-each a little worse than the last but none of them by enough, is compared with the pool and not with the last one, so it
-cannot creep far.
+The baseline is what the version in service has earned lately. A version that is better, and confidently not worse,
+brings its own: the incumbent's would be too easy a measure for the next. One that passes for as good shares the pool
+with those before it: a chain of versions, each a little worse than the last but none of them by enough, is compared
+with the pool and not with the last one, so it cannot creep far.
 """
 
 from __future__ import annotations
@@ -188,12 +187,9 @@ class LiveWatch:
         assert self._trial is not None
         trial, self._trial = self._trial, None
         if verdict.outcome is Outcome.PROMOTED:
-            if verdict.is_better:
-                # Its trial ended because it looked good: that record flatters, and the next one would look worse.
-                self._baseline = Evidence(trial.evidence.version)
-            else:
+            if not verdict.is_better:
                 trial.evidence.pool(self._baseline)
-                self._baseline = trial.evidence
+            self._baseline = trial.evidence
         elif trial.comparison.known:
             past = AcceptComparison(Reference(self._baseline.verifications, num_own=self._baseline.num_own))
             self._returned = past, trial.comparison.change(self.rules.alpha).estimate
