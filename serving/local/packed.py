@@ -14,15 +14,15 @@ _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short ch
 
 
 def pack(weight: Tensor) -> Tensor:
-    """An opaque bfloat16 tensor for `PackedLinear`; another one of the same shape can be copied into it in place."""
+    """An opaque bfloat16 tensor for `linear`; another one of the same shape can be copied into it in place."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)  # type: ignore[no-any-return]
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """[..., in] → [..., out] with a weight that is packed or not; no bias."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., in] → [..., out] with a weight that is packed or not."""
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
-    return F.linear(x, weight)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
 
 
 class PackedLinear(nn.Module):
@@ -34,7 +34,7 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return linear(x, self.packed, self.bias)
 
 
 def pack_linears(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ class DraftReader:
 
     def read(self, slot: int, generation: Generation, num_pairs: int) -> None:
         """Read up to `num_pairs` pairs of one request, where it has any that are unread."""
-        if generation.num_pairs_read < len(generation.tokens) - 1:
+        if generation.num_pairs_unread:
             self._read(slot, [generation], num_pairs)
 
     def read_all(self, generations: Sequence[Generation]) -> tuple[Tensor, int]:
