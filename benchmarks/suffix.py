@@ -187,10 +187,8 @@ def _answers(
     ]
 
 
-def _decode(options: argparse.Namespace) -> Iterator[list[Answer]]:
-    """The answers of one workload after the other."""
-    count = 8 if options.quick else 24
-    limit = 120 if options.quick else 200
+def _decode(options: argparse.Namespace, count: int, limit: int) -> Iterator[list[Answer]]:
+    """The answers of one workload after the other, `count` of each but the groups, of about `limit` tokens."""
     with local_engine(resolve_model(options.model), depth=0, num_threads=options.threads) as engine:
         texts = pick_prompts(options.prompts, 50 * count)
         texts = [text for text in texts if len(engine.tokenizer.encode(text.text)) < MAX_PROMPT]
@@ -209,12 +207,15 @@ def _decode(options: argparse.Namespace) -> Iterator[list[Answer]]:
         yield _answers(engine, "chat", others[2 * count : 3 * count], limit=limit)
 
 
-def load_answers(options: argparse.Namespace) -> list[Answer]:
-    """From the file of `--answers` where it exists; decoded, and then written there, where it does not."""
+def load_answers(options: argparse.Namespace, *, quick: tuple[int, int] = (8, 120)) -> list[Answer]:
+    """From the file of `--answers` where it exists; decoded, and then written there, where it does not.
+
+    `quick` are answers of a workload and tokens of an answer with `--quick`.
+    """
     path: Path | None = options.answers
     if path is not None and path.exists():
         return [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
-    answers = [answer for workload in _decode(options) for answer in workload]
+    answers = [answer for workload in _decode(options, *(quick if options.quick else (24, 200))) for answer in workload]
     if path is not None:
         path.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
     return answers

@@ -21,8 +21,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engines import engine_with
+from benchmarks.equal_cost import Round
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.evidence import WatchedRound
 from serving.local.config import LocalEngineConfig
@@ -51,6 +53,7 @@ class Run:
     num_tokens: int
     wall_s: float
     cpu_s: float
+    rounds: tuple[Round, ...] = ()
 
 
 @dataclass
@@ -79,6 +82,8 @@ class _Planners:
     """Of the last round."""
     planned: str = "plain"
     """The way of the round under way: the last chunk of an answer comes before the end of its last round."""
+    rounds: list[Round] = field(default_factory=list)
+    """Those of the answers under way."""
 
     def __post_init__(self) -> None:
         self.plans = {way: RoundPlanner(max_depth=self.max_depth) for way in WAYS}
@@ -115,6 +120,7 @@ class _Planners:
         self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
     ) -> None:
         self.last = plan
+        self.rounds.append(Round(plan.batch, num_proposals, num_steps, num_pairs, verify_s, draft_s))
         self._current.observe(
             plan,
             num_proposals=num_proposals,
@@ -148,14 +154,18 @@ class Ways:
         """All samples, decoding together."""
         self._planners.way = way
         self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
+        rounds = self._planners.rounds = []
         started_s, cpu_s = time.perf_counter(), time.process_time()
         num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way))
-        return Run(num_tokens, time.perf_counter() - started_s, time.process_time() - cpu_s)
+        return Run(num_tokens, time.perf_counter() - started_s, time.process_time() - cpu_s, tuple(rounds))
 
 
 @contextlib.contextmanager
-def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int) -> Iterator[Ways]:
-    settings = {"control_share": 0.0, "capture": False}
+def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: bool = True) -> Iterator[Ways]:
+    """Without `suffixes` nobody looks for them."""
+    settings: dict[str, Any] = {"control_share": 0.0, "capture": False}
+    if not suffixes:
+        settings["suffix_depth"] = 0
     forecasts: defaultdict[tuple[str, int], Forecast] = defaultdict(Forecast)
 
     def keep(round_: WatchedRound) -> None:

@@ -1,0 +1,56 @@
+"""What rounds would have taken if equal rounds took equally long.
+
+On a shared machine the same rounds take 15% more in one minute than in the next, which hides what a better choice of
+rounds earns. So a round is charged the median of all rounds of its shape, whoever ran them: what is left of a
+difference between two ways of decoding is which rounds they chose and what those committed. Rounds of a rare shape are
+charged what they took. Prefill and planning are the same for all and are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+_COMMON = 8
+"""Rounds of one shape whose median is trusted."""
+
+
+class Round(NamedTuple):
+    """One round: its requests, what it proposed for each, and its two parts in seconds."""
+
+    batch: int
+    num_proposals: int
+    num_steps: int
+    """Of the head; 0 where it was not asked."""
+    num_pairs: int
+    """That the head read before."""
+    verify_s: float
+    draft_s: float
+
+
+def at_equal_cost(runs: Sequence[Sequence[Round]]) -> list[float]:
+    """Seconds of each run."""
+    verify, draft = defaultdict[Hashable, list[float]](list), defaultdict[Hashable, list[float]](list)
+    for run in runs:
+        for one in run:
+            verify[_verified(one)].append(one.verify_s)
+            draft[_drafted(one)].append(one.draft_s)
+    return [
+        sum(_usual(verify[_verified(one)], one.verify_s) + _usual(draft[_drafted(one)], one.draft_s) for one in run)
+        for run in runs
+    ]
+
+
+def _verified(one: Round) -> Hashable:
+    return one.batch, one.num_proposals
+
+
+def _drafted(one: Round) -> Hashable:
+    # A head that was not asked for a while reads much at once.
+    return one.batch, one.num_steps, one.num_pairs if one.num_pairs > 4 * one.batch else 0
+
+
+def _usual(alike: Sequence[float], seconds: float) -> float:
+    return statistics.median(alike) if len(alike) >= _COMMON else seconds
