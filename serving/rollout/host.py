@@ -1,0 +1,68 @@
+"""An engine as the scheduler sees it: what runs there, and what memory that takes, now and later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from serving.rollout.division import Division
+from serving.rollout.order import Order
+from serving.rollout.work import Sample, SampleId
+
+
+@dataclass(kw_only=True)
+class Host:
+    order: Order
+    division: Division | None
+    running: dict[SampleId, Sample] = field(default_factory=dict)
+    free_slots: int = 0
+    free_tokens: int = 0
+    """Neither held nor promised, as last reported and as changed since."""
+
+    def end_of_chunk(self, sample: Sample) -> int:
+        """Tokens at which a chunk ends that begins now."""
+        most = sample.group.request.max_tokens
+        return self.division.end_of_chunk(len(sample.tokens), most) if self.division else most
+
+    def promise(self, sample: Sample) -> int:
+        """Memory of a running sample: to the end of its chunk; undivided, what it holds."""
+        return sample.context + (max(sample.chunk_end - len(sample.tokens), 0) if self.division else 0)
+
+    def room(self) -> int:
+        """Tokens of memory left if all that runs grows as expected."""
+        promises = [(sample, self.promise(sample)) for sample in self.running.values()]
+        return self.free_tokens - sum(self._outlook(sample, promise) - promise for sample, promise in promises)
+
+    def fits(self, sample: Sample, room: int) -> bool:
+        """For now and, where others run beside it, for as long as all are expected to run."""
+        need = self._need(sample)
+        return need <= self.free_tokens and (not self.running or self._outlook(sample, need) <= room)
+
+    def add(self, sample: Sample) -> None:
+        self.free_slots -= 1
+        self.free_tokens -= self._need(sample)
+        sample.chunk_end = self.end_of_chunk(sample)
+        self.running[sample.sample_id] = sample
+
+    def extend(self, sample: Sample) -> bool:
+        """Promise a running sample its next chunk, if there is room for it."""
+        end = self.end_of_chunk(sample)
+        more = end - len(sample.tokens)
+        if more > self.free_tokens:
+            return False
+        sample.chunk_end = end
+        self.free_tokens -= more
+        return True
+
+    def remove(self, sample: Sample) -> None:
+        del self.running[sample.sample_id]
+        self.free_slots += 1
+        self.free_tokens += self.promise(sample)
+
+    def _need(self, sample: Sample) -> int:
+        """Memory to take a sample: its next chunk's; undivided, its next token's."""
+        return sample.context + (self.end_of_chunk(sample) - len(sample.tokens) if self.division else 1)
+
+    def _outlook(self, sample: Sample, promised: int) -> int:
+        if self.division is None:
+            return promised
+        return max(promised, self.division.outlook(sample.context, self.order.remaining(sample)))

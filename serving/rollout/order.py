@@ -1,0 +1,74 @@
+"""Which sample goes first: in the order of submission, or by what is known of its length.
+
+Context-aware (Seer, arXiv 2511.14617): the first sample of each group is its probe. Probes go before all others, those
+with the fewest tokens so far first, so that short groups are known soon. The others go by expected remaining length,
+the longest first: with known lengths such a schedule ends at most 4/3 − 1/(3m) times as late as the best one on m
+machines (Graham, SIAM J. Appl. Math. 17(2), 1969), and what is short fills the gaps at the end. A group whose length is
+not known counts as long as its limit.
+
+A higher priority goes before a lower one whatever the order, and an earlier deadline before a later one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from serving.rollout.lengths import expected_remaining
+from serving.rollout.work import Sample
+
+Rank = tuple[float, ...]
+
+
+class Order(Protocol):
+    def rank(self, sample: Sample) -> Rank:
+        """The lowest goes first. It may change when a sample of the same group has ended, and at no other time while
+        the sample waits.
+        """
+
+    def displaces(self, waiting: Sample, running: Sample) -> bool:
+        """Whether a running sample, at the end of a chunk, makes room for a waiting one."""
+
+    def remaining(self, sample: Sample) -> int:
+        """Tokens that the sample is expected to need yet."""
+
+
+class Fifo:
+    """Groups in the order of submission, their samples in turn."""
+
+    def rank(self, sample: Sample) -> Rank:
+        return (*urgency(sample), sample.group.number, sample.index)
+
+    def displaces(self, waiting: Sample, running: Sample) -> bool:
+        return urgency(waiting) < urgency(running)
+
+    def remaining(self, sample: Sample) -> int:
+        """Nothing is known of lengths but the limit."""
+        return sample.group.request.max_tokens - len(sample.tokens)
+
+
+class ContextAware:
+    """One probe of each group, shortest first; then the longest expected first."""
+
+    def rank(self, sample: Sample) -> Rank:
+        key = (0, len(sample.tokens)) if sample.is_probe else (1, -expected_remaining(sample))
+        return (*urgency(sample), *key, sample.group.number, sample.index)
+
+    def displaces(self, waiting: Sample, running: Sample) -> bool:
+        """Also a probe displaces what is none, and a sample one that is expected to end before it by more tokens than
+        have to be read again.
+        """
+        if urgency(waiting) != urgency(running):
+            return urgency(waiting) < urgency(running)
+        if waiting.is_probe or running.is_probe:
+            return waiting.is_probe and not running.is_probe
+        return expected_remaining(waiting) > expected_remaining(running) + running.context
+
+    def remaining(self, sample: Sample) -> int:
+        return expected_remaining(sample)
+
+
+def urgency(sample: Sample) -> Rank:
+    """Of the group's request: lower is more urgent."""
+    request = sample.group.request
+    return (-request.priority, math.inf if request.deadline_s is None else request.deadline_s)

@@ -1,0 +1,312 @@
+"""Which sample runs where: the state of all groups, changed by events and asked for work. No clock, no I/O.
+
+A driver asks `next_for` whenever an engine has a free slot, runs the leases that it gets, and reports: tokens as they
+come (`progressed`), the end (`finished`), an engine that threw a sample out (`preempted`) or died (`engine_lost`). Only
+the newest lease of a sample may report: what an old one still says is dropped, so nothing is generated twice. Every
+sample is waiting, running on one engine, or ended, at any time; `check` says so.
+
+After any event that frees a slot or brings work back, all engines with free slots ask again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from serving.rollout.division import Division
+from serving.rollout.host import Host
+from serving.rollout.order import Order
+from serving.rollout.placement import ANYWHERE, Placement
+from serving.rollout.queue import WaitingQueue
+from serving.rollout.staleness import is_stale
+from serving.rollout.work import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, State
+from speculator.errors import RequestError
+
+Verdict = Literal["go on", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    order: Order
+    placement: Placement = ANYWHERE
+    division: Division | None = None
+    """None: a sample stays where it began, and memory is not promised: the engine preempts when it runs out."""
+
+    def __post_init__(self) -> None:
+        if self.division is not None and self.placement.keeps_groups:
+            raise ValueError("a divided sample moves, so its group cannot be kept on one engine")
+
+
+class Scheduler:
+    def __init__(self, policy: Policy, *, target_version: int = 0) -> None:
+        self._policy, self._version = policy, target_version
+        self._groups: dict[str, Group] = {}
+        self._num_groups = 0
+        self._queue = WaitingQueue()
+        self._hosts: dict[str, Host] = {}
+        # Numbers are of all groups, since a group may come back under the name of one that was forgotten.
+        self._lease_numbers = itertools.count(1)
+        self._leases: dict[int, Sample] = {}
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GroupRequest) -> None:
+        """Raises RequestError for the id of a group that is still known.
+
+        That prompt and limit fit into an engine is the caller's business: what fits nowhere waits for ever.
+        """
+        if request.group_id in self._groups:
+            raise RequestError(f"there is a group {request.group_id} already", param="group_id", code="duplicate")
+        group = Group(request=request, number=self._num_groups)
+        engine = self._policy.placement.engine_of(group.number)
+        group.samples = [
+            Sample(group=group, index=index, seed=seed, engine=engine) for index, seed in enumerate(request.seeds)
+        ]
+        self._groups[request.group_id] = group
+        self._num_groups += 1
+        for sample in group.samples:
+            self._queue.put(sample, self._policy.order.rank(sample))
+
+    def sample(self, sample_id: SampleId) -> Sample:
+        """To be read only. Raises RequestError for one that is not known."""
+        group = self._groups.get(sample_id.group_id)
+        if group is None or not 0 <= sample_id.number < len(group.samples):
+            raise RequestError(f"no sample {sample_id.number} of a group {sample_id.group_id}", param="sample_id")
+        return group.samples[sample_id.number]
+
+    def cancel(self, group_id: str) -> list[Ended]:
+        """End all of a group that has not ended. Raises RequestError for a group that is not known."""
+        return [self._end(sample, State.ABORTED, "cancelled") for sample in self._under_way(self._group(group_id))]
+
+    def forget(self, group_id: str) -> None:
+        """Drop a group that has ended. Raises RequestError while it has not."""
+        if self._under_way(self._group(group_id)):
+            raise RequestError(f"group {group_id} has not ended", param="group_id")
+        del self._groups[group_id]
+
+    # -- engines ------------------------------------------------------------------------------------------------------
+
+    def next_for(self, engine: str, free_slots: int, free_tokens: int) -> list[Lease]:
+        """Work for an engine with so many free slots, and tokens of memory that running samples neither hold nor were
+        promised (`promised_tokens`).
+        """
+        host = self._hosts.setdefault(engine, self._new_host())
+        host.free_slots, host.free_tokens = free_slots, free_tokens
+        leases = []
+        while host.free_slots > 0:
+            sample = self._queue.take(engine, functools.partial(host.fits, room=host.room()))
+            if sample is None:
+                break
+            leases.append(self._start(sample, engine, host))
+        return leases
+
+    def promised_tokens(self, engine: str) -> int:
+        """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
+        host = self._hosts[engine]
+        return sum(host.promise(sample) for sample in host.running.values())
+
+    def engine_lost(self, engine: str) -> list[SampleId]:
+        """What ran there waits again with the tokens that were reported, and what was to run there may run anywhere."""
+        host = self._hosts.pop(engine, self._new_host())
+        for sample in host.running.values():
+            del self._leases[sample.lease]
+            self._to_queue(sample, engine=None)
+        for group in self._groups.values():
+            for sample in self._under_way(group):
+                if sample.engine == engine:
+                    self._to_queue(sample, engine=None)
+        return list(host.running)
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def progressed(self, lease: Lease, tokens: Sequence[int]) -> Verdict:
+        """New tokens of a lease, but not its last. "stop" says that the lease is over: the sample waits again, has
+        ended, or is elsewhere.
+        """
+        sample = self._leases.get(lease.number)
+        if sample is None:
+            return "stop"
+        self._append(sample, tokens)
+        assert len(sample.tokens) < sample.group.request.max_tokens, "the last tokens come with `finished`"
+        division = self._policy.division
+        if division is None or len(sample.tokens) < sample.chunk_end:
+            return "go on"
+        return self._next_chunk(sample, lease.engine, division)
+
+    def finished(self, lease: Lease, tokens: Sequence[int], reason: Literal["stop", "length"]) -> Ended | None:
+        """The engine has ended the sample with these last tokens; None for a lease that is over."""
+        sample = self._leases.get(lease.number)
+        if sample is None:
+            return None
+        self._append(sample, tokens)
+        ended = self._end(sample, State.FINISHED, reason)
+        group = sample.group
+        group.num_finished += 1
+        if group.longest_finished is None or len(sample.tokens) > group.longest_finished:
+            group.longest_finished = len(sample.tokens)
+            for sibling in group.samples:
+                if sibling in self._queue:
+                    self._queue.put(sibling, self._policy.order.rank(sibling))
+        return ended
+
+    def preempted(self, lease: Lease) -> None:
+        """The engine threw the sample out, for want of memory or because it failed there."""
+        sample = self._leases.get(lease.number)
+        if sample is not None:
+            self._pause(sample, engine=lease.engine if self._policy.placement.keeps_groups else None)
+
+    # -- versions and time --------------------------------------------------------------------------------------------
+
+    def announce_target(self, version: int) -> list[Ended]:
+        """A newer target: samples that are too old for it end, with their tokens or without, as their group asks."""
+        if version <= self._version:
+            raise RequestError(f"target version {version} is not newer than {self._version}", param="version")
+        self._version = version
+        old = [sample for sample in self._all_under_way() if is_stale(sample, version)]
+        return [
+            self._end(sample, State.STALE if sample.group.request.when_stale == "return" else State.ABORTED, "stale")
+            for sample in old
+        ]
+
+    def expire(self, now_s: float) -> list[Ended]:
+        """End what is past its deadline."""
+        late = [
+            sample
+            for sample in self._all_under_way()
+            if sample.group.request.deadline_s is not None and sample.group.request.deadline_s <= now_s
+        ]
+        return [self._end(sample, State.ABORTED, "deadline") for sample in late]
+
+    # -- accounts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def counts(self) -> Counter[State]:
+        return Counter(sample.state for group in self._groups.values() for sample in group.samples)
+
+    def check(self) -> None:
+        """Every sample is in one place, the one that its state names."""
+        running = {key: name for name, host in self._hosts.items() for key in host.running}
+        assert len(running) == sum(len(host.running) for host in self._hosts.values()), "a sample runs twice"
+        assert len(running) == len(self._leases), "a lease is left over"
+        waiting = 0
+        for group in self._groups.values():
+            for sample in group.samples:
+                is_waiting = sample.state in (State.WAITING, State.PAUSED)
+                waiting += is_waiting
+                assert is_waiting == (sample in self._queue), sample.sample_id
+                is_running = sample.state is State.RUNNING
+                assert (sample.engine if is_running else None) == running.get(sample.sample_id), sample.sample_id
+        assert waiting == len(self._queue), "something waits that no group has"
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _group(self, group_id: str) -> Group:
+        if group_id not in self._groups:
+            raise RequestError(f"no group {group_id}", param="group_id")
+        return self._groups[group_id]
+
+    @staticmethod
+    def _under_way(group: Group) -> list[Sample]:
+        return [sample for sample in group.samples if not sample.state.has_ended]
+
+    def _all_under_way(self) -> Iterable[Sample]:
+        return (sample for group in self._groups.values() for sample in self._under_way(group))
+
+    @staticmethod
+    def _append(sample: Sample, tokens: Sequence[int]) -> None:
+        sample.tokens.extend(tokens)
+        most = sample.group.request.max_tokens
+        assert len(sample.tokens) <= most, f"{sample.sample_id} got more than its {most} tokens"
+
+    def _new_host(self) -> Host:
+        return Host(order=self._policy.order, division=self._policy.division)
+
+    def _start(self, sample: Sample, engine: str, host: Host) -> Lease:
+        host.add(sample)
+        sample.state, sample.engine = State.RUNNING, engine
+        sample.lease = next(self._lease_numbers)
+        self._leases[sample.lease] = sample
+        if sample.target_version is None:
+            sample.target_version = self._version
+        if self._policy.placement.keeps_groups:
+            self._bind(sample.group, engine)
+        request = sample.group.request
+        return Lease(
+            sample_id=sample.sample_id,
+            engine=engine,
+            number=sample.lease,
+            prompt_token_ids=(*request.prompt_token_ids, *sample.tokens),
+            num_generated=len(sample.tokens),
+            seed=sample.seed,
+            max_tokens=request.max_tokens - len(sample.tokens),
+            target_version=sample.target_version,
+        )
+
+    def _bind(self, group: Group, engine: str) -> None:
+        for sibling in group.samples:
+            if sibling in self._queue and sibling.engine is None:
+                self._to_queue(sibling, engine=engine)
+
+    def _next_chunk(self, sample: Sample, engine: str, division: Division) -> Verdict:
+        host = self._hosts[engine]
+        waiting = self._queue.first(engine)
+        better = None if waiting is not None else self._emptier_engine(sample, engine, division)
+        # A slot that is free already will do for what waits.
+        is_displaced = waiting is not None and host.free_slots == 0 and self._policy.order.displaces(waiting, sample)
+        if better is None and not is_displaced and host.extend(sample):
+            return "go on"
+        self._pause(sample, engine=better)
+        return "stop"
+
+    def _emptier_engine(self, sample: Sample, engine: str, division: Division) -> str | None:
+        """Where the sample would end so much earlier that reading its context there pays."""
+        open_engines = [
+            name
+            for name, host in self._hosts.items()
+            if host.free_slots > self._queue.num_bound(name) and host.fits(sample, host.room())
+        ]
+        best = min(open_engines, key=self._load, default=None)
+        if best is None or not division.pays_to_move(
+            remaining=self._policy.order.remaining(sample),
+            context=sample.context,
+            here=self._load(engine),
+            there=self._load(best),
+        ):
+            return None
+        return best
+
+    def _load(self, engine: str) -> int:
+        return len(self._hosts[engine].running) + self._queue.num_bound(engine)
+
+    def _pause(self, sample: Sample, *, engine: str | None) -> None:
+        self._leave(sample)
+        self._to_queue(sample, engine=engine)
+
+    def _leave(self, sample: Sample) -> str:
+        """Off the engine on which it runs."""
+        engine = sample.engine
+        assert engine is not None
+        self._hosts[engine].remove(sample)
+        del self._leases[sample.lease]
+        return engine
+
+    def _to_queue(self, sample: Sample, *, engine: str | None) -> None:
+        sample.state = State.PAUSED if sample.tokens else State.WAITING
+        sample.engine = engine
+        self._queue.put(sample, self._policy.order.rank(sample))
+
+    def _end(self, sample: Sample, state: State, reason: EndReason) -> Ended:
+        stop = None
+        if sample.state is State.RUNNING:
+            engine = self._leave(sample)
+            stop = None if state is State.FINISHED else (engine, sample.lease)
+        self._queue.discard(sample)
+        sample.state, sample.end_reason, sample.engine = state, reason, None
+        return Ended(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)

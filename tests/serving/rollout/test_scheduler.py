@@ -1,0 +1,248 @@
+"""What runs where, event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from serving.rollout.division import Division
+from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.placement import TOGETHER, dealt
+from serving.rollout.scheduler import Policy, Scheduler
+from serving.rollout.work import MAX_SAMPLES, SampleId, State
+from speculator.errors import RequestError
+from tests.serving.rollout.groups import names, request, sample
+from tests.serving.rollout.test_division import Linear
+
+ROOMY = 10_000
+
+
+def divided(chunk_tokens: int = 20, **more: object) -> Scheduler:
+    return Scheduler(Policy(order=ContextAware(), division=Division(chunk_tokens=chunk_tokens, **more)))
+
+
+def test_every_slot_is_filled_while_work_waits() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=3))
+    scheduler.submit(request("b", samples=3))
+    assert names(scheduler.next_for("x", 4, ROOMY)) == ["a0", "b0", "a1", "a2"]
+    assert names(scheduler.next_for("y", 4, ROOMY)) == ["b1", "b2"]
+    assert scheduler.next_for("z", 4, ROOMY) == []
+    scheduler.check()
+
+
+def test_a_lease_says_what_to_generate() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1, max_tokens=50))
+    (first,) = scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.progressed(first, (70, 71)) == "go on"
+    scheduler.engine_lost("x")
+    (second,) = scheduler.next_for("y", 1, ROOMY)
+    assert second.prompt_token_ids == (*range(10), 70, 71)
+    assert (second.num_generated, second.max_tokens, second.seed) == (2, 48, first.seed)
+
+
+def test_the_longest_finished_sibling_reorders_what_waits() -> None:
+    scheduler = divided(chunk_tokens=200)
+    for name in "ab":
+        scheduler.submit(request(name, samples=2))
+    probe_a, probe_b = scheduler.next_for("x", 2, ROOMY)
+    scheduler.finished(probe_a, (0,) * 30, "stop")
+    scheduler.finished(probe_b, (0,) * 60, "stop")
+    assert names(scheduler.next_for("x", 1, ROOMY)) == ["b1"]
+
+
+def test_whole_groups_in_turn() -> None:
+    scheduler = Scheduler(Policy(order=Fifo(), placement=dealt(("x", "y"))))
+    for name in "abc":
+        scheduler.submit(request(name))
+    assert names(scheduler.next_for("x", 9, ROOMY)) == ["a0", "a1", "c0", "c1"]
+    assert names(scheduler.next_for("y", 9, ROOMY)) == ["b0", "b1"]
+
+
+def test_a_group_stays_with_the_engine_that_asked_first_until_that_dies() -> None:
+    scheduler = Scheduler(Policy(order=Fifo(), placement=TOGETHER))
+    for name in "ab":
+        scheduler.submit(request(name))
+    assert names(scheduler.next_for("x", 1, ROOMY)) == ["a0"]
+    assert names(scheduler.next_for("y", 3, ROOMY)) == ["b0", "b1"]
+    assert scheduler.engine_lost("x") == [SampleId("a", 0)]
+    assert names(scheduler.next_for("y", 3, ROOMY)) == ["a0", "a1"]
+    scheduler.check()
+
+
+def test_memory_is_promised_by_the_chunk() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=4))
+    # 10 of prompt and 20 of chunk each; half of the 100 that each may become: 60 each.
+    leases = scheduler.next_for("x", 4, 130)
+    assert names(leases) == ["a0", "a1"]
+    assert scheduler.promised_tokens("x") == 60
+    scheduler.next_for("x", 2, 10)
+    assert scheduler.progressed(leases[0], (0,) * 20) == "stop"  # 20 more do not fit into 10
+    assert sample(scheduler, "a0").state is State.PAUSED
+
+
+def test_what_is_known_to_be_short_starts_where_the_unknown_would_not() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=3))
+    (probe,) = scheduler.next_for("x", 1, 130)
+    scheduler.finished(probe, (0,) * 30, "stop")
+    assert names(scheduler.next_for("x", 3, 130)) == ["a1", "a2"]  # 10 and half of 30, but 30 for the chunk
+
+
+def test_what_does_not_fit_holds_up_nobody() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=1, prompt_token_ids=tuple(range(500)), priority=1))
+    scheduler.submit(request("b", samples=1))
+    assert names(scheduler.next_for("x", 2, 100)) == ["b0"]
+    assert names(scheduler.next_for("y", 2, 600)) == ["a0"]
+
+
+def test_an_undivided_sample_takes_what_is_there_and_may_be_thrown_out() -> None:
+    scheduler = Scheduler(Policy(order=Fifo(), placement=TOGETHER))
+    scheduler.submit(request("a", samples=2))
+    first, second = scheduler.next_for("x", 2, 25)
+    scheduler.progressed(second, (5, 6, 7))
+    scheduler.preempted(second)
+    assert scheduler.next_for("y", 1, ROOMY) == []
+    (again,) = scheduler.next_for("x", 1, ROOMY)
+    assert (again.sample_id, again.num_generated) == (second.sample_id, 3)
+    assert scheduler.progressed(first, (1,)) == "go on"
+
+
+def test_at_the_end_of_a_chunk_a_probe_gets_the_slot() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=2))
+    probe, sibling = scheduler.next_for("x", 2, ROOMY)
+    scheduler.submit(request("b", samples=1))
+    assert scheduler.progressed(sibling, (0,) * 19) == "go on"
+    assert scheduler.progressed(probe, (0,) * 20) == "go on"
+    assert scheduler.progressed(sibling, (0,)) == "stop"
+    assert names(scheduler.next_for("x", 1, ROOMY)) == ["b0"]
+
+
+def test_one_free_slot_displaces_one_sample() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=3))
+    _, second, third = scheduler.next_for("x", 3, ROOMY)
+    scheduler.submit(request("b", samples=1))
+    assert scheduler.progressed(second, (0,) * 20) == "stop"
+    assert scheduler.progressed(third, (0,) * 20) == "go on"
+
+
+def test_an_emptier_engine_takes_over_and_nobody_else() -> None:
+    scheduler = divided(chunk_tokens=20, costs=Linear())
+    scheduler.submit(request("a", samples=4))
+    leases = scheduler.next_for("x", 4, ROOMY)
+    scheduler.next_for("y", 4, ROOMY)
+    # 80 tokens remain, at 4 s here and 1 s there; then 4 and 3 requests would be no gain over 3 and 2.
+    verdicts = [scheduler.progressed(lease, (0,) * 20) for lease in leases]
+    assert verdicts == ["stop", "stop", "go on", "go on"]
+    assert scheduler.next_for("x", 2, ROOMY) == []
+    assert names(scheduler.next_for("y", 4, ROOMY)) == ["a0", "a1"]
+
+
+def test_an_engine_that_dies_with_twenty_chunks_loses_what_it_had_not_reported() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=20))
+    leases = scheduler.next_for("x", 20, ROOMY)
+    for number, lease in enumerate(leases):
+        scheduler.progressed(lease, (number,) * number)
+    assert len(scheduler.engine_lost("x")) == 20
+    scheduler.check()
+    again = {lease.sample_id.number: lease for lease in scheduler.next_for("y", 20, ROOMY)}
+    assert {index: lease.prompt_token_ids[10:] for index, lease in again.items()} == {
+        number: (number,) * number for number in range(20)
+    }
+    # The dead engine's last words come late.
+    assert scheduler.progressed(leases[3], (9, 9)) == "stop"
+    assert scheduler.finished(leases[3], (9,), "stop") is None
+    assert sample(scheduler, "a3").tokens == [3, 3, 3]
+
+
+def test_samples_that_are_too_old_are_returned_or_aborted_as_asked() -> None:
+    scheduler = divided()
+    for name, staleness in {"a": 1, "b": 1, "c": None}.items():
+        scheduler.submit(
+            request(name, samples=1, max_staleness=staleness, when_stale="abort" if name == "b" else "return")
+        )
+    leases = scheduler.next_for("x", 3, ROOMY)
+    scheduler.progressed(leases[0], (1, 2))
+    assert scheduler.announce_target(1) == []
+    scheduler.submit(request("d", samples=1, max_staleness=0))
+    ended = {one.sample_id.group_id: one for one in scheduler.announce_target(2)}
+    assert {name: (one.state, one.reason) for name, one in ended.items()} == {
+        "a": (State.STALE, "stale"),
+        "b": (State.ABORTED, "stale"),
+    }
+    assert ended["a"].stop == ("x", leases[0].number)
+    assert sample(scheduler, "a0").tokens == [1, 2]
+    assert scheduler.progressed(leases[0], (3,)) == "stop"
+    (fresh,) = scheduler.next_for("x", 1, ROOMY)
+    assert (names([fresh]), fresh.target_version) == (["d0"], 2)
+    scheduler.check()
+
+
+def test_a_version_never_goes_back() -> None:
+    scheduler = Scheduler(Policy(order=Fifo()), target_version=3)
+    with pytest.raises(RequestError, match="not newer"):
+        scheduler.announce_target(3)
+
+
+def test_deadlines_and_cancelling_end_samples_wherever_they_are() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", deadline_s=10.0))
+    scheduler.submit(request("b"))
+    scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.expire(9.0) == []
+    assert [(one.reason, one.stop) for one in scheduler.expire(10.0)] == [("deadline", ("x", 1)), ("deadline", None)]
+    assert [one.reason for one in scheduler.cancel("b")] == ["cancelled", "cancelled"]
+    assert scheduler.counts() == {State.ABORTED: 4}
+    assert scheduler.next_for("x", 9, ROOMY) == []
+    scheduler.check()
+
+
+def test_a_group_is_forgotten_when_it_has_ended_and_its_name_is_free_again() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1))
+    with pytest.raises(RequestError, match="not ended"):
+        scheduler.forget("a")
+    scheduler.cancel("a")
+    scheduler.forget("a")
+    scheduler.submit(request("a", samples=1))
+    assert scheduler.counts() == {State.WAITING: 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"samples": 0}, "n"),
+        ({"samples": MAX_SAMPLES + 1}, "n"),
+        ({"samples": 10_000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_token_ids": ()}, "prompt"),
+        ({"max_staleness": -1}, "max_staleness"),
+    ],
+)
+def test_a_group_that_cannot_be_served_is_refused(wrong: dict[str, object], param: str) -> None:
+    with pytest.raises(RequestError) as error:
+        request(**wrong)
+    assert error.value.param == param
+
+
+def test_unknown_and_duplicate_names_are_refused() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a"))
+    with pytest.raises(RequestError, match="already"):
+        scheduler.submit(request("a"))
+    for call in (scheduler.cancel, scheduler.forget):
+        with pytest.raises(RequestError, match="no group"):
+            call("b")
+    for index in (-1, 2):
+        with pytest.raises(RequestError, match="no sample"):
+            scheduler.sample(SampleId("a", index))
+
+
+def test_a_divided_sample_cannot_be_kept_with_its_group() -> None:
+    with pytest.raises(ValueError, match="divided"):
+        Policy(order=Fifo(), placement=TOGETHER, division=Division(chunk_tokens=8))

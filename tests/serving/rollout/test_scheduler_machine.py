@@ -1,0 +1,203 @@
+"""Whatever engines, callers and trainers do, in any order: nothing is lost, nothing is generated twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from serving.rollout.division import Division
+from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.placement import TOGETHER, dealt
+from serving.rollout.scheduler import Policy, Scheduler
+from serving.rollout.work import Ended, GroupRequest, Lease, SampleId, State
+from tests.serving.rollout.test_division import Linear
+
+ENGINES = ("x", "y", "z")
+NAMES = ("a", "b", "c", "d", "e", "f")
+SLOTS, MEMORY, PROMPT = 3, 120, 5
+POLICIES = {
+    "dealt": Policy(order=Fifo(), placement=dealt(ENGINES)),
+    "together": Policy(order=Fifo(), placement=TOGETHER),
+    "divided": Policy(order=Fifo(), division=Division(chunk_tokens=8, costs=Linear())),
+    "context-aware": Policy(order=ContextAware(), division=Division(chunk_tokens=8, costs=Linear())),
+}
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Engines generate the numbers 0, 1, 2, … of each sample. The model knows every lease that was ever given, those
+    that engines work on, and what each sample reported.
+    """
+
+    policy = POLICIES["context-aware"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(self.policy)
+        self.requests: dict[str, GroupRequest] = {}
+        self.given: list[Lease] = []
+        self.running: dict[SampleId, Lease] = {}
+        self.reported: dict[SampleId, list[int]] = {}
+        self.ended: dict[SampleId, Ended] = {}
+        self.version, self.now_s = 0, 0.0
+
+    # -- what callers do ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.requests) < len(NAMES))
+    @rule(
+        samples=st.integers(1, 8),
+        max_tokens=st.integers(1, 40),
+        priority=st.integers(0, 1),
+        due_s=st.none() | st.integers(1, 4),
+        staleness=st.none() | st.integers(0, 2),
+        when_stale=st.sampled_from(["return", "abort"]),
+    )
+    def submit(self, samples, max_tokens, priority, due_s, staleness, when_stale) -> None:  # type: ignore[no-untyped-def]
+        name = next(name for name in NAMES if name not in self.requests)  # also of one that was forgotten
+        request = GroupRequest(
+            group_id=name,
+            prompt_token_ids=(0,) * PROMPT,
+            seeds=tuple(range(samples)),
+            max_tokens=max_tokens,
+            priority=priority,
+            deadline_s=None if due_s is None else self.now_s + due_s,
+            max_staleness=staleness,
+            when_stale=when_stale,
+        )
+        self.scheduler.submit(request)
+        self.requests[name] = request
+        self.reported |= {SampleId(name, index): [] for index in range(samples)}
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.over(self.scheduler.cancel(name))
+        self.scheduler.forget(name)
+        del self.requests[name]
+        for sample_id in [key for key in self.reported if key.group_id == name]:
+            assert sample_id in self.ended
+            del self.reported[sample_id], self.ended[sample_id]
+
+    @rule()
+    def new_target(self) -> None:
+        self.version += 1
+        self.over(self.scheduler.announce_target(self.version))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now_s += 1
+        self.over(self.scheduler.expire(self.now_s))
+
+    # -- what engines do ----------------------------------------------------------------------------------------------
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def ask(self, engine: str) -> None:
+        mine = [lease for lease in self.running.values() if lease.engine == engine]
+        free = MEMORY - (self.scheduler.promised_tokens(engine) if mine else 0)
+        leases = self.scheduler.next_for(engine, SLOTS - len(mine), free)
+        assert len(leases) <= SLOTS - len(mine)
+        for lease in leases:
+            assert lease.sample_id not in self.running, "it runs already"
+            assert lease.sample_id not in self.ended, "it has ended"
+            known = self.reported[lease.sample_id]
+            assert lease.prompt_token_ids == (*(0,) * PROMPT, *known)
+            assert lease.num_generated == len(known)
+            self.running[lease.sample_id] = lease
+            self.given.append(lease)
+        if self.policy.division is not None and (mine or leases):
+            assert self.scheduler.promised_tokens(engine) <= MEMORY
+
+    def lease(self, data: st.DataObject) -> Lease:
+        return self.running[data.draw(st.sampled_from(sorted(self.running)))]
+
+    def more(self, lease: Lease, count: int) -> tuple[int, ...]:
+        known = self.reported[lease.sample_id]
+        tokens = tuple(range(len(known), len(known) + count))
+        known.extend(tokens)
+        return tokens
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(0, 8))
+    def progress(self, data: st.DataObject, count: int) -> None:
+        """Up to the end of the chunk and no further, and not to the end of the sample, as the interface asks."""
+        lease = self.lease(data)
+        left = lease.max_tokens + lease.num_generated - len(self.reported[lease.sample_id])
+        in_chunk = self.scheduler.sample(lease.sample_id).chunk_end - len(self.reported[lease.sample_id])
+        verdict = self.scheduler.progressed(lease, self.more(lease, min(count, left - 1, in_chunk)))
+        if verdict == "stop":
+            del self.running[lease.sample_id]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def finish(self, data: st.DataObject, count: int) -> None:
+        lease = self.lease(data)
+        left = lease.max_tokens + lease.num_generated - len(self.reported[lease.sample_id])
+        count = min(count, left)
+        ended = self.scheduler.finished(lease, self.more(lease, count), "length" if count == left else "stop")
+        assert ended is not None
+        self.over([ended])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        lease = self.lease(data)
+        self.scheduler.preempted(lease)
+        del self.running[lease.sample_id]
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def die(self, engine: str) -> None:
+        lost = self.scheduler.engine_lost(engine)
+        assert sorted(lost) == sorted(key for key, lease in self.running.items() if lease.engine == engine)
+        for sample_id in lost:
+            del self.running[sample_id]
+
+    @rule()
+    def speak_from_the_grave(self) -> None:
+        """Reports of leases that are over change nothing."""
+        for lease in self.given:
+            if self.running.get(lease.sample_id) is not lease:
+                assert self.scheduler.progressed(lease, (99,)) == "stop"
+                assert self.scheduler.finished(lease, (99,), "stop") is None
+                self.scheduler.preempted(lease)
+
+    def over(self, ended: list[Ended]) -> None:
+        for one in ended:
+            assert one.sample_id not in self.ended, "it ended twice"
+            self.ended[one.sample_id] = one
+            lease = self.running.pop(one.sample_id, None)
+            if one.state is not State.FINISHED:
+                assert one.stop == (None if lease is None else (lease.engine, lease.number))
+
+    # -- what holds at any time ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.scheduler.check()
+        assert sum(self.scheduler.counts().values()) == len(self.reported)
+        for sample_id, tokens in self.reported.items():
+            sample = self.scheduler.sample(sample_id)
+            assert sample.tokens == tokens
+            assert (sample.state is State.RUNNING) == (sample_id in self.running)
+            assert sample.state.has_ended == (sample_id in self.ended)
+
+    def teardown(self) -> None:
+        """Whatever happened, one engine that goes on brings everything that has not ended to its end."""
+        for engine in ENGINES:
+            self.die(engine)
+        while leases := self.scheduler.next_for("w", SLOTS, MEMORY):
+            for lease in leases:
+                self.running[lease.sample_id] = lease
+                left = lease.max_tokens
+                ended = self.scheduler.finished(lease, self.more(lease, left), "length")
+                assert ended is not None
+                self.over([ended])
+        assert set(self.reported) == set(self.ended)
+        self.everything_is_accounted_for()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_lost_and_nothing_generated_twice(policy: str) -> None:
+    machine = type("Machine", (SchedulerMachine,), {"policy": POLICIES[policy]})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
