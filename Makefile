@@ -2,13 +2,14 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang lint check format lock clean docs secrets system-packages
+.PHONY: help demo test test-sglang chaos soak lint check format lock audit clean docs secrets system-packages
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 ARGS ?=
-# Debian's; tests that need one are skipped where it is missing.
-SYSTEM_PACKAGES := chromium prometheus
+MINUTES ?= 10
+# Debian's; tests that need one are skipped where it is missing, and hey loads the gateway in a benchmark.
+SYSTEM_PACKAGES := chromium hey prometheus
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +22,12 @@ test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
 
 test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+
+chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)
+
+soak: .venv/.installed ## the loop under steady load: what grows? MINUTES=10
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 secrets: ## write the passwords of docker-compose.yml into deploy/secrets, where there are none yet
 	@deploy/secrets.sh
@@ -46,7 +53,11 @@ lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 deploy/audit.in -o deploy/audit.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock
+
+audit: .venv-audit/.installed ## known vulnerabilities of everything that is locked, asked of osv.dev
+	@deploy/audit.sh .venv-audit/bin/pip-audit requirements*.lock deploy/*.lock
 
 system-packages: ## Debian packages that some tests need, where apt-get and root are there; prometheus takes port 9090
 	@if dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1; then exit 0; \
@@ -55,7 +66,7 @@ system-packages: ## Debian packages that some tests need, where apt-get and root
 	else echo "left out, tests that need them are skipped: $(SYSTEM_PACKAGES)" >&2; fi
 
 clean: ## remove the environments
-	rm -rf .venv .venv-sglang .tools
+	rm -rf .venv .venv-sglang .venv-audit .tools
 
 # uv where it is missing: into a directory of its own, which also works where the system's pip is externally managed.
 .tools/bin/uv:
@@ -74,3 +85,9 @@ endef
 
 .venv-sglang/.installed: requirements-sglang.lock pyproject.toml | $(UV)
 	$(install)
+
+# By itself: what judges the others is none of them.
+.venv-audit/.installed: deploy/audit.lock | $(UV)
+	@[ -x $(@D)/bin/python ] || $(UV) venv --quiet --python '>=3.11' $(@D)
+	$(UV) pip sync --quiet --python $(@D)/bin/python --require-hashes $<
+	@touch $@

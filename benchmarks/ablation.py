@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
+import multiprocessing  # noqa: TID251 - between our own processes
 import os
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: TID251
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

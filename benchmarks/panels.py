@@ -1,9 +1,12 @@
-"""Every query of the dashboard "Slipstream: live speedup", with its value from a live run.
+"""Every query of the dashboards, with its value from a live run.
 
     python -m benchmarks.panels --out panels.md -- --minutes 3
+    .venv-sglang/bin/python -m benchmarks.panels --engine sglang --minutes 6 --out panels.md
 
-Runs `slipstream demo` with the arguments behind `--`, and a Prometheus beside it with the rules of deploy/prometheus.
-Prometheus is Debian's package or any other on the path. The values are those at the end of the traffic.
+The first runs `slipstream demo` with the arguments behind `--` and asks the live board; the second runs the services
+of docker-compose.yml with real SGLang on the CPU under the demo's questions, and asks both boards. A Prometheus is
+beside them with the rules of deploy/prometheus: Debian's package or any other on the path. The values are those at the
+end of the traffic.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from typing import Any
 import httpx
 import yaml
 
-from deploy.grafana.boards import BOARDS
+from deploy.grafana.live import LIVE
 from deploy.grafana.panels import Dashboard
+from deploy.grafana.sglang import SGLANG
 
-RULES = Path(__file__).parent.parent / "deploy" / "prometheus" / "rules"
+CONFIG = Path(__file__).parent.parent / "deploy" / "prometheus" / "prometheus.yml"
+RULES = CONFIG.parent / "rules"
 RATE_INTERVAL = "1m"
 """What Grafana's `$__rate_interval` stands for here."""
 _READY_TIMEOUT_S = 30.0
@@ -77,11 +82,17 @@ def free_port() -> int:
 @contextlib.contextmanager
 def prometheus(folder: Path, targets: dict[str, int], *, interval: str = "500ms") -> Iterator[str]:
     """A Prometheus with our rules that scrapes loopback ports by job name; yields its URL, ends it afterwards."""
+    shipped = {job["job_name"]: job for job in yaml.safe_load(CONFIG.read_text())["scrape_configs"]}
     config = {
         "global": {"scrape_interval": interval, "evaluation_interval": interval},
         "rule_files": [f"{RULES}/*.yml"],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]} for job, port in targets.items()
+            {
+                "job_name": job,
+                "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+                "metric_relabel_configs": shipped[job].get("metric_relabel_configs", []),
+            }
+            for job, port in targets.items()
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,20 +185,41 @@ def _cell(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="Markdown; the same as JSON beside it.")
+    parser.add_argument("--engine", choices=("local", "sglang"), default="local")
+    parser.add_argument("--minutes", type=float, default=6, help="How long SGLang is asked.")
     parser.add_argument("demo", nargs="*", help="Arguments for `slipstream demo`.")
     options = parser.parse_args()
     if shutil.which("prometheus") is None:
         raise SystemExit("prometheus is not on the path: install Debian's package `prometheus`")
-    ports = {"gateway": free_port(), "trainer": free_port()}
-    with tempfile.TemporaryDirectory() as scratch, prometheus(Path(scratch), ports) as url:
-        command = [sys.executable, "-m", "slipstream", "demo", "--port", str(ports["gateway"]), *options.demo]
-        environment = {**os.environ, "SLIPSTREAM_TRAINER_METRICS_PORT": str(ports["trainer"])}
-        subprocess.run(command, env=environment, check=True)
-        found = answers(url, [*questions(BOARDS[0]), *recorded()], last_time_up(url, list(ports)))
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.engine == "local":
+            found = _from_the_demo(Path(scratch), options.demo)
+        else:
+            found = _from_sglang(Path(scratch), options.minutes)
     options.out.write_text(table(found))
     document = [{"where": one.asked.where, "expr": one.asked.expr, "series": one.series} for one in found]
     options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     print(f"{sum(one.has_data for one in found)} of {len(found)} queries have data")
+
+
+def _from_the_demo(scratch: Path, arguments: Sequence[str]) -> list[Answer]:
+    ports = {"gateway": free_port(), "trainer": free_port()}
+    with prometheus(scratch, ports) as url:
+        command = [sys.executable, "-m", "slipstream", "demo", "--port", str(ports["gateway"]), *arguments]
+        environment = {**os.environ, "SLIPSTREAM_TRAINER_METRICS_PORT": str(ports["trainer"])}
+        subprocess.run(command, env=environment, check=True)
+        return answers(url, [*questions(LIVE), *recorded()], last_time_up(url, list(ports)))
+
+
+def _from_sglang(scratch: Path, minutes: float) -> list[Answer]:
+    from benchmarks.sglang_services import ask_for, services
+
+    ports = {"gateway": free_port(), "trainer": free_port(), "sglang": free_port()}
+    with prometheus(scratch / "prometheus", ports) as url:
+        with services(scratch, ports) as gateway:
+            print(f"asking {gateway} for {minutes:g} minutes", flush=True)
+            print(f"{ask_for(gateway, minutes).requests} requests", flush=True)
+        return answers(url, [*questions(SGLANG), *questions(LIVE), *recorded()], last_time_up(url, list(ports)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Verdicts of the watch on drafts that are known to be good or bad, again and again, on recorded answers.
+"""Verdicts of watch and trainer on drafts that are known to be good or bad, again and again, on recorded answers.
 
     python -m benchmarks.repeats [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] …
 
 A draft is trained on a quarter of the recorded answers; the others are served again and again with it by an engine that
 decodes them anew (benchmarks/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower, watch,
-store, lifecycle and Redis are the real ones. Versions are published past the gate, each with nothing waiting behind it,
-so that nothing shortens its trial:
+store, lifecycle and Redis are the real ones, and so is the trainer's second look (trainer/review.py), which takes a
+turn at each poll, or none with `--alone`. Versions are published past the gate, each with nothing waiting behind it, so
+that nothing shortens its trial:
 
 * `--repeats` copies of the good draft, which must never be rolled back;
 * `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds;
@@ -22,8 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
@@ -31,21 +34,42 @@ from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.hour import PER_MINUTE, PLAIN_MS, POLL_S, ROUND_MS, SPREAD, begin
 from benchmarks.live import as_examples, trained
 from benchmarks.replayed import Costs, ReplayEngine
-from benchmarks.rollback import SETTLED, Scene, noisy, subtly_worse
+from benchmarks.rollback import Scene, noisy, subtly_worse
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from slipstream.models import resolve_model
 from speculator.checkpoint import draft_state, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
+from speculator.labels import draft_ids_by_target_id
 from speculator.lifecycle import State, Transition
 from speculator.lineage import load_draft
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, connect
+from speculator.trace import Trace
+from trainer.batch import make_example
+from trainer.config import TrainerConfig, load_config
+from trainer.distributed import Ranks
+from trainer.metrics import TrainerMetrics
+from trainer.provenance import Stored, provenance_of
+from trainer.review import ACTOR, Review
 
 LONGEST_TRIAL_S = 3600.0
 """Virtual."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a version, and how long it served until then."""
+
+    last: Transition
+    rounds: int
+    seconds: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.last.state is not State.QUARANTINED
 
 
 @dataclass
@@ -54,8 +78,10 @@ class Trials:
     engine: ReplayEngine
     follower: DraftFollower
     good: Eagle3Draft
+    review: Review
+    arrived: list[Stored]
 
-    def try_out(self, state: dict[str, Tensor], *, told: str) -> Transition:
+    def try_out(self, state: dict[str, Tensor], *, told: str) -> Tried:
         """What becomes of a version with these weights. Raises TimeoutError."""
         version = self.scene.add(state, self.good)
         self.scene.pointer.publish(version)
@@ -64,11 +90,19 @@ class Trials:
             self.engine.run_until(self.engine.clock_s + POLL_S)
             self.engine.steps.clear()
             self.follower.follow()
+            self.review.arrived(self.arrived)
+            self.arrived.clear()
+            self.review.take_turn()
             last = self.scene.store.lifecycle.history(version)[-1]
-            if last.state in SETTLED:
-                print(f"{told}: {last.state.value}, {last.reason}, {last.numbers}", flush=True)
+            is_gone = last.state is State.QUARANTINED and self.engine.draft_version != version
+            if is_gone or last.state is State.PROMOTED:
+                rounds, seconds = self.engine.rounds_of[version], self.engine.seconds_of[version]
+                print(
+                    f"{told}: {last.state.value} by {last.actor}, {rounds} rounds, {last.reason}, {last.numbers}",
+                    flush=True,
+                )
                 self.scene.store.prune(4)
-                return last
+                return Tried(last, rounds, seconds)
         raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
 
 
@@ -82,7 +116,13 @@ def main() -> None:
     served = [answer for answer in answers if answer.number % 4]
     examples = as_examples(good, [answer.trace for answer in served[::4]])
     worse = [subtly_worse(good, examples, 0.1, seed=number) for number in range(1, arguments.worse + 1)]
-    fingerprint = target_fingerprint(model_dir)
+    fingerprint, arrived = target_fingerprint(model_dir), list[Stored]()
+    draft_ids_V = draft_ids_by_target_id(good.d2t, good.config.vocab_size)
+
+    def on_trace(trace: Trace) -> None:
+        example = make_example(trace, draft_ids_V, feature_width=good.fc.in_features)
+        arrived.append(Stored(example=example, provenance=provenance_of(trace)))
+
     with (
         tempfile.TemporaryDirectory() as folder,
         EmbeddedRedis(Path(folder) / "redis") as redis,
@@ -92,17 +132,27 @@ def main() -> None:
         pointer, watch = DraftPointer(client, "repeats"), LiveWatch(1, clock=lambda: engine.clock_s)
         scene = Scene(store, pointer, None, fingerprint)  # type: ignore[arg-type]  # it tries nothing out
         begin(store, good, scene)
+        load = partial(load_draft, store, embed=good.embed, target_fingerprint=fingerprint)
         engine = ReplayEngine(
-            partial(load_draft, store, embed=good.embed, target_fingerprint=fingerprint),
+            load,
             1,
             Traffic(served, end_s=1.0, seed=0),  # of all domains, after its first second
             costs=Costs(plain_ms=PLAIN_MS, round_ms=ROUND_MS, spread=SPREAD),
             per_minute=PER_MINUTE,
             on_round=watch.observe,
-            on_trace=lambda _: None,
+            on_trace=on_trace,
         )
         follower = DraftFollower(engine, pointer, engine_id="repeats", watch=watch, lifecycle=store.lifecycle)
-        trials = Trials(scene, engine, follower, good)
+        review = Review(
+            store.lifecycle,
+            pointer,
+            _config(model_dir, alone=arguments.alone),
+            TrainerMetrics(CollectorRegistry()),
+            Ranks(),
+            load_draft=load,
+            clock=lambda: engine.clock_s,
+        )
+        trials = Trials(scene, engine, follower, good, review, arrived)
         found = {
             "good": _all(trials, arguments.repeats, "a copy of the good draft", lambda _: draft_state(good)),
             "worse": _all(trials, arguments.worse, "accept length −10%", lambda number: worse[number][0]),
@@ -111,44 +161,55 @@ def main() -> None:
     _finish(found, [loss for _, loss in worse], len(served), arguments)
 
 
-def _all(trials: Trials, count: int, told: str, state: Callable[[int], dict[str, Tensor]]) -> list[Transition]:
+def _config(model_dir: Path, *, alone: bool) -> TrainerConfig:
+    """The trainer's as its environment says, of which only the second look is asked for."""
+    values: dict[str, Any] = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
+    return load_config(model_dir=model_dir, **values, **({"review_traces": 0} if alone else {}))
+
+
+def _all(trials: Trials, count: int, told: str, state: Callable[[int], dict[str, Tensor]]) -> list[Tried]:
     return [trials.try_out(state(number), told=f"{told}, {number + 1} of {count}") for number in range(count)]
 
 
 def _finish(
-    found: dict[str, list[Transition]], losses: Sequence[float], num_answers: int, arguments: argparse.Namespace
+    found: dict[str, list[Tried]], losses: Sequence[float], num_answers: int, arguments: argparse.Namespace
 ) -> None:
-    def numbers(kind: str, name: str) -> list[float]:
-        return [float(last.numbers.get(name) or 0) for last in found[kind]]
-
     def kept(kind: str) -> int:
-        return sum(last.state is not State.QUARANTINED for last in found[kind])
+        return sum(one.is_kept for one in found[kind])
+
+    def by_trainer(kind: str) -> int:
+        return sum(one.last.actor == ACTOR for one in found[kind])
 
     rows: list[tuple[str, object]] = [(f"{num_answers} answers, one or two clients", "median    (min … max)")]
     for kind, told in (("good", "a copy of the good draft"), ("worse", "accept length −10%"), ("random", "random")):
         rows += [
-            (f"{told}: rolled back", f"{len(found[kind]) - kept(kind)} of {len(found[kind])}"),
-            ("  rounds until decided", Spread.of(numbers(kind, "rounds"))),
-            ("  virtual seconds", Spread.of(numbers(kind, "seconds"))),
+            (
+                f"{told}: rolled back",
+                f"{len(found[kind]) - kept(kind)} of {len(found[kind])}, {by_trainer(kind)} by the trainer",
+            ),
+            ("  rounds in service until decided", Spread.of([one.rounds for one in found[kind]])),
+            ("  virtual seconds", Spread.of([one.seconds for one in found[kind]])),
         ]
     rows.append(("accept length −10%: really, offline", Spread.of([-100 * loss for loss in losses])))
-    slowest = max(
-        min(rounds / 50, seconds / 5)
-        for rounds, seconds in zip(numbers("random", "rounds"), numbers("random", "seconds"), strict=True)
-    )
+    slowest = max(min(one.rounds / 50, one.seconds / 5) for one in found["random"])
     targets = [
         Target("good_rolled_back", len(found["good"]) - kept("good"), 0, at_least=False),
         Target("worse_kept", kept("worse"), 0, at_least=False),
-        Target("worse_rounds", max(numbers("worse", "rounds")), 2000, at_least=False),
+        Target("worse_rounds", max(one.rounds for one in found["worse"]), 2000, at_least=False),
         Target("random_kept", kept("random"), 0, at_least=False),
         Target("random_rounds_over_50_or_seconds_over_5", slowest, 1.0, at_least=False),
     ]
     document = {
         "answers": num_answers,
         "offline_loss": [round(loss, 4) for loss in losses],
-        **{kind: [{"state": last.state.value, **last.numbers} for last in each] for kind, each in found.items()},
+        **{kind: [_document(one) for one in each] for kind, each in found.items()},
     }
     finish(rows, targets, document, arguments.json)
+
+
+def _document(one: Tried) -> dict[str, Any]:
+    served = {"served_rounds": one.rounds, "served_seconds": round(one.seconds, 2)}
+    return {"state": one.last.state.value, "actor": one.last.actor, **served, **one.last.numbers}
 
 
 def _arguments() -> argparse.Namespace:
@@ -157,6 +218,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--train-steps", type=int, help="default 300, quick 60")
     options.add_argument("--repeats", type=int, help="copies of the good draft; default 20, quick 2")
     options.add_argument("--worse", type=int, help="drafts that are 10%% worse; default 5, quick 1")
+    options.add_argument("--alone", action="store_true", help="without the trainer's second look")
     options.add_argument("--random", type=int, help="drafts of random weights; default 10, quick 2")
     arguments = options.parse_args()
     defaults = {

@@ -25,13 +25,13 @@ acceptance limits it, is at least 1.25 times that of the static draft, `replay`'
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import multiprocessing  # noqa: TID251 - between our own processes
 import os
 import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor  # noqa: TID251
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

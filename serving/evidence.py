@@ -18,6 +18,7 @@ _KEPT_VERIFICATIONS = 15_000
 """Where requests differ a lot, ten verifications say as much as an independent one: then this many are not too many."""
 _ROUNDS_A_BLOCK = 32
 _KEPT_BLOCKS = 128
+_RECENT_ROUNDS = 500
 _FEWEST_KNOWN = 30
 """Verifications of a stratum below which its mean is not taken for known."""
 _MAX_STRATA = 64
@@ -88,6 +89,8 @@ class Evidence:
         """How many of them accepted how much."""
         self.num_rounds = self.num_own = 0
         """Rounds; verifications in them, without those of other versions (`pool`), which come before them."""
+        self._recent: deque[int] = deque(maxlen=_RECENT_ROUNDS)
+        """Verifications of the last rounds."""
 
     def add(self, round_: WatchedRound) -> None:
         if self.num_rounds % _ROUNDS_A_BLOCK == 0:
@@ -101,6 +104,12 @@ class Evidence:
             self.verifications.append(verification)
             self._accepted[verification.accepted] += 1
         self.num_own += len(round_.verifications)
+        self._recent.append(len(round_.verifications))
+
+    @property
+    def recent_share(self) -> float | None:
+        """Verifications a round, over the last 500 rounds; None before there were so many."""
+        return sum(self._recent) / _RECENT_ROUNDS if len(self._recent) == _RECENT_ROUNDS else None
 
     def error(self) -> float:
         """Relative standard error of the accept length, as if all verifications were independent; needs some."""

@@ -100,7 +100,7 @@ class DraftFollower:
         *,
         engine_id: str,
         poll_s: float = 0.5,
-        on_swap: Callable[[SwapReport], None] | None = None,
+        on_swap: Callable[[SwapReport], object] | None = None,
         status: Callable[[], Mapping[str, str | int | float]] = dict,
         watch: LiveWatch | None = None,
         lifecycle: Lifecycle | None = None,
@@ -205,7 +205,11 @@ class DraftFollower:
         if good is None:
             return
         if self._install(good):
-            self._taken(good, "barred while in service")
+            if self._watch is not None and self._watch.watched == version and good == self._incumbent:
+                self._withdraw("barred while on trial")
+                self._watch.give_up()
+            else:
+                self._taken(good, "barred while in service")
             self._record.barred(version, good, "barred while in service")
 
     def _towards(self, desired: int) -> None:
@@ -276,14 +280,14 @@ class DraftFollower:
         self._reported_s = now_s
 
     def _watch_status(self) -> dict[str, str | int | float]:
-        if self._watch is None:
-            return {}
-        return {
+        status: dict[str, str | int | float] = {
             "watched": self.log.watched,
-            "baseline_verifications": self._watch.baseline_verifications,
             "verdicts": ",".join(f"{outcome}={count}" for outcome, count in self.log.verdicts.items()),
             "last_verdict": self.log.last_verdict,
         }
+        if self._watch is not None:
+            status["baseline_verifications"] = self._watch.baseline_verifications
+        return status
 
     def _install(self, version: int) -> bool:
         """Whether the version is in service now; False where its file is refused, for good.

@@ -17,6 +17,11 @@ from serving.recorder import DROP_REASONS, RecorderStats
 from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
 
 # Names and help texts of what both engines have, each counting for itself.
+ROUNDS = "slipstream_rounds", "Decode rounds by mode, speculative or control (depth 0), and by batch size"
+ROUND_SECONDS = "slipstream_round_seconds", "Time spent in decode rounds"
+ROUND_TOKENS = "slipstream_round_tokens", "Tokens committed by decode rounds"
+PROPOSALS = "slipstream_proposals", "Verified proposals by source and position"
+ACCEPTED = "slipstream_accepted", "Accepted ones by source and position"
 VERIFICATIONS = (
     "slipstream_verifications",
     "Verifications: one per request and drafting round, also where no proposal was worth it",
@@ -28,6 +33,7 @@ VERIFIED_TOKENS = (
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
+TARGET_UNCHANGED = "slipstream_target_unchanged", "1 while the target's weights are those of the start"
 
 _GROUPS_LAST_S = 5.0
 """With 32 groups their speedups take some 25 ms to compute, and the live page looks once a second."""
@@ -38,18 +44,9 @@ class EngineMetrics:
     """What the decode loop counts. Labels are bounded by the number of slots and the largest depth."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.rounds = Counter(
-            "slipstream_rounds",
-            "Decode rounds by mode, speculative or control (depth 0), and by batch size",
-            ["mode", "batch"],
-            registry=registry,
-        )
-        self.round_seconds = Counter(
-            "slipstream_round_seconds", "Time spent in decode rounds", ["mode", "batch"], registry=registry
-        )
-        self.round_tokens = Counter(
-            "slipstream_round_tokens", "Tokens committed by decode rounds", ["mode", "batch"], registry=registry
-        )
+        self.rounds = Counter(*ROUNDS, ["mode", "batch"], registry=registry)
+        self.round_seconds = Counter(*ROUND_SECONDS, ["mode", "batch"], registry=registry)
+        self.round_tokens = Counter(*ROUND_TOKENS, ["mode", "batch"], registry=registry)
         self.expected_seconds = Counter(
             "slipstream_round_expected_seconds",
             "Time that planned rounds were expected to take; their tokens over this is the throughput that is expected",
@@ -61,15 +58,8 @@ class EngineMetrics:
         )
         self.verifications = Counter(*VERIFICATIONS, registry=registry)
         self.verified_tokens = Counter(*VERIFIED_TOKENS, registry=registry)
-        self.proposals = Counter(
-            "slipstream_proposals",
-            "Verified proposals by source and position",
-            ["source", "position"],
-            registry=registry,
-        )
-        self.accepted = Counter(
-            "slipstream_accepted", "Accepted ones by source and position", ["source", "position"], registry=registry
-        )
+        self.proposals = Counter(*PROPOSALS, ["source", "position"], registry=registry)
+        self.accepted = Counter(*ACCEPTED, ["source", "position"], registry=registry)
         self.looks = Counter(
             "slipstream_draft_looks",
             "Looks at a head that does not pay, by whether the target emitted the token that it would have proposed",
@@ -93,6 +83,8 @@ class EngineMetrics:
             "rounds' own time",
             registry=registry,
         )
+        self.target_unchanged = Gauge(*TARGET_UNCHANGED, registry=registry)
+        self.target_unchanged.set(1)
         self.aborted = Counter("slipstream_requests_aborted", "Requests whose client left", registry=registry)
 
     def observe_round(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from serving.personal import REASONS
 from speculator.codec import Features, encode_trace
 from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.trace import Trace
@@ -20,8 +22,21 @@ from speculator.trace import Trace
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
 
-DROP_REASONS = ("buffer_full", "too_large", "invalid", "failed", "closed")
-"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug."""
+DROP_REASONS = (
+    "buffer_full",
+    "too_large",
+    "invalid",
+    "failed",
+    "target_changed",
+    "closed",
+    "erased",
+    "expired",
+    *REASONS,
+)
+"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug, target_changed says that what
+was served is not the target's (serving/target_guard.py), erased that its tenant was, expired that it is too old, and
+the rest that it holds personal data.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +70,8 @@ class TraceRecorder:
     """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
 
     The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis.
-    `on_append` is told, there, how many bytes each trace took.
+    `on_append` is told, there, how many bytes each trace took; `reason_to_drop` says, there, why a trace must not leave
+    the process, if it must not. Traces older than `ttl_s` are dropped; 0 sets no limit.
     """
 
     def __init__(
@@ -65,10 +81,14 @@ class TraceRecorder:
         max_buffer_bytes: int,
         features: Features = "float8",
         on_append: Callable[[int], None] | None = None,
+        reason_to_drop: Callable[[Trace], str | None] | None = None,
+        ttl_s: float = 0,
     ) -> None:
         self._stream_factory = stream_factory
         self._max_buffer_bytes, self._on_append = max_buffer_bytes, on_append
         self._features = features
+        self._reason_to_drop, self._ttl_s = reason_to_drop, ttl_s
+        self._appending = threading.Lock()
         self._stream: AppendStream | None = None
         # Guarded by the condition: everything below.
         self._changed = threading.Condition()
@@ -78,6 +98,7 @@ class TraceRecorder:
         self._bytes_appended = self._tokens_appended = 0
         self._dropped: collections.Counter[str] = collections.Counter()
         self._closing = False
+        self._is_distrusted = False
         self._thread = threading.Thread(target=self._run, name="trace-recorder", daemon=True)
         self._thread.start()
 
@@ -88,6 +109,8 @@ class TraceRecorder:
             self._captured += 1
             if self._closing:
                 reason = "closed"
+            elif self._is_distrusted:
+                reason = "target_changed"
             elif num_bytes > self._max_buffer_bytes:
                 reason = "too_large"
             elif self._buffer_bytes + num_bytes > self._max_buffer_bytes:
@@ -99,6 +122,25 @@ class TraceRecorder:
                 return True
             self._dropped[reason] += 1
             return False
+
+    def distrust(self) -> None:
+        """Drop all traces from now on: they are not of the target that they name."""
+        with self._changed:
+            self._is_distrusted = True
+
+    def forget(self, tenants: Collection[str]) -> None:
+        """Drop what is queued of these tenants. After it has returned, nothing of theirs that was submitted before is
+        written any more.
+        """
+        with self._changed:
+            gone = [trace for trace in self._queue if trace.header.tenant in tenants]
+            self._queue = collections.deque(trace for trace in self._queue if trace.header.tenant not in tenants)
+            self._buffer_bytes -= sum(map(memory_bytes, gone))
+            if gone:
+                self._dropped["erased"] += len(gone)
+            self._changed.notify_all()
+        with self._appending:
+            pass
 
     def stats(self) -> RecorderStats:
         with self._changed:
@@ -141,11 +183,18 @@ class TraceRecorder:
 
     def _record(self, trace: Trace) -> None:
         """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""
+        if self._reason_to_drop is not None and (reason := self._reason_to_drop(trace)) is not None:
+            self._drop(trace, reason)
+            return
         payload = encode_trace(trace, features=self._features)
         pause_s = _FIRST_RETRY_S
         while self._is_pending(trace):
+            if self._ttl_s and time.time() - trace.header.created_ms / 1000 > self._ttl_s:
+                self._drop(trace, "expired")
+                return
             try:
-                self._append(trace, payload)
+                with self._appending:
+                    self._append(trace, payload)
                 return
             except StreamError as error:
                 log.warning("cannot record traces for now: %s (next attempt in %.1f s)", error, pause_s)
@@ -153,6 +202,8 @@ class TraceRecorder:
             pause_s = self._pause(pause_s)
 
     def _append(self, trace: Trace, payload: bytes) -> None:
+        if not self._is_pending(trace):
+            return
         if self._stream is None:
             self._stream = self._stream_factory()
         if len(payload) > self._stream.max_bytes:

@@ -4,7 +4,7 @@ The accept length is compared with the incumbent's by strata, so that another mi
 draft; the time a token at equal batch sizes and on equal requests, with the control rounds of both as the measure of
 the machine. Both bounds hold over all looks together, so one may look as often as one likes:
 
-* rolled back when it is confidently worse (accept length, upper bound < 0) or confidently more than 10% slower;
+* rolled back when it is confidently more than 2% worse (accept length) or more than 10% slower;
 * promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
 * promoted, too, when a newer version waits and 500 verifications do not look worse: the gate found it better, and more
   of its time would be better spent on the one after it. A version that is hardly used, because drafting does not pay,
@@ -16,7 +16,9 @@ the machine. Both bounds hold over all looks together, so one may look as often 
 
 Only confidence rolls a version back: where it takes so long to tell a difference there is little of one, and good
 versions would be lost for a coin's toss. So a version is promoted, too, that served only requests of strata in which
-the incumbent is unknown, as long as its time a token says nothing against it.
+the incumbent is unknown, as long as its time a token says nothing against it. And the 2% are for the incumbent's luck:
+its record may be that of a trial which it passed because it looked better than it is. The trainer finds out sooner, and
+for less, since it compares both versions on the same traces (trainer/review.py).
 
 Half of `alpha` goes to the bounds over all looks and a quarter to each of the two plain ones.
 
@@ -50,6 +52,8 @@ class WatchRules:
     """Share of good versions that may be rolled back."""
     margin: float = 0.03
     """A version is as good as the incumbent when its accept length is at most this much smaller."""
+    worse_margin: float = 0.02
+    """How much smaller than the incumbent's its accept length must be at least, as far as is known."""
     promotion_alpha: float = 0.05
     """Share of versions outside the margin that may pass for being inside."""
     slower_margin: float = 0.10
@@ -66,11 +70,9 @@ class WatchRules:
     min_baseline: int = 300
     """Verifications that it takes at least, and that must do for a version that has been waiting for `patience_s`."""
     patience_s: float = 30.0
-    idle_rounds: int = 500
-    """Rounds from which on a version with few verifications is one that the planner hardly uses: little is at stake, so
-    nothing waits until more is known of it."""
     idle_share: float = 0.25
-    """Verifications a round below which they are few."""
+    """Verifications a round, lately, below which a version is one that the planner hardly uses: little is at stake, so
+    nothing waits until more is known of it."""
 
 
 class Outcome(enum.Enum):
@@ -169,7 +171,7 @@ class LiveWatch:
             return self._verdict(Outcome.ROLLED_BACK, "slower a token than the incumbent", timing)
         if accept.known >= rules.min_verifications:
             change = accept.change(rules.alpha / 2)
-            if change.upper < 0:
+            if change.upper < -rules.worse_margin:
                 return self._verdict(Outcome.ROLLED_BACK, "accepts less than the incumbent", timing)
             hopeful = accept.change(rules.promotion_alpha)
             if hopeful.lower > -rules.margin and self._is_time_known(timing):
@@ -194,6 +196,10 @@ class LiveWatch:
             past = AcceptComparison(Reference(self._baseline.verifications, num_own=self._baseline.num_own))
             self._returned = past, trial.comparison.change(self.rules.alpha).estimate
 
+    def give_up(self) -> None:
+        """Somebody else spoke against the version on trial, and the incumbent is in service again."""
+        self._trial = None
+
     def rollback_doubt(self) -> float | None:
         """Once after a rollback: the incumbent's own change since, where it is closer to the other's than to none.
 
@@ -216,7 +222,7 @@ class LiveWatch:
             return self._verdict(outcome, "nothing to compare its accept length with", timing)
         if self._trial.looks < 1 + is_last:
             self._trial.looks += 1
-            if accept.final_change(rules.alpha / 4).upper < 0:
+            if accept.final_change(rules.alpha / 4).upper < -rules.worse_margin:
                 return self._verdict(Outcome.ROLLED_BACK, "accepts less than the incumbent", timing)
         if accept.change(rules.alpha).estimate >= -rules.margin:
             return self._verdict(Outcome.PROMOTED, "accepts as much as the incumbent", timing)
@@ -235,8 +241,8 @@ class LiveWatch:
         return accept.change(rules.alpha).estimate >= -rules.margin / 2
 
     def _is_idle(self, evidence: Evidence) -> bool:
-        rounds, rules = evidence.num_rounds, self.rules
-        return rounds >= rules.idle_rounds and evidence.num_own < rules.idle_share * rounds
+        share = evidence.recent_share
+        return share is not None and share < self.rules.idle_share
 
     def _patience(self) -> float:
         """What has been seen, in units of `max_verifications`."""

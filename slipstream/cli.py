@@ -17,9 +17,11 @@ from slipstream import (
     doctor_cli,
     draft_cli,
     drafts_cli,
+    keys_cli,
     replay_cli,
     serve_cli,
     services_cli,
+    tenants_cli,
     traces_cli,
     train_cli,
 )
@@ -42,7 +44,9 @@ app.command()(replay_cli.replay)
 app.command()(doctor_cli.doctor)
 app.add_typer(draft_cli.app, name="draft")
 app.add_typer(drafts_cli.app, name="drafts")
+app.add_typer(keys_cli.app, name="keys")
 app.add_typer(traces_cli.app, name="traces")
+app.add_typer(tenants_cli.app, name="tenants")
 
 
 @app.command("version")

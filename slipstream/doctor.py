@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slipstream.checks import machine, model, redis, settings, sglang, store
+from slipstream.checks import keys, machine, model, redis, settings, sglang, store
 from slipstream.checks.finding import Finding, failed, skipped
 from speculator.errors import SlipstreamError
 
@@ -36,6 +36,7 @@ def examine(patient: Patient) -> list[Finding]:
 
 def _checks(patient: Patient) -> Iterator[tuple[str, Check]]:
     yield "settings", partial(settings.check_settings, patient.known_variables)
+    yield "keys", keys.check_keys
     yield "python", machine.check_python
     yield "memory", machine.check_memory
     yield "disk", machine.check_disk

@@ -81,7 +81,7 @@ def promote(
 ) -> None:
     """Have engines serve a version; one in quarantine is released. Engines go on watching it."""
     with _desk(store, redis_url, model) as desk:
-        _say("promoted", desk.promote(version, actor=_operator()), as_json)
+        _say("promoted", desk.promote(version, actor=operator()), as_json)
 
 
 @app.command()
@@ -95,7 +95,7 @@ def rollback(
 ) -> None:
     """Take a version out of service, and have engines serve the last good one instead."""
     with _desk(store, redis_url, model) as desk:
-        _say("rolled back", desk.rollback(actor=_operator(), reason=reason, version=version), as_json)
+        _say("rolled back", desk.rollback(actor=operator(), reason=reason, version=version), as_json)
 
 
 @app.command()
@@ -108,7 +108,7 @@ def pin(
 ) -> None:
     """Have engines serve one version, whatever the trainer publishes, until `unpin`."""
     with _desk(store, redis_url, model) as desk:
-        _say("pinned", desk.pin(version, actor=_operator()), as_json)
+        _say("pinned", desk.pin(version, actor=operator()), as_json)
 
 
 @app.command()
@@ -120,7 +120,7 @@ def unpin(
 ) -> None:
     """Have engines serve what the trainer publishes again."""
     with _desk(store, redis_url, model) as desk:
-        _say("unpinned", desk.unpin(actor=_operator()), as_json)
+        _say("unpinned", desk.unpin(actor=operator()), as_json)
 
 
 @app.command()
@@ -132,7 +132,7 @@ def export(
 ) -> None:
     """Write a version as a folder of its own, after verifying it."""
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
-        folder = desk.export(version, out, actor=_operator())
+        folder = desk.export(version, out, actor=operator())
     _print({"folder": str(folder)}, as_json, lambda: [str(folder)])
 
 
@@ -161,7 +161,7 @@ def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftD
         yield DraftDesk(store, pointer)
 
 
-def _operator() -> str:
+def operator() -> str:
     try:
         return f"operator:{getpass.getuser()}"
     except (KeyError, OSError):

@@ -21,10 +21,10 @@ from speculator.errors import ConfigError
 
 def check_settings(settings: GatewaySettings) -> None:
     """Raises ConfigError for a setting that has no effect in front of SGLang."""
-    if "default_max_tokens" in settings.model_fields_set:
-        raise ConfigError(
-            f"{ENV_PREFIX}DEFAULT_MAX_TOKENS is for --engine local, SGLang has a limit of its own: unset it"
-        )
+    for name in ("default_max_tokens", "max_prompt_tokens"):
+        if name in settings.model_fields_set:
+            variable = f"{ENV_PREFIX}{name.upper()}"
+            raise ConfigError(f"{variable} is for --engine local, SGLang has a limit of its own: unset it")
 
 
 async def serve_in_front(

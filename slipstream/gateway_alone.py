@@ -21,6 +21,7 @@ import structlog
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
 from serving.sglang.client import EngineReport, SglangClient
+from slipstream.exposure import check_exposure
 from slipstream.front import check_settings, serve_in_front
 from speculator.checkpoint import model_key
 from speculator.drafts import DraftDesk
@@ -51,6 +52,7 @@ class GatewayOptions:
 def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError or StoreError when it cannot start."""
     check_settings(settings)
+    check_exposure(options.host, options.redis_url, settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))

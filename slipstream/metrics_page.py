@@ -48,7 +48,9 @@ UNITS = {
     "verifications": "verifications",
     "swaps": "swaps",
     "verdicts": "trials",
+    "reviews": "versions",
     "requests": "requests",
+    "refusals": "requests",
     "running": "requests",
     "waiting": "requests",
     "aborted": "requests",
@@ -75,21 +77,25 @@ LABELS = {
     "baseline": "one name, of what the speedup is measured against: `depth0_same_batch`",
     "model": "one name, of the model that the estimate rests on",
     "mode": "`speculative`, `control`",
-    "batch": "1 to the number of slots (`--slots`)",
+    "batch": "1 to the number of slots (`--slots`); with SGLang `all`",
     "source": "`head`, `suffix`",
     "position": "1 to the deepest draft: `--depth`, `--suffix-depth`",
     "tenant": "the first 32 pairs of tenant and domain, then `other`",
     "domain": "engine: as `tenant`; trainer: the first SLIPSTREAM_TRAINER_MAX_DOMAINS, then `other`; and `all`",
     "route": "the gateway's route templates, and `unmatched`",
+    "code": "`api_key_missing`, `invalid_api_key`, `api_key_expired`, `key_is_read_only`, `admin_key_missing`, "
+    "`admin_key_wrong`, `no_admin_key`, `not_declared`, `gateway_busy`, `concurrency_limit_exceeded`, "
+    "`rate_limit_exceeded`, `host_not_allowed`",
     "status": "HTTP status codes that the gateway sends; 499: the client left",
-    "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `closed`; with SGLang also `budget`, `aborted`, "
-    "`retracted`, `nothing_computed`, `inconsistent`",
+    "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
+    "`personal_email`, `personal_card`, `personal_iban`, `personal_phone`; with SGLang also `budget`, "
+    "`aborted`, `retracted`, `nothing_computed`, `inconsistent`",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`",
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
-    "state": "`undelivered`, `pending`, `acked`, `lost`, `dead_lettered`",
+    "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`",
 }
 """What keeps the number of each label's values small."""
 

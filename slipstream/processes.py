@@ -16,6 +16,15 @@ class ChildError(SlipstreamError):
     """A child process ended when it should have been running; carries the end of its log."""
 
 
+def _environment(num_threads: int) -> dict[str, str]:
+    # Passive waiting: a thread pool that spins would take the core from the other process.
+    told = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    # This shell may have the settings of a deployment: the demo's own clients on loopback have neither key nor proxy.
+    for name in ("KEYS_FILE", "AUTH_ELSEWHERE"):
+        told.pop(f"SLIPSTREAM_GATEWAY_{name}", None)
+    return told
+
+
 class Child:
     """One `slipstream …` process; `log_path` receives everything it prints.
 
@@ -27,8 +36,7 @@ class Child:
         self._log: IO[bytes] = log_path.open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slipstream", *arguments],
-            # Passive waiting: a thread pool that spins would take the core from the other process.
-            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"},
+            env=_environment(num_threads),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -38,6 +46,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
 
     def check(self) -> None:
         """Raise ChildError when the process has ended."""

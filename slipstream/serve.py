@@ -16,6 +16,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from serving.forgetting import ErasureWatch
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.lifetime import serve_until_signal
@@ -25,11 +26,15 @@ from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.metrics import EngineMetrics, ServingCollector, VerdictCollector
+from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
+from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
+from slipstream.exposure import check_exposure
 from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
+from speculator.erasures import Erasures
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
@@ -51,10 +56,18 @@ class ServeOptions:
     draft_vocab_size: int
     vocab_texts: tuple[str, ...]
     seed: int
+    trace_ttl_hours: float = 0
+    """0 sets no limit."""
+    drop_personal_data: bool = False
+
+    @property
+    def trace_ttl_s(self) -> float:
+        return 3600 * self.trace_ttl_hours
 
 
 def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError, StoreError or DraftError when it cannot start."""
+    check_exposure(options.host, options.redis_url, settings)
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))
         config = options.engine
@@ -67,20 +80,33 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         recorder = None
         if config.capture:
             stream = TraceStream(
-                opened.enter_context(connect(options.redis_url)), key, max_bytes=options.stream_max_bytes
+                opened.enter_context(connect(options.redis_url)),
+                key,
+                max_bytes=options.stream_max_bytes,
+                ttl_s=options.trace_ttl_s,
             )
-            recorder = TraceRecorder(lambda: stream, max_buffer_bytes=_RECORDER_BUFFER_BYTES)
+            recorder = TraceRecorder(
+                lambda: stream,
+                max_buffer_bytes=_RECORDER_BUFFER_BYTES,
+                reason_to_drop=PersonalData.of_model(config.model_dir).reason if options.drop_personal_data else None,
+                ttl_s=options.trace_ttl_s,
+            )
             opened.callback(_close_recorder, recorder)
         store = DraftStore(options.store)
         version = _first_version(options, store, fingerprint)
         watch = LiveWatch(version)
-        engine = _build_engine(options, store, version, fingerprint, registry, recorder, watch)
+        target = _load_target(config)
+        engine = _build_engine(options, store, target, version, fingerprint, registry, recorder, watch)
+        guard = TargetGuard(target.weights, on_change=partial(_target_changed, engine, recorder))
         engine.start()
         opened.callback(engine.stop)
+        privacy = _privacy(engine, recorder, Erasures(opened.enter_context(connect(options.redis_url)), key), options)
         follower = DraftFollower(
             engine,
             pointer,
             engine_id=config.engine_id,
+            on_swap=lambda report: guard.look(),
+            status=lambda: {"target_ok": int(guard.look_at_times()), **privacy.look()},
             watch=watch,
             lifecycle=store.lifecycle,
         )
@@ -90,6 +116,18 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         server = GatewayServer(create_app(engine, settings=settings, registry=registry, drafts=drafts), listener)
         asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
+
+
+def _privacy(
+    engine: LocalEngine, recorder: TraceRecorder | None, erasures: Erasures, options: ServeOptions
+) -> ErasureWatch:
+    """What the process keeps of its traffic: text for suffix drafts, and traces on their way."""
+    ttl_s = options.trace_ttl_s
+    return ErasureWatch(
+        erasures.orders,
+        [engine.forget, *([recorder.forget] if recorder else [])],
+        expire=partial(engine.expire, ttl_s) if ttl_s else lambda: None,
+    )
 
 
 def _first_version(options: ServeOptions, store: DraftStore, fingerprint: str) -> int:
@@ -104,18 +142,9 @@ def _first_version(options: ServeOptions, store: DraftStore, fingerprint: str) -
     return version_to_serve(store, newest)
 
 
-def _build_engine(
-    options: ServeOptions,
-    store: DraftStore,
-    version: int,
-    fingerprint: str,
-    registry: CollectorRegistry,
-    recorder: TraceRecorder | None,
-    watch: LiveWatch,
-) -> LocalEngine:
-    config = options.engine
+def _load_target(config: LocalEngineConfig) -> Target:
     torch.set_num_threads(config.num_threads)
-    target = Target(
+    return Target(
         config.model_dir,
         num_slots=config.num_slots,
         context_length=config.context_length,
@@ -123,6 +152,19 @@ def _build_engine(
         dtype=getattr(torch, config.dtype),
         device=config.device,
     )
+
+
+def _build_engine(
+    options: ServeOptions,
+    store: DraftStore,
+    target: Target,
+    version: int,
+    fingerprint: str,
+    registry: CollectorRegistry,
+    recorder: TraceRecorder | None,
+    watch: LiveWatch,
+) -> LocalEngine:
+    config = options.engine
     draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint).to(target.embed.dtype)
     meter = SpeedupMeter()
     engine = LocalEngine(
@@ -145,6 +187,12 @@ def _build_engine(
     estimate = engine.estimated_speedup.ratio
     registry.register(ServingCollector(meter, recorder.stats if recorder else None, estimate))
     return engine
+
+
+def _target_changed(engine: LocalEngine, recorder: TraceRecorder | None) -> None:
+    engine.metrics.target_unchanged.set(0)
+    if recorder is not None:
+        recorder.distrust()
 
 
 def _close_recorder(recorder: TraceRecorder) -> None:

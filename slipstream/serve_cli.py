@@ -27,6 +27,8 @@ def serve(
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
     capture: options.Capture = False,
+    trace_ttl_hours: options.TraceTtl = 0,
+    drop_personal_data: options.DropPersonalData = False,
     depth: Depth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
@@ -66,7 +68,18 @@ def _texts(vocab_from: Path | None) -> tuple[str, ...]:
     return tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
 
 
-_EITHER = ("store", "redis_url", "host", "port", "stream_max_bytes", "draft_vocab_size", "vocab_texts", "seed")
+_EITHER = (
+    "store",
+    "redis_url",
+    "host",
+    "port",
+    "stream_max_bytes",
+    "draft_vocab_size",
+    "vocab_texts",
+    "seed",
+    "trace_ttl_hours",
+    "drop_personal_data",
+)
 """Options that mean the same to both engines; the names of the fields that take them."""
 
 

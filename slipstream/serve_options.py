@@ -48,6 +48,22 @@ SglangPython = Annotated[
     Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
 ]
 CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: budget of recorded traces; 0 sets no limit.")]
+TraceTtl = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        envvar="SLIPSTREAM_TRACE_TTL_HOURS",
+        help="Hours after which traces are gone from the stream and text from the engine; 0 sets no limit.",
+    ),
+]
+DropPersonalData = Annotated[
+    bool,
+    typer.Option(
+        "--drop-personal-data",
+        envvar="SLIPSTREAM_DROP_PERSONAL_DATA",
+        help="Drop traces with e-mail addresses, phone, card or account numbers before they leave the process.",
+    ),
+]
 StartTimeout = Annotated[float, typer.Option(min=1, help="SGLang: how long it may take to load.")]
 
 _OF_ONE_ENGINE = {

@@ -22,6 +22,7 @@ from serving.gateway.server import bind
 from serving.sglang.client import SglangClient
 from serving.sglang.launcher import SglangProcess
 from slipstream.draft import version_folder
+from slipstream.exposure import check_exposure
 from slipstream.front import check_settings, serve_in_front
 from slipstream.sglang_start import SglangStart, verified_version
 from speculator.checkpoint import model_key, target_fingerprint
@@ -49,6 +50,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
     check_settings(settings)
+    check_exposure(options.host, options.redis_url, settings)
     # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as opened:
@@ -73,7 +75,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         process = opened.enter_context(
             SglangProcess(options.process(python, folder, fingerprint=fingerprint, key=key, engine_id=engine_id))
         )
-        log.info("sglang started", python=str(python), pid=process.pid, draft_version=version)
+        log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
         process.wait_until_healthy(options.start_timeout_s)
         client = SglangClient(
             process.url,

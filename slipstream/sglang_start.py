@@ -37,6 +37,8 @@ class SglangStart:
     control_share: float
     context_window: int
     capture_bytes_per_s: int
+    trace_ttl_hours: float = 0
+    drop_personal_data: bool = False
     store: Path
     redis_url: str
     stream_max_bytes: int
@@ -67,6 +69,8 @@ class SglangStart:
             control_share=self.control_share,
             context_window=self.context_window,
             capture_bytes_per_s=self.capture_bytes_per_s,
+            trace_ttl_hours=self.trace_ttl_hours,
+            drop_personal_data=self.drop_personal_data,
             stream_max_bytes=self.stream_max_bytes,
             extra=self.extra,
         )
@@ -103,4 +107,4 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str) -
     candidates.write_text(json.dumps(adaptive_config(options.depth)))
     words = command(options, host=host, port=port, adaptive_config=candidates)
     log.info("becoming sglang", python=str(python), draft_version=version, engine=engine_id)
-    os.execve(words[0], words, environment(options, os.environ))
+    os.execve(words[0], words, environment(options, os.environ))  # noqa: S606 - what the operator's own words say

@@ -17,6 +17,7 @@ from speculator.codec import decode_trace
 from speculator.errors import TraceError
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis_client import redis_errors
+from speculator.rewrite import remove_from_recording
 from speculator.stream import StreamKeys
 from speculator.trace import Trace
 
@@ -81,6 +82,12 @@ def _keep(writer: RecordingWriter, payload: bytes, target_fingerprint: str) -> s
         return "known"
     writer.append(payload, trace_id=header.trace_id)
     return "recorded"
+
+
+def prune(path: Path, hours: float) -> int:
+    """Remove traces that are older from a recording; returns how many. Raises ConfigError."""
+    before_ms = int(1000 * (time.time() - 3600 * hours))
+    return remove_from_recording(path, lambda header: header.created_ms < before_ms).removed
 
 
 def summary(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
 from slipstream.options import AsJson, Model, RedisUrl
 from slipstream.terminal import counting, print_json, say
+from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
 
@@ -48,6 +49,49 @@ def record(
         print_json(counts)
     else:
         typer.echo(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
+
+
+@app.command()
+def prune(
+    recordings: Annotated[
+        list[Path] | None, typer.Argument(help="Files that `slipstream traces record` wrote.")
+    ] = None,
+    older_than_hours: Annotated[
+        float, typer.Option(min=0, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go.")
+    ] = 0,
+    model: Annotated[str | None, typer.Option(help="Target: prune its stream, too.")] = None,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old traces from recordings and, with --model, from a stream; what cannot be read goes too."""
+    from slipstream import traces
+
+    if older_than_hours <= 0:
+        raise ConfigError(
+            "nothing is pruned without an age: pass --older-than-hours, or set SLIPSTREAM_TRACE_TTL_HOURS"
+        )
+    if not recordings and model is None:
+        raise ConfigError("nothing to prune: give recordings, or --model for its stream")
+    removed = {str(path): traces.prune(path, older_than_hours) for path in recordings or ()}
+    if model is not None:
+        removed["stream"] = _prune_stream(model, redis_url, older_than_hours)
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        typer.echo("\n".join(f"{place}: {count} traces removed" for place, count in removed.items()))
+
+
+def _prune_stream(model: str, redis_url: str, hours: float) -> int:
+    from speculator.checkpoint import model_key, target_fingerprint
+    from speculator.redis_client import connect
+    from speculator.stream import TraceStream
+
+    model_dir = resolve_model(model)
+    with connect(redis_url) as client:
+        stream = TraceStream(client, model_key(model_dir, target_fingerprint(model_dir)), max_bytes=0)
+        before = stream.lag().expired
+        stream.expire(3600 * hours)
+        return stream.lag().expired - before
 
 
 @app.command()

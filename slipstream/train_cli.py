@@ -34,6 +34,14 @@ def train(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(envvar=f"{_PREFIX}NUM_THREADS", min=1, help="CPU threads.")] = 1,
+    trace_ttl_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            envvar="SLIPSTREAM_TRACE_TTL_HOURS",
+            help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of the order of learning and of a fresh draft.")
     ] = 0,
@@ -49,8 +57,10 @@ def train(
     from trainer.run import run_trainer
 
     model_dir = resolve_model(model)
+    ttl = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
     run_trainer(
         load_config(
+            **ttl,
             model_dir=model_dir,
             model_key=model_key(model_dir, target_fingerprint(model_dir)),
             redis_url=redis_url,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,15 @@ def config_from_json(values: dict[str, Any]) -> DraftConfig:
     if values.get("architectures") != [_ARCHITECTURE]:
         raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {_ARCHITECTURE}")
     try:
-        return DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
-    except (KeyError, TypeError, ValueError) as error:
+        config = DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DraftFileError(f"config.json is not a draft's: {error!r}") from error
+    for name, value in config.to_dict().items():
+        # `True` is an int, and 8.5 heads are none; only these two are measures.
+        kinds = (int, float) if name in ("rms_norm_eps", "rope_theta") else (int,)
+        if type(value) not in kinds or not 0 < value < math.inf:
+            raise DraftFileError(f"config.json is not a draft's: {name} is {str(value)[:50]}")
+    return config
 
 
 def target_fingerprint(model_dir: Path) -> str:

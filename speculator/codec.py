@@ -112,6 +112,15 @@ def decode_trace(data: bytes) -> Trace:
     return trace
 
 
+def read_header(data: bytes) -> TraceHeader:
+    """The header alone, also of a trace whose arrays are damaged. Raises TraceError where there is none."""
+    try:
+        metadata = _metadata(data)
+    except _NOT_A_TRACE as error:
+        raise TraceError(f"the bytes are not a trace: {error}") from error
+    return _decode_header(metadata)
+
+
 def estimated_bytes_per_token(hidden_size: int, top_k: int, num_proposals: int, accept_length: float) -> float:
     """Bytes a captured token takes, measured by encoding a trace of 512 completion tokens with these shapes.
 
@@ -167,7 +176,7 @@ def _quantise(aux: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """The metadata of bytes that safetensors has already accepted (its reader keeps them to itself)."""
+    """The metadata, which the safetensors reader keeps to itself."""
     header_end = 8 + int.from_bytes(data[:8], "little")
     header = msgspec.json.decode(data[8:header_end], type=dict[str, msgspec.Raw])
     return msgspec.json.decode(header.get("__metadata__", b"{}"), type=dict[str, str])

@@ -1,7 +1,8 @@
 """What an operator may do with the draft versions: look at them, compare them, choose which one is served.
 
-Command line and gateway both work through the desk. Each change of which draft is served is an event beside the
-transitions that it makes; an engine goes on watching what it was told to serve.
+Command line and gateway both work through the desk. Each change of which draft is served is on record before it is
+begun, as the event `asked`, and again, with where it led, when it is done; a crash in between leaves the former. An
+engine goes on watching what it was told to serve.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class DraftDesk:
 
     def events(self, count: int) -> list[Event]:
         """The last events, oldest first. Raises StoreError."""
-        return self._states.events.tail(count)
+        return self._states.recent_events(count)
 
     def promote(self, version: int, *, actor: str) -> Outcome:
         """Have engines serve a version, one in quarantine too: it is read back and verified first.
@@ -76,6 +77,7 @@ class DraftDesk:
         pointer = self._pointer()
         self._refuse_other_pin(pointer, version)
         self._verified(version)
+        self._asked("promote", version, actor)
         self._release(version, actor)
         if self._states.state(version) is State.PROMOTED:
             self._states.move(version, State.PROMOTED, actor=actor, reason="promoted by operator")
@@ -85,19 +87,20 @@ class DraftDesk:
     def rollback(self, *, actor: str, reason: str, version: int | None = None) -> Outcome:
         """Bar a version, by default the one that engines should run, and have the last good one served instead.
 
-        What a crash cut short is brought to its end by asking again. Raises StoreError, LifecycleError where no other
-        version is good, DraftError where that one cannot be loaded, StreamError.
+        What a crash cut short is brought to its end by asking again, and asking twice changes nothing more: without
+        `version` it is refused where the one in service came there by a rollback. Raises StoreError, LifecycleError
+        then or where no other version is good, DraftError where that one cannot be loaded, StreamError.
         """
         pointer = self._pointer()
-        bad = version or pointer.desired() or self._states.last_good()
-        if bad is None:
-            raise LifecycleError("there is no draft version in service to roll back")
+        bad = version or self._in_service(pointer)
         good = self._states.last_good(other_than=bad)
         if good is None:
             raise LifecycleError(f"no other draft version than {bad} was ever good: `slipstream drafts promote` one")
         self._verified(good)
         if self._states.state(bad) is None:
             self._store.manifest(bad)
+        self._asked("rollback", bad, actor, reason=reason)
+        if self._states.state(bad) is None:
             self._states.move(bad, State.WRITTEN, actor=actor)
         self._states.bar(bad, actor=actor, reason=reason)
         if (pinned := pointer.pinned()) is not None and self._states.state(pinned) not in SERVABLE:
@@ -120,6 +123,7 @@ class DraftDesk:
         if state not in SERVABLE:
             known = "unknown" if state is None else state.value
             raise LifecycleError(f"draft version {version} is {known}: promote it first")
+        self._asked("pin", version, actor)
         pointer.pin(version)
         return self._done("pin", version, pointer, actor)
 
@@ -132,6 +136,7 @@ class DraftDesk:
         pinned = pointer.pinned()
         if pinned is None:
             raise LifecycleError("no draft version is pinned")
+        self._asked("unpin", pinned, actor)
         pointer.unpin()
         return self._done("unpin", pinned, pointer, actor)
 
@@ -169,6 +174,28 @@ class DraftDesk:
         pinned = pointer.pinned()
         if pinned not in (None, version):
             raise LifecycleError(f"draft version {pinned} is pinned: unpin it first")
+
+    def _in_service(self, pointer: DraftPointer) -> int:
+        """What engines should run, unless a rollback put it there: then the one that was meant may be gone already."""
+        version = pointer.desired() or self._states.last_good()
+        if version is None:
+            raise LifecycleError("there is no draft version in service to roll back")
+        histories = self._states.histories()
+        own = histories.get(version, [])
+        if own and own[-1].state in BARRED:
+            return version  # a rollback that was cut short
+        since = max((one.sequence for one in own), default=0)
+        for other, history in histories.items():
+            was_servable = any(one.state in SERVABLE for one in history)
+            if was_servable and history[-1].state in BARRED and history[-1].sequence > since:
+                raise LifecycleError(
+                    f"draft version {other} was rolled back already, and engines should run {version}: "
+                    f"to roll that one back, too, say that it is version {version}"
+                )
+        return version
+
+    def _asked(self, action: str, version: int, actor: str, **fields: str) -> None:
+        self._states.events.append("asked", actor=actor, action=action, version=version, **fields)
 
     def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str, **fields: str) -> Outcome:
         desired = pointer.desired()

@@ -127,6 +127,8 @@ class EmbeddedRedis:
             "appendfsync": "everysec",
             "save": "",
             "maxmemory-policy": "noeviction",
+            # Each entry in a node of its own: what is erased is overwritten, not just marked.
+            "stream-node-max-entries": "1",
             "daemonize": "no",
         }
         return [word for name, value in settings.items() for word in (f"--{name}", value)]

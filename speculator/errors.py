@@ -8,7 +8,8 @@ SlipstreamError
 │   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
 │   └── DraftMismatchError   made for another target or another draft vocabulary
 ├── StoreError             the draft store cannot be read or written
-│   └── UnknownDraftError    it holds no such version
+│   ├── UnknownDraftError    it holds no such version
+│   └── VersionTakenError    it has a version of that number, or had one
 ├── LifecycleError         a draft version is not in a state that allows what is asked
 ├── StreamError            Redis refuses or cannot be reached
 └── EngineError            the engine cannot serve
@@ -56,6 +57,10 @@ class StoreError(SlipstreamError):
 
 class UnknownDraftError(StoreError):
     """There is no such version in the draft store."""
+
+
+class VersionTakenError(StoreError):
+    """The draft store has a version of the number that was asked for, or had one."""
 
 
 class LifecycleError(SlipstreamError):

@@ -3,7 +3,8 @@
     events.jsonl      appended by whoever holds events.lock; when it is long it becomes
     events.1.jsonl    in place of the one before
 
-A line that a crash cut short is passed over.
+A line that a crash cut short is passed over. Events of transitions have their number, so that those which a crash kept
+from being written can be told later (speculator/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     actor: str
     fields: dict[str, Any] = {}
+    sequence: int = 0
+    """Of a transition: its number; 0 for what is none."""
 
 
 class EventLog:
@@ -42,7 +46,11 @@ class EventLog:
 
     def append(self, kind: str, /, *, actor: str, **fields: Any) -> None:
         """Durable when it returns. Raises StoreError."""
-        line = msgspec.json.encode(Event(at_ms=time.time_ns() // 1_000_000, kind=kind, actor=actor, fields=fields))
+        self.add(Event(at_ms=time.time_ns() // 1_000_000, kind=kind, actor=actor, fields=fields))
+
+    def add(self, event: Event) -> None:
+        """The same for an event that happened before."""
+        line = msgspec.json.encode(event)
         with self._file_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock):
@@ -52,14 +60,18 @@ class EventLog:
 
     def tail(self, count: int) -> list[Event]:
         """The last `count` events, oldest first. Raises StoreError."""
-        events: list[Event] = []
+        return list(islice(self._newest_first(), count))[::-1]
+
+    def last_sequence(self) -> int:
+        """The number of the last transition that is on record; 0 where none is. Raises StoreError."""
+        return next((event.sequence for event in self._newest_first() if event.sequence), 0)
+
+    def _newest_first(self) -> Iterator[Event]:
         with self._file_errors(), shared(self._lock):
             for path in (self._path, self._before):
-                lines = path.read_bytes().splitlines() if path.exists() else []
-                while lines and len(events) < count:
-                    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                        events.append(msgspec.json.decode(lines.pop(), type=Event))
-        return events[::-1]
+                for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
+                    if (event := _decoded(line)) is not None:
+                        yield event
 
     @contextlib.contextmanager
     def _file_errors(self) -> Iterator[None]:
@@ -67,6 +79,13 @@ class EventLog:
             yield
         except OSError as error:
             raise StoreError(f"cannot use {self._path}: check its permissions and free space ({error})") from error
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return msgspec.json.decode(line, type=Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _append_line(path: Path, line: bytes) -> None:

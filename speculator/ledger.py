@@ -2,13 +2,13 @@
 
 In entries, at every moment:
 
-    appended = acked + pending + undelivered + lost        (dead letters are acked entries)
+    appended = acked + pending + undelivered + lost + erased        (dead letters are acked entries)
 
 Redis trims a stream without telling anybody, so removal is detected: every append also pushes its size onto a list.
 A list longer than the stream means that the stream's oldest entries are gone, and `settle` finds out how many of them
 nobody had acked: the pending ones still stand in the group's pending list, and each entry carries its index, so the
-first undelivered entry tells how many undelivered ones are left. Loss is derived from state: a crash between trimming
-and counting loses no count.
+first undelivered entry tells how many undelivered ones are left, less those that were erased behind it (removal.py).
+Loss is derived from state: a crash between trimming and counting loses no count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLag:
-    """How far the trainer is behind, in entries; `lost` and `dead_lettered` count since the stream began."""
+    """How far the trainer is behind, in entries; what is gone counts since the stream began."""
 
     pending: int
     """Delivered, not yet acked."""
@@ -48,6 +48,10 @@ class StreamLag:
     acked: int
     lost: int
     dead_lettered: int
+    erased: int
+    """Removed on request before the trainer had acked them."""
+    expired: int
+    """Removed by age; where nobody had acked them they are lost, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +61,30 @@ class LedgerKeys:
     traces: str
     """The stream itself."""
     sizes: str
-    """List: payload bytes of every entry, in the order of the stream."""
+    """List: "payload bytes:index" of every entry, in the order of the stream."""
     num_appended: str
     """Entries ever appended: also the index of the next entry."""
     accounts: str
-    """Hash: acked, lost, dead_lettered (entries) and bytes (payload bytes of the entries in the stream)."""
+    """Hash: acked, lost, dead_lettered, erased, expired (entries), bytes (payload of the entries in the stream)."""
+    erased: str
+    """Sorted set: indexes of erased entries, those before the first undelivered entry are of no use any more."""
+
+
+def size_member(num_bytes: int, index: int) -> str:
+    """How an entry stands in the list of sizes: unlike every other."""
+    return f"{num_bytes}:{index}"
+
+
+def index_of(entry_id: bytes, fields: Mapping[bytes, bytes]) -> int:
+    """Raises StreamError for an entry that somebody else has put there; reading it makes it a dead letter."""
+    index = fields.get(b"index", b"")
+    if not (index.isdigit() and len(index) < 16):
+        raise StreamError(f"entry {entry_id.decode()} of the trace stream is none of ours: find out who writes there")
+    return int(index)
+
+
+def _size_of(member: bytes) -> int:
+    return int(member.partition(b":")[0])
 
 
 class Ledger:
@@ -80,6 +103,13 @@ class Ledger:
             self.make_room(num_bytes)
         return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes))
 
+    def expire(self, before_ms: int) -> None:
+        """Remove every entry that was appended before, and count."""
+        num_expired = self._redis.xtrim(self._keys.traces, minid=f"{before_ms}-0", approximate=False)
+        if num_expired:
+            self._redis.hincrby(self._keys.accounts, "expired", num_expired)
+            self.settle()
+
     def lag(self) -> StreamLag:
         self.settle()
         self.group_state()
@@ -90,11 +120,12 @@ class Ledger:
             transaction.xinfo_groups(self._keys.traces)
             length, num_appended, accounts, groups = transaction.execute()
         appended = int(num_appended or 0)
-        count = {field: int(accounts.get(field.encode(), 0)) for field in ("acked", "lost", "dead_lettered", "bytes")}
+        fields = ("acked", "lost", "dead_lettered", "erased", "expired", "bytes")
+        count = {field: int(accounts.get(field.encode(), 0)) for field in fields}
         pending, _ = self._own_group(groups)
         return StreamLag(
             pending=pending,
-            undelivered=appended - count["acked"] - count["lost"] - pending,
+            undelivered=appended - count["acked"] - count["lost"] - count["erased"] - pending,
             length=length,
             appended=appended,
             **count,
@@ -108,7 +139,7 @@ class Ledger:
             index = int(transaction.get(keys.num_appended) or 0)
             transaction.multi()
             transaction.xadd(keys.traces, {**fields, "index": index})
-            transaction.rpush(keys.sizes, num_bytes)
+            transaction.rpush(keys.sizes, size_member(num_bytes, index))
             transaction.hincrby(keys.accounts, "bytes", num_bytes)
             transaction.incr(keys.num_appended)
             entry_id: bytes = transaction.execute()[0]
@@ -154,7 +185,7 @@ class Ledger:
         while chunk := self._redis.lrange(self._keys.sizes, num_entries, num_entries + _SCAN_COUNT - 1):
             for size in chunk:
                 num_entries += 1
-                num_bytes -= int(size)
+                num_bytes -= _size_of(size)
                 if num_bytes <= 0:
                     return num_entries
         return num_entries
@@ -186,19 +217,22 @@ class Ledger:
         """Also shortens the ledger: to `first_index`, no further, since what went after it may still be pending."""
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
-            transaction.watch(keys.num_appended, keys.accounts)
+            transaction.watch(keys.num_appended, keys.accounts, keys.erased)
             appended = int(transaction.get(keys.num_appended) or 0)
             num_removed = first_index - (appended - transaction.llen(keys.sizes))
             sizes = transaction.lrange(keys.sizes, 0, num_removed - 1) if num_removed > 0 else []
-            acked, lost = (int(n or 0) for n in transaction.hmget(keys.accounts, ["acked", "lost"]))
+            settled = sum(int(n or 0) for n in transaction.hmget(keys.accounts, ["acked", "lost", "erased"]))
             pending, last_delivered = self._own_group(transaction.xinfo_groups(keys.traces))
             undelivered = transaction.xrange(keys.traces, min=f"({last_delivered}", count=1)
-            num_left = appended - int(undelivered[0][1][b"index"]) if undelivered else 0
-            num_lost = appended - acked - lost - pending - num_left
+            num_left = 0
+            if undelivered:
+                first = index_of(*undelivered[0])
+                num_left = appended - first - transaction.zcount(keys.erased, first, "+inf")
+            num_lost = appended - settled - pending - num_left
             transaction.multi()
             if sizes:
                 transaction.lpop(keys.sizes, len(sizes))
-            transaction.hincrby(keys.accounts, "bytes", -sum(int(size) for size in sizes))
+            transaction.hincrby(keys.accounts, "bytes", -sum(map(_size_of, sizes)))
             transaction.hincrby(keys.accounts, "lost", max(num_lost, 0))
             transaction.execute()
 

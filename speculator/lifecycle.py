@@ -12,8 +12,11 @@ it. The files lie beside the versions in the draft store, since a state must not
     events.jsonl           the same transitions, and what operators and the gate did, in the order they happened
 
 A transition is a file written under a temporary name, fsynced and renamed: after a crash it was made or it was not.
-The event is written after it and may be missing then; the state never is. A version without a file here is unknown,
-and unknown versions are not served: the store writes a version's files before its state and removes them after it.
+Its event is written after it. Where a crash comes between the two, whoever makes the next transition of any version
+writes the missing event first, and until then `recent_events` tells it from the states.
+
+A version without a file here is unknown, and unknown versions are not served: the store writes a version's files before
+its state and removes them after it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from speculator.errors import LifecycleError, StoreError
-from speculator.events import EventLog
+from speculator.events import Event, EventLog
 from speculator.files import exclusive, shared, sync, write_synced
 
 Number = float | int | str | bool | None
@@ -68,6 +71,9 @@ ALLOWED: Mapping[State | None, frozenset[State]] = {
 }
 
 
+_MACHINES = ("engine:", "trainer:")
+
+
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One change of one version's state."""
 
@@ -76,7 +82,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """Its place among the transitions of all versions of the store, from 1."""
     at_ms: int
     actor: str
-    """`trainer`, `engine:<id>`, or `operator:<who>`."""
+    """`trainer`, `trainer:review`, `engine:<id>`, or `operator:<who>`."""
     reason: str = ""
     numbers: dict[str, Number] = {}
     """What the decision rests on."""
@@ -153,20 +159,29 @@ class Lifecycle:
         return max((version for version, state in self.states().items() if state in SERVABLE), default=None)
 
     def rollbacks_in_a_row(self) -> list[Transition]:
-        """The rollbacks by engines since a version was last promoted, oldest first. Raises StoreError.
+        """The rollbacks by engines and trainers since a version was last promoted, oldest first. Raises StoreError.
 
-        Not among them: versions that were released again.
+        Not among them: versions that were released again. A version that was rolled back later is no sign of better.
         """
         rollbacks, promoted_at = [], 0
         for history in self.histories().values():
             barred = history[-1].state in BARRED
             for transition in history:
-                if transition.state is State.PROMOTED:
+                if transition.state is State.PROMOTED and not barred:
                     promoted_at = max(promoted_at, transition.sequence)
-                elif transition.state is State.ROLLED_BACK and barred and transition.actor.startswith("engine:"):
+                elif transition.state is State.ROLLED_BACK and barred and transition.actor.startswith(_MACHINES):
                     rollbacks.append(transition)
         rollbacks.sort(key=lambda transition: transition.sequence)
         return [transition for transition in rollbacks if transition.sequence > promoted_at]
+
+    def recent_events(self, count: int) -> list[Event]:
+        """The last `count` events, oldest first, with those of transitions that a crash kept from being written.
+
+        Raises StoreError.
+        """
+        with _file_errors(self.root), shared(self._lock):
+            untold = [_event(version, one) for version, one in self._untold(self._histories())]
+            return [*self.events.tail(count), *untold][-count:] if count else []
 
     def forget(self, version: int) -> bool:
         """Drop what is known of a version whose files are to be removed; False for one that is live or the last good.
@@ -178,6 +193,9 @@ class Lifecycle:
             state = histories[version][-1].state if version in histories else None
             if state is State.LIVE or version == _last_good(histories):
                 return False
+            # A full disk must not keep what fills it.
+            with contextlib.suppress(StoreError):
+                self._tell(histories)
             self._path(version).unlink(missing_ok=True)
             sync(self._states)
         return True
@@ -195,20 +213,44 @@ class Lifecycle:
                 return False
             known = "unknown" if before is None else before.value
             raise LifecycleError(f"draft version {version} is {known} and cannot become {state.value}")
+        histories = self._histories()
         transition = Transition(
             state=state,
-            sequence=self._last_sequence() + 1,
+            sequence=self._last_sequence(histories) + 1,
             at_ms=time.time_ns() // 1_000_000,
             actor=actor,
             reason=reason,
             numbers=numbers,
         )
         self._replace(version, [*history, transition])
-        self.events.append(state.value, actor=actor, version=version, reason=reason, numbers=numbers)
+        self._tell({**histories, version: [*history, transition]})
         return True
 
-    def _last_sequence(self) -> int:
-        return max((history[-1].sequence for history in self._histories().values()), default=0)
+    def _last_sequence(self, histories: Mapping[int, list[Transition]]) -> int:
+        """Of those that were forgotten, too: a number that is given twice would not be told."""
+        told = 0
+        # A transition does not wait for the log: an engine must be able to bar a version without it.
+        with contextlib.suppress(StoreError):
+            told = self.events.last_sequence()
+        return max([told, *(history[-1].sequence for history in histories.values())])
+
+    def _tell(self, histories: Mapping[int, list[Transition]]) -> None:
+        """Write the events that are missing. Under the lock."""
+        for version, transition in self._untold(histories):
+            self.events.add(_event(version, transition))
+
+    def _untold(self, histories: Mapping[int, list[Transition]]) -> list[tuple[int, Transition]]:
+        told = self.events.last_sequence()
+        # A log without any number is new, or of before there were numbers, or other events have filled it since.
+        last = [] if told else self.events.tail(1)
+        since_ms = last[0].at_ms if last else 0
+        made = (
+            (version, one)
+            for version, history in histories.items()
+            for one in history
+            if one.sequence > told and one.at_ms >= since_ms
+        )
+        return sorted(made, key=lambda pair: pair[1].sequence)
 
     def _replace(self, version: int, history: list[Transition]) -> None:
         path = self._path(version)
@@ -230,6 +272,11 @@ class Lifecycle:
 
     def _path(self, version: int) -> Path:
         return self._states / f"{version:06d}.json"
+
+
+def _event(version: int, made: Transition) -> Event:
+    fields = {"version": version, "reason": made.reason, "numbers": made.numbers}
+    return Event(at_ms=made.at_ms, kind=made.state.value, actor=made.actor, fields=fields, sequence=made.sequence)
 
 
 def _last_good(histories: Mapping[int, list[Transition]], other_than: int | None = None) -> int | None:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import structlog
+import torch
 from torch import Tensor
 
 from speculator.checkpoint import apply_state, config_from_json, draft_config_json, draft_state, expected_shapes
-from speculator.errors import DraftError, LifecycleError, StoreError
+from speculator.errors import DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
 from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE, fresh_draft
 from speculator.lifecycle import BARRED, Number, State
 from speculator.model import Eagle3Draft
@@ -19,6 +20,7 @@ from speculator.store import DraftStore
 log = structlog.get_logger(__name__)
 
 _ACTOR = "lineage"
+FIRST = 1
 
 
 def ensure_lineage(
@@ -42,16 +44,20 @@ def ensure_lineage(
         return servable
     newest = store.latest()
     if newest is None:
+        newest = FIRST
         draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
-        newest = store.write(
-            draft_state(draft),
-            draft_config_json(draft.config),
-            parent=None,
-            target_fingerprint=target_fingerprint,
-            info={"origin": "fresh", "seed": seed},
-            actor=_ACTOR,
-        ).version
-        log.info("fresh draft written", version=newest)
+        # Engine and trainer may start on an empty store together, with another vocabulary each: one of them is first.
+        with contextlib.suppress(VersionTakenError):
+            store.write(
+                draft_state(draft),
+                draft_config_json(draft.config),
+                parent=None,
+                target_fingerprint=target_fingerprint,
+                info={"origin": "fresh", "seed": seed},
+                actor=_ACTOR,
+                number=FIRST,
+            )
+            log.info("fresh draft written", version=newest)
     if store.lifecycle.state(newest) in BARRED:
         raise StoreError(f"no draft in {store.root} may be served: `slipstream drafts promote` releases one of them")
     # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
@@ -111,6 +117,9 @@ def load_draft(store: DraftStore, version: int, *, embed: Tensor, target_fingerp
     """
     config = config_from_json(store.config(version))
     state = store.load(version, expected_fingerprint=target_fingerprint, expected_shapes=expected_shapes(config))
+    target_ids_D = state["d2t"] + torch.arange(config.draft_vocab_size)
+    if not bool(((target_ids_D >= 0) & (target_ids_D < len(embed))).all()):
+        raise DraftMismatchError(f"draft version {version}: it can propose tokens that the target does not have")
     draft = Eagle3Draft(config, embed, state["d2t"].to(embed.device)).to(embed.device)
     apply_state(draft, state)
     return draft

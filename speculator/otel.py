@@ -47,8 +47,10 @@ class Tracing:
         return _Recorded(self._tracer.start_span(name, _W3C.extract(carrier, Context()), trace.SpanKind.SERVER))
 
     def current(self) -> Context | None:
-        context = _current.get()
-        return context if trace.get_current_span(context).get_span_context().trace_flags.sampled else None
+        return _sampled(_current.get())
+
+    def joined(self, headers: Mapping[str, str]) -> Context | None:
+        return _sampled(_W3C.extract(headers, Context()))
 
     def record(self, parent: Context, name: str, seconds: float, attributes: Mapping[str, Value]) -> None:
         now_ns = time.time_ns()
@@ -94,6 +96,10 @@ class _Recorded(Span):
 
     def fail(self, reason: str) -> None:
         self._span.set_status(trace.StatusCode.ERROR, reason)
+
+
+def _sampled(context: Context) -> Context | None:
+    return context if trace.get_current_span(context).get_span_context().trace_flags.sampled else None
 
 
 def _named(attributes: Mapping[str, Value]) -> dict[str, Value]:

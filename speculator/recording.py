@@ -113,7 +113,7 @@ class RecordingReader:
             if len(length) < _LENGTH.size or _LENGTH.unpack(length)[0] > _MAX_HEADER_BYTES:
                 raise ConfigError(f"{self.path} is damaged: its header is cut off")
             header = msgspec.msgpack.decode(self._file.read(_LENGTH.unpack(length)[0]), type=RecordingHeader)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.path} is damaged: its header is not valid ({error})") from error
         if header.format_version != FORMAT_VERSION:
             raise ConfigError(

@@ -18,7 +18,7 @@ from speculator.errors import ConfigError, StreamError
 from speculator.secret import read_secret
 
 SOCKET_TIMEOUT_S = 5.0
-PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"
+PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"  # noqa: S105 - its name
 """Names a file with the password of the URL's user, for deployments that keep secrets in files."""
 
 _P = ParamSpec("_P")

@@ -8,7 +8,7 @@ of its own sends them: no caller waits. Attributes are ids, counts and times, ne
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from speculator.errors import ConfigError
@@ -62,6 +62,11 @@ def request_span(name: str, headers: Iterable[tuple[bytes, bytes]], /) -> Span:
 def current() -> Parent | None:
     """The span of the block around the caller; None where there is none, or where it was not sampled."""
     return None if _tracing is None else _tracing.current()
+
+
+def joined(headers: Mapping[str, str]) -> Parent | None:
+    """The span of another process by its `outgoing_headers`; None where they name none, or one not sampled."""
+    return None if _tracing is None else _tracing.joined(headers)
 
 
 def record(parent: Parent | None, name: str, seconds: float, /, **attributes: Value) -> None:

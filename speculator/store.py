@@ -13,11 +13,14 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import socket
+import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError
+from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
 from speculator.files import sync, write_synced
 from speculator.lifecycle import Lifecycle, State
 
@@ -39,6 +42,8 @@ _TEMPORARY = ".tmp-"
 # A temporary folder of another host is a leftover for certain after this time.
 _ABANDONED_AFTER_S = 24 * 3600.0
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+_MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
+"""Of a manifest or a config, and of what a file of tensors has beside them."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +79,12 @@ class DraftStore:
         target_fingerprint: str,
         info: dict[str, Any],
         actor: str = "trainer",
+        number: int | None = None,
     ) -> Manifest:
-        """Store a new version under the next free number, in the state `written`; safe beside other writers.
+        """Store a new version in the state `written`, under the next free number or just this one; safe beside others.
 
-        Raises DraftFileError for tensors that no engine may load, StoreError when the folder cannot be written.
+        Raises DraftFileError for tensors that no engine may load, VersionTakenError where `number` is not free,
+        StoreError when the folder cannot be written.
         """
         check_tensors(weights)
         with _store_errors(self.root):
@@ -98,7 +105,7 @@ class DraftStore:
                     d2t_sha256=d2t_sha256(weights["d2t"]),
                     info=info,
                 )
-                manifest = self._commit(folder, manifest)
+                manifest = self._commit(folder, manifest, number)
         self.lifecycle.move(manifest.version, State.WRITTEN, actor=actor)
         return manifest
 
@@ -117,7 +124,12 @@ class DraftStore:
         data = self._read(version, _CONFIG)
         if hashlib.sha256(data).hexdigest() != self.manifest(version).config_sha256:
             raise DraftFileError(f"draft version {version}: config.json was altered")
-        config: dict[str, Any] = json.loads(data)
+        try:
+            config = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DraftFileError(f"draft version {version}: config.json cannot be read ({error})") from error
+        if not isinstance(config, dict):
+            raise DraftFileError(f"draft version {version}: config.json is not an object")
         return config
 
     def versions(self) -> list[int]:
@@ -138,7 +150,7 @@ class DraftStore:
         expected_d2t: Tensor | None = None,
         expected_shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> dict[str, Tensor]:
-        """Read a version's tensors and verify them: hash, types, finite values, and what is expected of them.
+        """Read a version's tensors and verify them: hashes, types, finite values, and what is expected of them.
 
         Raises DraftMismatchError for another target or draft vocabulary, DraftFileError for a file that is damaged or
         has other names, shapes or types, StoreError when the version cannot be read.
@@ -149,7 +161,8 @@ class DraftStore:
                 f"draft version {version} was trained for target {manifest.target_fingerprint[:12]}, "
                 f"this one is {expected_fingerprint[:12]}"
             )
-        data = self._read(version, _WEIGHTS)
+        self.config(version)  # it describes the tensors: SGLang reads it
+        data = self._read(version, _WEIGHTS, max_bytes=_most_bytes(expected_shapes))
         if hashlib.sha256(data).hexdigest() != manifest.weights_sha256:
             raise DraftFileError(f"draft version {version}: the weights are truncated or altered (sha256 differs)")
         try:
@@ -180,12 +193,14 @@ class DraftStore:
             removed.append(version)
         return removed
 
-    def _commit(self, folder: Path, manifest: Manifest) -> Manifest:
-        """Give the finished folder the next free number; another writer may take it first."""
+    def _commit(self, folder: Path, manifest: Manifest, number: int | None) -> Manifest:
+        """Give the finished folder its number, or the next free one; another writer may take it first."""
         # Above the known ones too, whose files somebody may have removed: a number never names two drafts.
         version = max([*self.versions(), *self.lifecycle.states()], default=0)
         while True:
             version += 1
+            if number not in (None, version):
+                raise VersionTakenError(f"{self.root} has a version {number} already")
             manifest = msgspec.structs.replace(manifest, version=version)
             write_synced(folder / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             sync(folder)
@@ -217,12 +232,28 @@ class DraftStore:
     def _folder(self, version: int) -> Path:
         return self._versions / f"{version:06d}"
 
-    def _read(self, version: int, name: str) -> bytes:
+    def _read(self, version: int, name: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
         with _store_errors(self.root):
             try:
-                return (self._folder(version) / name).read_bytes()
+                # A pipe in the file's place must not hold up whoever opens it, nor an endless device take all memory.
+                with open(self._folder(version) / name, "rb", opener=_open_at_once) as file:
+                    status = os.fstat(file.fileno())
+                    if not stat.S_ISREG(status.st_mode):
+                        raise DraftFileError(f"draft version {version}: {name} is not a file")
+                    if status.st_size > max_bytes:
+                        raise DraftFileError(f"draft version {version}: {name} is larger than such a draft's")
+                    return file.read()
             except FileNotFoundError as error:
                 raise UnknownDraftError(f"draft version {version} is not in {self.root} ({name} is missing)") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _most_bytes(shapes: Mapping[str, tuple[int, ...]] | None) -> int:
+    """No file with tensors of these shapes is larger; every element counts as the widest type's."""
+    return _MAX_DOCUMENT_BYTES + 8 * sum(math.prod(shape) for shape in shapes.values()) if shapes else sys.maxsize
 
 
 def check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:

@@ -22,6 +22,7 @@ __all__ = ["DraftPointer", "StreamEntry", "StreamKeys", "StreamLag", "TraceStrea
 # A blocking read must end well before the socket gives up on it.
 MAX_BLOCK_MS = 2000
 ENGINE_TTL_S = 30
+EXPIRE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class StreamKeys:
             sizes=self._key("sizes"),
             num_appended=self._key("num_appended"),
             accounts=self._key("accounts"),
+            erased=self._key("erased"),
         )
 
     @property
@@ -53,6 +55,16 @@ class StreamKeys:
     @property
     def pinned_draft(self) -> str:
         return self._key("pinned_draft")
+
+    @property
+    def erasures(self) -> str:
+        """Hash: time of the order in milliseconds by tenant."""
+        return self._key("erasures")
+
+    @property
+    def trainers(self) -> str:
+        """Hash: the last report of each trainer process by its name."""
+        return self._key("trainers")
 
     @property
     def engines(self) -> str:
@@ -90,9 +102,13 @@ class TraceStream:
         max_bytes: int,
         group: str = "trainer",
         consumer: str = "trainer-0",
+        ttl_s: float = 0,
     ) -> None:
-        """Needs no connection yet. Consumers that run at the same time need different names."""
+        """Needs no connection yet. Consumers that run at the same time need different names. Whoever appends or reads
+        also removes what is older than `ttl_s`, every few seconds; 0 sets no limit.
+        """
         self.max_bytes = max_bytes
+        self._ttl_s, self._expired_s = ttl_s, 0.0
         self._redis: Any = client
         self._keys = StreamKeys(model_key=model_key)
         self._traces = self._keys.ledger.traces
@@ -111,6 +127,7 @@ class TraceStream:
         """
         if len(payload) > self.max_bytes:
             raise StreamError(f"a trace of {len(payload)} bytes is above the stream's cap of {self.max_bytes} bytes")
+        self._expire_when_due()
         fields: dict[str, bytes | str | int] = {"payload": payload, "trace_id": trace_id, "created_ms": _now_ms()}
         return self._ledger.append(fields, len(payload))
 
@@ -118,6 +135,13 @@ class TraceStream:
     def trim(self) -> None:
         """Enforce the byte cap, for instance after it was lowered, and count what others removed."""
         self._ledger.make_room(0)
+
+    @redis_errors
+    def expire(self, ttl_s: float) -> None:
+        """Remove entries and dead letters that were appended longer ago, and count."""
+        before_ms = _now_ms() - int(1000 * ttl_s)
+        self._ledger.expire(before_ms)
+        self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
 
     @redis_errors
     def read(self, count: int, block_ms: int) -> list[StreamEntry]:
@@ -128,6 +152,7 @@ class TraceStream:
         some that never arrived. Entries in hand can therefore come twice.
         """
         try:
+            self._expire_when_due()
             while self._resume_after is not None:
                 if entries := self._read_own_pending(self._resume_after, count):
                     return entries
@@ -200,6 +225,11 @@ class TraceStream:
         """Where the stream stands, after counting what was removed from it."""
         return self._ledger.lag()
 
+    def _expire_when_due(self) -> None:
+        if self._ttl_s and time.monotonic() - self._expired_s > EXPIRE_EVERY_S:
+            self._expired_s = time.monotonic()
+            self.expire(self._ttl_s)
+
     def _read_group(self, after: str, count: int, block_ms: int | None) -> list[Any]:
         streams = {self._traces: after}
         reply = self._ledger.with_group(
@@ -239,7 +269,7 @@ class DraftPointer:
     @redis_errors
     def published(self) -> int | None:
         """The version last published; None before the first."""
-        return _version(self._redis.get(self._keys.desired_draft))
+        return _number(self._redis.get(self._keys.desired_draft), self._keys.desired_draft)
 
     @redis_errors
     def replace(self, old: int, new: int) -> bool:
@@ -247,7 +277,7 @@ class DraftPointer:
         key = self._keys.desired_draft
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.watch(key)
-            if _version(transaction.get(key)) != old:
+            if _number(transaction.get(key), key) != old:
                 return False
             transaction.multi()
             transaction.set(key, new)
@@ -268,13 +298,14 @@ class DraftPointer:
 
     @redis_errors
     def pinned(self) -> int | None:
-        return _version(self._redis.get(self._keys.pinned_draft))
+        return _number(self._redis.get(self._keys.pinned_draft), self._keys.pinned_draft)
 
     @redis_errors
     def desired(self) -> int | None:
         """The version that engines should run: the pinned one, else the published one, else None."""
-        pinned, published = self._redis.mget(self._keys.pinned_draft, self._keys.desired_draft)
-        return _version(published if pinned is None else pinned)
+        keys = (self._keys.pinned_draft, self._keys.desired_draft)
+        pinned, published = map(_number, self._redis.mget(keys), keys)
+        return published if pinned is None else pinned
 
     @redis_errors
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
@@ -307,21 +338,28 @@ class DraftPointer:
     @redis_errors
     def depth_limit(self, engine_id: str) -> int | None:
         """The depth last asked of an engine; None where none was."""
-        value = self._redis.get(self._keys.depth(engine_id))
-        return None if value is None else int(value)
+        key = self._keys.depth(engine_id)
+        return _number(self._redis.get(key), key)
 
 
 def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
+    # Anybody who may write to this Redis may have added it: whatever it holds, it must get to where it is refused.
+    created_ms = fields.get(b"created_ms", b"")
     return StreamEntry(
         id=entry_id.decode(),
         trace_id=fields.get(b"trace_id", b"").decode(errors="replace"),
-        created_ms=int(fields.get(b"created_ms", 0)),
+        created_ms=int(created_ms) if created_ms.isdigit() and len(created_ms) < 16 else 0,
         payload=fields.get(b"payload", b""),
     )
 
 
-def _version(value: bytes | None) -> int | None:
-    return None if value is None else int(value)
+def _number(value: bytes | None, key: str) -> int | None:
+    """What we keep at `key`; raises StreamError where somebody else has written there."""
+    if value is None:
+        return None
+    if not (value.isdigit() and len(value) < 10):
+        raise StreamError(f"Redis has {value[:20]!r} at {key}, which is no number of ours: delete that key")
+    return int(value)
 
 
 def _now_ms() -> int:

@@ -31,8 +31,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TypeVar
@@ -125,6 +126,7 @@ class Tenant:
         self.groups = Recent(config.max_groups, lambda: _index(config, config.group_window))
         """Answers to one prompt each, by the group's name."""
         self.calibration = Calibration()
+        self.born_s = time.monotonic()
 
 
 class SuffixDrafter:
@@ -141,6 +143,15 @@ class SuffixDrafter:
         """
         home = self._tenants.of(tenant) if shared else Tenant(self._config)
         return SuffixRequest(self._config, prompt, home, home.groups.of(group_id) if shared and group_id else None)
+
+    def forget(self, tenants: Collection[str]) -> None:
+        """Drop all text of these tenants; what runs keeps what it reads until it ends."""
+        for tenant in tenants:
+            self._tenants.pop(tenant, None)
+
+    def expire(self, ttl_s: float) -> None:
+        """Drop a tenant's windows, whole, when the first text in them may be so old."""
+        self.forget([name for name, tenant in self._tenants.items() if time.monotonic() - tenant.born_s > ttl_s])
 
 
 class SuffixRequest:

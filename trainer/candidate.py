@@ -1,26 +1,36 @@
 """Hop 7 to 8: the averaged draft as a candidate. When it is due, what it is compared with, and what becomes of it.
 
-training ──▶ due ──▶ gate (trainer/shadow.py, trainer/gate.py) ──▶ store and pointer (trainer/publish.py)
-    └──────────── start again ◀──────────── rolled back, barred (trainer/rollback.py)
+training ──▶ due ──▶ gate (trainer/shadow.py, trainer/gate.py) ──▶ store ──▶ checkpoint ──▶ pointer (trainer/publish.py)
+    └──────────── start again ◀──────────── rolled back, barred (trainer/rollback.py, trainer/review.py)
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
 
 from speculator.errors import StoreError
 from speculator.spans import span
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
+from speculator.tenants import MANIFEST_KEY, TenantCounts, joined_counts
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
+from trainer.golden import Patience
 from trainer.intake import Intake
 from trainer.metrics import TrainerMetrics
 from trainer.publish import Publisher
+from trainer.review import Review
 from trainer.rollback import RollbackWatch
 from trainer.shadow import Shadow
 from trainer.training import Training
+
+log = structlog.get_logger()
 
 # What `lead` passes on where there is no version; the store counts from 1.
 _NO_VERSION = 0
@@ -40,6 +50,7 @@ class Candidates:
         ranks: Ranks,
         *,
         target_fingerprint: str,
+        vetoed_since_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._training, self._intake, self._metrics, self._ranks = training, intake, metrics, ranks
@@ -56,9 +67,18 @@ class Candidates:
             store.lifecycle,
             metrics,
             published=pointer.published,
+            engines=pointer.engines,
             first_pause_s=config.publish_pause_s,
             clock=clock,
         )
+        self.review = Review(
+            store.lifecycle, pointer, config, metrics, ranks, load_draft=training.load_draft, clock=clock
+        )
+        self._events, self._clock = store.lifecycle.events, clock
+        # What an operator chose does not wear out.
+        self.patience = Patience(config.golden_patience_s if config.golden is None else math.inf, vetoed_since_s)
+        self._is_unannounced = False
+        """The version in training was stored, and Redis was away."""
         metrics.published_version.set(training.version)
 
     def heed_rollbacks(self) -> bool:
@@ -68,6 +88,7 @@ class Candidates:
         if good == _NO_VERSION:
             return False
         training.start_over(good)
+        self._is_unannounced = False
         self._publisher.begin(training.learnt_tokens)
         self._metrics.published_version.set(good)
         return True
@@ -80,9 +101,11 @@ class Candidates:
         return self._ranks.any(self._ranks.leads and due)
 
     def publish(self) -> bool:
-        """Judge the averaged draft on traces that no draft has learnt from, and publish it where it is fit; True where
-        it was.
+        """Judge the averaged draft on traces that no draft has learnt from, and store it where it is fit; True where it
+        was, and is to be announced after a checkpoint. One that could not be announced comes before a new one.
         """
+        if self._is_unannounced:
+            return True
         training, publisher = self._training, self._publisher
         info, averaged = self._info(), training.learner.averaged
         training.curve.mark()
@@ -103,19 +126,42 @@ class Candidates:
             return version or _NO_VERSION
 
         version = self._ranks.lead(carry_out)
+        if self._ranks.any(decision is not None and self.patience.is_over(decision, self._clock())):
+            self._renew_golden()
         if version == _NO_VERSION:
             return False
         training.version = version
         self._shadow.published(version)
-        self._metrics.published_version.set(version)
         return True
 
-    def _info(self) -> dict[str, int]:
-        """What a manifest says about the learning."""
+    def announce(self) -> None:
+        """Tell the engines of the version that was stored."""
+        version, tokens = self._training.version, self._training.learnt_tokens
+        self._is_unannounced = not self._ranks.lead(lambda: self._publisher.announce(version, learnt_tokens=tokens))
+        if not self._is_unannounced:
+            self._metrics.published_version.set(version)
+
+    def _renew_golden(self) -> None:
+        since_s, self.patience.since_s = self.patience.since_s, None
+        num_traces = int(self._ranks.sum([self._intake.renew_golden()])[0])
+        if since_s is None or not self._ranks.leads:
+            return
+        numbers = {"num_traces": num_traces, "vetoed_s": round(self._clock() - since_s)}
+        log.warning("the golden set is given up: traffic has left it behind", **numbers)
+        try:
+            self._events.append("golden_renewed", actor="trainer", **numbers)
+        except StoreError as error:
+            log.warning("not on record", error=str(error))
+
+    def _info(self) -> dict[str, Any]:
+        """What a manifest says about the learning; whose traffic it was is known on rank 0."""
         intake = self._intake
+        parts = self._ranks.gather(msgspec.json.encode(self._training.tenants))
+        tenants = joined_counts(msgspec.json.decode(part, type=TenantCounts) for part in parts)
         seen = map(int, self._ranks.sum([intake.num_traces, intake.num_repeated, intake.new_tokens]))
         return {
             "num_steps": self._training.learner.num_steps,
             **dict(zip(("num_traces", "num_repeated", "new_tokens"), seen, strict=True)),
             "learnt_tokens": self._training.learnt_tokens,
+            MANIFEST_KEY: msgspec.to_builtins(tenants),
         }

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculator.errors import StoreError
+from speculator.tenants import TenantCounts
 from trainer.drift import SeriesState
 
 _FILE = "trainer.safetensors"
@@ -45,6 +46,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Traces that wait for their first step, oldest first: in the held-out pool, or just released from it."""
     golden: list[str] = []
     """Traces that are never learnt from."""
+    tenants: TenantCounts | None = None
+    """Whom the weights were learnt from; None in checkpoints that do not say."""
+    vetoed_since_s: float | None = None
+    """Of `Patience`."""
 
     @property
     def trace_ids(self) -> list[str]:

@@ -41,6 +41,9 @@ class TrainerConfig(BaseSettings):
 
     stream_max_bytes: int = Field(default=512 * _MIB, ge=_MIB)
     """Byte cap of the stream in Redis; the engines keep to their own."""
+    trace_ttl_hours: float = Field(default=0, ge=0)
+    """Traces older than this are removed from the stream, the replay, the disk and the sets that judge drafts; 0 sets
+    no limit. SLIPSTREAM_TRACE_TTL_HOURS says it for every service."""
     replay_max_bytes: int = Field(default=384 * _MIB, ge=_MIB)
     """Memory for traces; one completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
@@ -98,6 +101,10 @@ class TrainerConfig(BaseSettings):
     """Relative loss of acceptance length on held-out traces that the gate must exclude."""
     golden_epsilon: float = Field(default=0.05, gt=0)
     """The same on golden traces, above which the gate refuses."""
+    golden_patience_s: float = Field(default=24 * 3600.0, ge=0)
+    """Without a version because of the golden set alone, after which it is filled anew; a recording is not."""
+    review_traces: int = Field(default=100, ge=0)
+    """Most traces on which a version that came into service is compared once more with the one before it; 0: none."""
 
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
     """Least time between two checkpoints of its own; traces are settled in Redis by them."""

@@ -11,7 +11,8 @@ of Student's t: four traces decide only what is plain.
     refuse    worse, or worse by more than the golden ε on the golden set, in all but one case of twenty
     hold      anything else: the incumbent stays, training goes on, and the next interval asks again
 
-The golden set is old traffic, which a legitimate shift may serve a little worse; so it has a wider ε and only a veto.
+The golden set is old traffic, which a legitimate shift may serve a little worse; so it has a wider ε and only a veto,
+and a veto that lasts too long ends with a new golden set (trainer/golden.py).
 `benchmarks/gate.py` measures how often the gate is wrong.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -46,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """`change` is relative, and so are its bounds, which are None where fewer than two traces give them."""
+    """`change` is relative, and so are its bounds, which are None where there are too few traces for any."""
 
     num_traces: int
     candidate_length: float
@@ -70,6 +71,11 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     @property
+    def is_vetoed(self) -> bool:
+        """Better on held-out traces, and refused for the golden set: it is not asked about any other."""
+        return self.outcome is Outcome.REFUSE and self.golden is not None
+
+    @property
     def numbers(self) -> dict[str, Number]:
         """The same without structure: golden ones under `golden_…`."""
         found: dict[str, Number] = {"incumbent": self.incumbent, "seconds": self.seconds}
@@ -79,13 +85,18 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def compare(pairs: Sequence[Pair]) -> Comparison:
+def _for_one_look(count: int) -> float:
+    return student_t_quantile(CONFIDENCE, count - 1)
+
+
+def compare(pairs: Sequence[Pair], *, quantile: Callable[[int], float] = _for_one_look) -> Comparison:
     """The change of a ratio of sums, with bounds from its linearisation: the relative residual of a trace is
 
         z = (C/ΣC − R/ΣR) of the candidate − the same of the incumbent,     se(change) = (1 + change) · √(n/(n−1) Σz²)
 
     for C committed tokens and R verifications (Cochran, "Sampling Techniques", 3rd edition, chapter 6).
-    Traces without a verification say nothing and are left out.
+    Traces without a verification say nothing and are left out. `quantile` gives how many standard errors the bounds are
+    away, for so many traces; infinite where they bound nothing.
     """
     pairs = [pair for pair in pairs if pair.candidate.num_rounds > 0 and pair.incumbent.num_rounds > 0]
     count = len(pairs)
@@ -93,14 +104,13 @@ def compare(pairs: Sequence[Pair]) -> Comparison:
     lengths = (totals.candidate.length, totals.incumbent.length) if totals else (1.0, 1.0)
     change = lengths[0] / lengths[1] - 1
     lower = upper = None
-    if totals is not None and count > 1:
+    if totals is not None and count > 1 and math.isfinite(width := quantile(count)):
         squares = sum(
             (_residual(pair.candidate, totals.candidate) - _residual(pair.incumbent, totals.incumbent)) ** 2
             for pair in pairs
         )
         error = (1 + change) * math.sqrt(count / (count - 1) * squares)
-        margin = student_t_quantile(CONFIDENCE, count - 1) * error
-        lower, upper = change - margin, change + margin
+        lower, upper = change - width * error, change + width * error
     return Comparison(
         num_traces=count,
         candidate_length=lengths[0],

@@ -2,6 +2,14 @@
 
 They are the first that arrive, some of each domain, and are part of the trainer's checkpoint; or an operator's own
 recording, which is read at every start. Whoever sends poison later finds them in place.
+
+Traffic may also have left them behind for good. Then every draft that suits the present is worse on them, and their
+veto would stand for ever:
+
+    vetoed ──(golden_patience_s without a version, and vetoed again)──▶ learnt from; the next take their places
+
+Poison must be most of the traffic for all that time to come so far, and live traffic still judges what is published. An
+operator's recording is never given up: whoever chose it can choose another.
 """
 
 from __future__ import annotations
@@ -15,10 +23,30 @@ from speculator.trace import Trace
 from trainer.batch import Example
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.distributed import Ranks
+from trainer.gate import GateDecision, Outcome
 from trainer.kept import KeptTraces
-from trainer.provenance import Stored, provenance_of
+from trainer.provenance import Provenance, Stored, provenance_of
 
 _VARIABLE = f"{ENV_PREFIX}GOLDEN"
+
+
+class Patience:
+    """How long the golden set has been vetoing; on rank 0."""
+
+    def __init__(self, patience_s: float, since_s: float | None) -> None:
+        """`since_s` is when the first veto came, in seconds since the epoch; None where there was none."""
+        self._patience_s = patience_s
+        self.since_s = since_s
+
+    def is_over(self, decision: GateDecision, now_s: float) -> bool:
+        """Whether this veto is one too many. What is held, or worse on held-out traces, was not its doing."""
+        if decision.outcome is Outcome.PROMOTE:
+            self.since_s = None
+        if not decision.is_vetoed:
+            return False
+        if self.since_s is None:
+            self.since_s = now_s
+        return now_s - self.since_s >= self._patience_s
 
 
 class GoldenSet(KeptTraces):
@@ -43,9 +71,20 @@ class GoldenSet(KeptTraces):
             and stored.num_bytes + self.num_bytes <= self._max_bytes
         )
 
+    def give_up(self) -> list[Stored]:
+        """All of them; the next that are wanted take their places."""
+        given_up = list(self)
+        self._by_text.clear()
+        return given_up
+
 
 def golden_set(
-    config: TrainerConfig, make_example: Callable[[Trace], Example], ranks: Ranks, *, target_fingerprint: str
+    config: TrainerConfig,
+    make_example: Callable[[Trace], Example],
+    ranks: Ranks,
+    *,
+    target_fingerprint: str,
+    is_gone: Callable[[Provenance], object] = lambda _: False,
 ) -> GoldenSet:
     """As configured: to be filled by traffic, or this rank's share of an operator's recording.
 
@@ -64,6 +103,8 @@ def golden_set(
     if not usable:
         raise ConfigError(f"{config.golden} has no trace that this draft can be judged by: set another {_VARIABLE}")
     golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=0)
+    # Without those that are to be forgotten; where that is all of them, drafts are judged by the held-out set alone.
+    usable = [stored for stored in usable if not is_gone(stored.provenance)]
     for stored in usable[ranks.rank :: ranks.size]:
         golden.keep(stored)
     return golden

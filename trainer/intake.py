@@ -10,6 +10,7 @@ one text may have a place in each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -23,7 +24,7 @@ from trainer.golden import GoldenSet
 from trainer.heldout import HeldOut
 from trainer.metrics import TrainerMetrics
 from trainer.priority import priority
-from trainer.provenance import Stored
+from trainer.provenance import Provenance, Stored
 from trainer.replay import Admission, Replay
 from trainer.source import TraceSource
 
@@ -36,6 +37,8 @@ class Arrivals:
 
     is_news: bool
     num_repeated_tokens: int
+    traces: list[Stored]
+    """All of them, whatever became of each."""
 
 
 class Intake:
@@ -87,7 +90,30 @@ class Intake:
             num_repeated_tokens=sum(
                 stored.num_bases for stored, admission in arrived if admission is Admission.REPEATED
             ),
+            traces=[stored for stored, _ in arrived],
         )
+
+    def renew_golden(self) -> int:
+        """Learn from the golden traces from now on, and fill the set with those that come next; how many they were."""
+        given_up = self.golden.give_up()
+        for stored in given_up:
+            self._offer(stored)
+        return len(given_up)
+
+    def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
+        """Remove, and return, the traces that are gone, from wherever they are kept. None of them needs a step now."""
+        gone = [*self._replay.forget(is_gone), *self.held_out.forget(is_gone), *self.golden.forget(is_gone)]
+        self._source.mark_used(gone)
+        return gone
+
+    @property
+    def settled(self) -> tuple[int, int]:
+        """(`num_traces`, `new_tokens`) without what is in hand: who goes on from the next checkpoint gets that again,
+        and counts it then.
+        """
+        in_hand = self._source.trace_ids_in_hand
+        unused = [stored for stored in self._replay.waiting if stored.trace_id in in_hand]
+        return self.num_traces - len(unused), self.new_tokens - sum(stored.num_bases for stored in unused)
 
     @property
     def golden_trace_ids(self) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from trainer.provenance import Stored
+from trainer.provenance import Provenance, Stored
 
 
 class KeptTraces:
@@ -27,6 +27,13 @@ class KeptTraces:
     @property
     def num_bytes(self) -> int:
         return sum(stored.num_bytes for stored in self)
+
+    def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
+        """Remove, and return, the traces that are gone."""
+        gone = [stored for stored in self if is_gone(stored.provenance)]
+        for stored in gone:
+            del self._by_text[stored.provenance.text_hash]
+        return gone
 
     def keep(self, stored: Stored) -> None:
         """Take a trace as the newest."""

@@ -1,4 +1,4 @@
-"""The training loop, one screen: read → train → checkpoint → ack → gate and publish, which saves what it published."""
+"""The training loop, one screen: read → train → checkpoint → ack → gate and publish, with a checkpoint in between."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
     Under several ranks each turn is made by all of them: one that has work, or is told to stop, takes the others along.
     """
     while not trainer.ranks.any(stop.is_set()):
-        trainer.read(block_ms=0 if trainer.has_work else IDLE_BLOCK_MS)
+        trainer.read(block_ms=0 if trainer.has_work or trainer.is_reviewing else IDLE_BLOCK_MS)
         if trainer.has_work:
             trainer.step()
         if trainer.checkpoint_due:
             trainer.checkpoint()
             trainer.ack()
+        trainer.review()
         trainer.heed_rollbacks()
         if trainer.publish_due:
             trainer.publish()

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from speculator.stream import StreamLag
 from trainer.domains import ALL
 from trainer.drift import AcceptanceSeries
-from trainer.gate import GateDecision, Outcome
+from trainer.gate import Comparison, GateDecision, Outcome
 from trainer.replay import Admission, Replay
 from trainer.step import StepReport
 
 _AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
-_STREAM_STATES = ("undelivered", "pending", "acked", "lost", "dead_lettered")
+_STREAM_STATES = ("undelivered", "pending", "acked", "lost", "dead_lettered", "erased", "expired")
 
 
 class TrainerMetrics:
@@ -31,8 +31,14 @@ class TrainerMetrics:
         self._domains_with_bytes: set[str] = set()
         self._num_evicted = 0
         self.traces = Counter(
-            "slipstream_trainer_traces", "Traces that were read: admitted, duplicate, dead_lettered", ["outcome"],
-            registry=registry,
+            "slipstream_trainer_traces",
+            "Traces that were read: admitted, duplicate, dead_lettered; not kept: erased with their tenant, expired",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.forgotten = Counter(
+            "slipstream_trainer_forgotten_traces",
+            "Traces removed from replay, held-out and golden set and disk: erased with their tenant, expired",
+            ["reason"], registry=registry,
         )  # fmt: skip
         self.other_target = Counter(
             "slipstream_trainer_other_target_traces",
@@ -135,9 +141,27 @@ class TrainerMetrics:
             "Relative change of acceptance length from incumbent to candidate at the last decision, and its bounds",
             ["set", "bound"], registry=registry,
         )  # fmt: skip
+        self.reviews = Counter(
+            "slipstream_trainer_review_decisions",
+            "Versions that came into service by what a second look on the same traces said: rolled_back, kept, "
+            "undecided, withdrawn",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.review_change = Gauge(
+            "slipstream_trainer_review_change_ratio",
+            "Relative change of acceptance length from incumbent to version at the last second look, and its bounds",
+            ["bound"], registry=registry,
+        )  # fmt: skip
+        self.review_traces = Counter(
+            "slipstream_trainer_review_traces", "Traces that both versions decoded for it", registry=registry
+        )
+        self.review_seconds = Counter(
+            "slipstream_trainer_review_seconds", "Time that this took from training", registry=registry
+        )
         self.publishing_paused = Gauge(
             "slipstream_trainer_publishing_paused",
-            "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since",
+            "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since, "
+            "or an engine reports that its target has changed",
             registry=registry,
         )
         self.started_over = Counter(
@@ -146,8 +170,8 @@ class TrainerMetrics:
         )  # fmt: skip
         self.stream_lag = Gauge(
             "slipstream_trainer_stream_entries",
-            "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost and "
-            "dead_lettered count since the stream began",
+            "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost, "
+            "dead_lettered, erased (before an ack) and expired (acked or lost) count since the stream began",
             ["state"], registry=registry,
         )  # fmt: skip
         self.stream_bytes = Gauge(
@@ -198,8 +222,17 @@ class TrainerMetrics:
         self.gate_seconds.set(decision.seconds)
         for name, found in (("held_out", decision.fresh), ("golden", decision.golden)):
             if found is not None:
-                for bound, value in (("estimate", found.change), ("lower", found.lower), ("upper", found.upper)):
-                    self.gate_change.labels(name, bound).set(math.nan if value is None else value)
+                for bound, value in _bounds(found):
+                    self.gate_change.labels(name, bound).set(value)
+
+    def observe_review(self, found: Comparison) -> None:
+        for bound, value in _bounds(found):
+            self.review_change.labels(bound).set(value)
+
+    def observe_decoded(self, num_traces: int, seconds: float) -> None:
+        """Traces that this rank has decoded for a review."""
+        self.review_traces.inc(num_traces)
+        self.review_seconds.inc(seconds)
 
     def observe_drift(self, domain: str, series: AcceptanceSeries) -> None:
         self.acceptance.labels(domain, "short").set(series.short)
@@ -216,14 +249,21 @@ class TrainerMetrics:
     def _begin_at_zero(self) -> None:
         """Every series that is known beforehand: one that appears with its first event hides it from `increase()`."""
         for metric, labels in (
-            (self.traces, ("admitted", "duplicate", "dead_lettered")),
-            (self.stream_errors, ("read", "ack", "lag", "recent", "take_over", "dead_letter")),
+            (self.traces, ("admitted", "duplicate", "dead_lettered", "erased", "expired")),
+            (self.forgotten, ("erased", "expired")),
+            (self.stream_errors, ("read", "ack", "lag", "recent", "take_over", "dead_letter", "erasures")),
             (self.steps, ("applied", "skipped")),
             (self.admissions, (*Admission, "passed_over")),
             (self.gate_decisions, (outcome.value for outcome in Outcome)),
+            (self.reviews, ("rolled_back", "kept", "undecided", "withdrawn")),
             (self.drift_alarm, (ALL,)),
             (self.drift_alarms, (ALL,)),
             (self.held_out_traces, ("held_out", "golden")),
         ):
             for label in labels:
                 metric.labels(label)
+
+
+def _bounds(found: Comparison) -> list[tuple[str, float]]:
+    bounds = ("estimate", found.change), ("lower", found.lower), ("upper", found.upper)
+    return [(name, math.nan if value is None else value) for name, value in bounds]

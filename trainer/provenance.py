@@ -26,6 +26,7 @@ class Provenance:
 
     tenant: str
     domain: str
+    created_ms: int
     text_hash: bytes
     num_completion_tokens: int
     num_accepted: int
@@ -70,6 +71,7 @@ def provenance_of(trace: Trace) -> Provenance:
     return Provenance(
         tenant=header.tenant,
         domain=header.domain,
+        created_ms=header.created_ms,
         text_hash=hashlib.blake2b(token_ids.tobytes(), digest_size=_HASH_BYTES).digest(),
         num_completion_tokens=trace.num_completion_tokens,
         num_accepted=int(rounds.num_accepted.sum()),

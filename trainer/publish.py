@@ -1,4 +1,8 @@
-"""Hop 8: what becomes of a judged candidate. A version in the store and the pointer in Redis, or only an event."""
+"""Hop 8: what becomes of a judged candidate. A version in the store and the pointer in Redis, or only an event.
+
+The pointer comes last, after a checkpoint that knows the version: whenever the trainer is killed, no engine is told of
+a version that the trainer would not find itself descended from.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ class Publisher:
     def carry_out(
         self, decision: GateDecision, draft: Eagle3Draft, *, parent: int, learnt_tokens: int, info: dict[str, Any]
     ) -> int | None:
-        """Publish the draft where the gate lets it; returns its version. None where nothing was published.
+        """Store the draft where the gate lets it, to be announced; returns its version. None where nothing was stored.
 
         The decision goes into the manifest and into the store's events.
         """
@@ -83,14 +87,22 @@ class Publisher:
                 return None
             version = self._write(draft, parent, {**info, "gate": msgspec.to_builtins(decision)}, decision)
             self._note(decision, version=version)
-            self._pointer.publish(version)
         except SlipstreamError as error:
             self.failed(error)
             return None
-        self.begin(learnt_tokens)
-        log.info("draft published", version=version, **info)
-        self._prune()
         return version
+
+    def announce(self, version: int, *, learnt_tokens: int) -> bool:
+        """Tell the engines; False where Redis cannot be reached."""
+        try:
+            self._pointer.publish(version)
+        except SlipstreamError as error:
+            self.failed(error)
+            return False
+        self.begin(learnt_tokens)
+        log.info("draft published", version=version, learnt_tokens=learnt_tokens)
+        self._prune()
+        return True
 
     def failed(self, error: SlipstreamError) -> None:
         """A candidate could not be judged or published; the next attempt comes after the usual interval."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from trainer.memory import Memory
 from trainer.priority import TenantMix, capped_shares
-from trainer.provenance import Stored
+from trainer.provenance import Provenance, Stored
 from trainer.reservoir import Slot, sampling_key
 from trainer.staleness import proposal_weight
 
@@ -106,8 +106,12 @@ class Replay:
         return max(self._max_waiting - len(self._waiting), 0)
 
     @property
+    def waiting(self) -> list[Stored]:
+        return [slot.stored for slot in self._waiting]
+
+    @property
     def waiting_trace_ids(self) -> list[str]:
-        return [slot.stored.trace_id for slot in self._waiting]
+        return [stored.trace_id for stored in self.waiting]
 
     @property
     def members(self) -> dict[str, float]:
@@ -185,6 +189,17 @@ class Replay:
                 del self._by_text[text_hash]
         while len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
+
+    def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
+        """Remove, and return, the traces that are gone, waiting ones too."""
+        gone = [slot for slot in self._by_text.values() if is_gone(slot.stored.provenance)]
+        for slot in gone:
+            if slot.learnt:
+                self._memory.remove(slot)
+            else:
+                self._waiting.remove(slot)
+            del self._by_text[slot.stored.provenance.text_hash]
+        return [slot.stored for slot in gone]
 
     @property
     def _waiting_bytes(self) -> int:

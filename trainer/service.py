@@ -13,8 +13,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.checkpoint import target_fingerprint
+from speculator.erasures import Erasures
 from speculator.labels import draft_ids_by_target_id
 from speculator.redis_client import connect
+from speculator.removal import Remover
 from speculator.spans import span
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream
@@ -24,6 +26,7 @@ from trainer.candidate import Candidates
 from trainer.checkpoint import Progress, save_checkpoint
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
+from trainer.forgetting import Forgetting
 from trainer.golden import golden_set
 from trainer.heldout import HeldOut
 from trainer.intake import Intake
@@ -31,7 +34,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.pressure import tokens_owed, training_pressure
 from trainer.replay import Replay
 from trainer.shares import joined, share_of
-from trainer.shelf import Shelf
+from trainer.shelf import Shelf, shelf_folder
 from trainer.source import TraceSource, consumer_name
 from trainer.step import Learner
 from trainer.training import Training
@@ -87,7 +90,16 @@ class Trainer:
             rng=rng,
         )
         progress = self._training.resume()
-        self._shelf = Shelf(config.state_dir / "replay")
+        self._forgetting = Forgetting(
+            Erasures(self._redis, config.model_key),
+            Remover(self._redis, config.model_key),
+            name=consumer_name(self.ranks.rank),
+            ttl_s=3600 * config.trace_ttl_hours,
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self._forgetting.look()
+        self._shelf = Shelf(shelf_folder(config.state_dir))
         to_example = self._to_example()
         self._source = TraceSource(
             TraceStream(
@@ -95,12 +107,14 @@ class Trainer:
                 config.model_key,
                 max_bytes=config.stream_max_bytes,
                 consumer=consumer_name(self.ranks.rank),
+                ttl_s=3600 * config.trace_ttl_hours,
             ),
             to_example,
             target_fingerprint=self._fingerprint,
             used_trace_ids=progress.used_trace_ids,
             shelf=self._shelf,
             metrics=self.metrics,
+            reason_to_forget=self._forgetting.reason,
         )
         self.ranks.lead(lambda: self._tidy(progress))
         self.intake = Intake(
@@ -113,7 +127,13 @@ class Trainer:
                 max_tenant_share=config.max_tenant_share,
                 seed=config.seed,
             ),
-            golden_set(config, to_example, self.ranks, target_fingerprint=self._fingerprint),
+            golden_set(
+                config,
+                to_example,
+                self.ranks,
+                target_fingerprint=self._fingerprint,
+                is_gone=self._forgetting.reason,
+            ),
             config,
             self.metrics,
             share_of(progress, self.ranks.rank),
@@ -128,12 +148,14 @@ class Trainer:
             self.metrics,
             self.ranks,
             target_fingerprint=self._fingerprint,
+            vetoed_since_s=progress.vetoed_since_s,
             clock=clock,
         )
         self.metrics.healthy.set(self._training.guard.healthy)
         self._checkpoint_s = time.monotonic()
         self._checkpointed_steps = self.learner.num_steps
         self._source.observe_lag()
+        self._forgetting.report()
         self._survey()
 
     @property
@@ -141,8 +163,10 @@ class Trainer:
         return self._training.learner
 
     def read(self, *, block_ms: int) -> None:
-        """Take new traces into the replay, as many as it has room for."""
+        """Take new traces into the replay, as many as it has room for, after forgetting what is to be forgotten."""
+        self._forget()
         arrivals = self.intake.read(block_ms)
+        self._candidates.review.arrived(arrivals.traces)
         num_news, num_repeated_tokens = self.ranks.sum([arrivals.is_news, arrivals.num_repeated_tokens])
         repeated = int(self._config.max_passes * num_repeated_tokens)
         since_news = max(self._training.tokens_since_news - repeated, 0)
@@ -202,11 +226,12 @@ class Trainer:
         start_s = time.monotonic()
         training, intake = self._training, self.intake
         training.ensure_finite()
+        num_traces, new_tokens = intake.settled
         progress = Progress(
             target_fingerprint=self._fingerprint,
             learnt_tokens=training.learnt_tokens,
-            new_tokens=intake.new_tokens,
-            num_traces=intake.num_traces,
+            new_tokens=new_tokens,
+            num_traces=num_traces,
             used_trace_ids=self._source.used_trace_ids,
             replay=self._replay.members,
             domains=intake.domains.known,
@@ -217,7 +242,10 @@ class Trainer:
             version=training.version,
             held_out=intake.held_out_trace_ids,
             golden=intake.golden_trace_ids,
+            tenants=training.tenants,
+            vetoed_since_s=self._candidates.patience.since_s,
         )
+        self._shelf.sync(progress.trace_ids)
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
         self.ranks.lead(lambda: self._save(joined(parts)))
         self._shelf.keep({*progress.trace_ids, *self._source.trace_ids_in_hand})
@@ -228,6 +256,15 @@ class Trainer:
     def ack(self) -> None:
         """Tell Redis about the traces that the last checkpoint lists."""
         self._source.ack_used()
+
+    @property
+    def is_reviewing(self) -> bool:
+        """Traces wait here to be decoded by the versions that are compared on them."""
+        return self._candidates.review.has_work
+
+    def review(self) -> None:
+        """Look once more at a version that came into service, on a few of the traces that arrived since."""
+        self._candidates.review.take_turn()
 
     def heed_rollbacks(self) -> None:
         """Start again from the last good version where the one in training was rolled back or barred."""
@@ -244,14 +281,28 @@ class Trainer:
         """Judge the averaged draft, and offer it to the engines where it is fit."""
         with span("publish") as publishing:
             published = self._candidates.publish()
+            if published:
+                # Before the engines hear of it: a trainer that is killed would not know what its weights became.
+                self.checkpoint()
+                self._candidates.announce()
             publishing.set(published=published, version=self._training.version)
         if published:
-            # Or a trainer that is killed now would come back without knowing what its weights became.
-            self.checkpoint()
             self.ack()
 
     def close(self) -> None:
+        self._forgetting.close()
         self._redis.close()
+
+    def _forget(self) -> None:
+        if not self._forgetting.look():
+            return
+        if self._source.has_refused and self._forgetting.sweep():
+            self._source.swept()
+        gone = self.intake.forget(self._forgetting.reason)
+        self._candidates.review.forget(self._forgetting.reason)
+        self._shelf.remove(stored.trace_id for stored in gone)
+        self._forgetting.removed(gone)
+        self._forgetting.report()
 
     def _survey(self) -> None:
         """Look over all replays: what is in them decides whether all ranks go on."""

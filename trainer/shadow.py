@@ -32,6 +32,13 @@ Scores = dict[str, Acceptance]
 """By trace id."""
 
 
+def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
+    """What the draft would commit on one trace."""
+    with torch.autocast(draft.embed.device.type, torch.bfloat16, enabled=config.autocast):
+        found = predict_acceptance(draft, [stored.example], depths=[config.gate_depth], min_confidence=MIN_CONFIDENCE)
+    return found[config.gate_depth]
+
+
 class Shadow:
     """Judges candidates; all ranks call it in the same order."""
 
@@ -101,11 +108,9 @@ class Shadow:
         unknown = [stored for stored in traces if stored.trace_id not in scores]
         if not unknown:
             return
-        draft, depth = get_draft(), self._config.gate_depth
+        draft = get_draft()
         for stored in unknown:
-            with torch.autocast(draft.embed.device.type, torch.bfloat16, enabled=self._config.autocast):
-                found = predict_acceptance(draft, [stored.example], depths=[depth], min_confidence=MIN_CONFIDENCE)
-            scores[stored.trace_id] = found[depth]
+            scores[stored.trace_id] = score(draft, stored, self._config)
 
     def _decide(self, fresh: Comparison | None, golden: Comparison | None) -> GateDecision | None:
         if fresh is None:

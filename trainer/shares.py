@@ -14,6 +14,7 @@ from itertools import zip_longest
 
 import msgspec
 
+from speculator.tenants import TenantCounts, joined_counts
 from trainer.checkpoint import Progress
 
 
@@ -31,6 +32,7 @@ def joined(parts: Sequence[Progress]) -> Progress:
         replay={trace_id: priority for part in parts for trace_id, priority in (part.replay or {}).items()},
         held_out=list(dict.fromkeys(trace_id for part in parts for trace_id in part.held_out)),
         golden=list(dict.fromkeys(trace_id for part in parts for trace_id in part.golden)),
+        tenants=joined_counts(part.tenants or TenantCounts(complete=False) for part in parts),
         domains=list(dict.fromkeys(domain for part in parts for domain in part.domains)),
     )
 

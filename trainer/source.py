@@ -25,7 +25,7 @@ from speculator.stream import StreamEntry, TraceStream
 from speculator.trace import Trace
 from trainer.batch import Example
 from trainer.metrics import TrainerMetrics
-from trainer.provenance import Stored, provenance_of
+from trainer.provenance import Provenance, Stored, provenance_of
 from trainer.shelf import Shelf
 
 # Far more than can be pending at once, so that every redelivered trace is still known.
@@ -58,15 +58,20 @@ class TraceSource:
         used_trace_ids: Iterable[str],
         shelf: Shelf,
         metrics: TrainerMetrics,
+        reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
     ) -> None:
         """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
-        arrives goes on the `shelf`, whose owner takes it off again.
+        arrives goes on the `shelf`, whose owner takes it off again. A trace with a `reason_to_forget` is settled
+        unseen.
         """
         self._stream = stream
         self._make_example = make_example
         self._fingerprint = target_fingerprint
         self._shelf = shelf
         self._metrics = metrics
+        self._reason_to_forget = reason_to_forget
+        self.has_refused = False
+        """Traces came that had a reason to be forgotten: they are in the stream still."""
         # Insertion order is age. Trace ids that were used, or are in hand to be.
         self._known: dict[str, None] = dict.fromkeys(used_trace_ids)
         self._in_hand: dict[str, str] = {}  # trace id -> entry id
@@ -112,6 +117,10 @@ class TraceSource:
         for stored in traces:
             if (entry_id := self._in_hand.pop(stored.trace_id, None)) is not None:
                 self._settled.append(entry_id)
+
+    def swept(self) -> None:
+        """What was refused is out of the stream."""
+        self.has_refused = False
 
     @property
     def trace_ids_in_hand(self) -> Collection[str]:
@@ -184,10 +193,15 @@ class TraceSource:
         if trace_id in self._known:
             self._settled.append(entry.id)
             self._metrics.traces.labels("duplicate").inc()
-            if trace_id in self._wanted:
+            if trace_id in self._wanted and self._reason_to_forget(stored.provenance) is None:
                 self._wanted.remove(trace_id)
                 self._shelf.put(trace_id, entry.payload)
                 self._found.append(stored)
+            return None
+        if (reason := self._reason_to_forget(stored.provenance)) is not None:
+            self.has_refused = True
+            self._settled.append(entry.id)
+            self._metrics.traces.labels(reason).inc()
             return None
         self._known[trace_id] = None
         while len(self._known) > MAX_KNOWN_TRACES:
@@ -199,9 +213,13 @@ class TraceSource:
 
     def _decode_again(self, payload: bytes) -> Stored | None:
         try:
-            return self._decode(payload)
+            stored = self._decode(payload)
         except TraceError:
             return None  # a dead letter that the stream still holds and that was counted, or a damaged file
+        if self._reason_to_forget(stored.provenance) is None:
+            return stored
+        self._shelf.remove([stored.trace_id])
+        return None
 
     def _decode(self, payload: bytes) -> Stored:
         trace = decode_trace(payload)

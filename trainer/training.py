@@ -18,6 +18,7 @@ from speculator.lifecycle import BARRED
 from speculator.lineage import ensure_lineage, load_draft
 from speculator.model import Eagle3Draft
 from speculator.store import DraftStore
+from speculator.tenants import TenantCounts, counts_of
 from trainer.batch import cut, pack
 from trainer.checkpoint import Progress, load_checkpoint
 from trainer.config import ENV_PREFIX, TrainerConfig
@@ -59,6 +60,8 @@ class Training:
         # The draft goes where its embedding is.
         self._embed_Vd = read_target_tensor(config.model_dir, "model.embed_tokens.weight").to(device)
         self.learner = self._new_learner()
+        self.tenants = self._tenants_of_version()
+        """Whom the weights were learnt from: what this rank adds, on rank 0 with everything before."""
         self.guard = Guard()
         self.curve = LearningCurve()
         self.learnt_tokens = 0
@@ -93,6 +96,7 @@ class Training:
             self.start_over(good)
         else:
             self.learner.load_state(state)
+            self.tenants = self._tenants_of(progress)
         log.info("trainer resumed", num_steps=self.learner.num_steps, num_traces=progress.num_traces)
         return progress
 
@@ -101,6 +105,7 @@ class Training:
         log.error("the weights in training are given up", descended_from=self.version, back_to=version)
         self.version = version
         self.learner = self._new_learner()
+        self.tenants = self._tenants_of_version()
         self._suspects.clear()
         self._metrics.started_over.inc()
 
@@ -130,6 +135,8 @@ class Training:
             self.guard.observe(finite=report.applied)
         if report.applied:
             self.learnt_tokens += report.num_bases
+            for drawn, window in zip(batch, windows, strict=True):
+                self.tenants.add(drawn.stored.provenance.tenant, window.num_bases)
             self.curve.observe(report.accept_length, report.loss)
             self._discard(self._suspects)
         return report
@@ -164,10 +171,19 @@ class Training:
         saved = load_checkpoint(self._config.state_dir)
         if saved is not None:
             self.learner.load_state(saved[0])
+        self.tenants = self._tenants_of_version() if saved is None else self._tenants_of(saved[1])
         self.guard.restored()
         self._suspects.clear()
         self._metrics.restored.inc()
         log.error("the last good weights were taken back", num_steps=self.learner.num_steps)
+
+    def _tenants_of_version(self) -> TenantCounts:
+        return counts_of(self._store.manifest(self.version).info) if self._ranks.leads else TenantCounts()
+
+    def _tenants_of(self, progress: Progress) -> TenantCounts:
+        if not self._ranks.leads:
+            return TenantCounts()
+        return progress.tenants or TenantCounts(complete=not progress.learnt_tokens)
 
     def _new_learner(self) -> Learner:
         return Learner(self.load_draft(self.version), self._config, self._ranks)

@@ -102,15 +102,15 @@ SPEED = Row(
         ),
         Panel(
             title="Throughput",
-            description="Answer tokens a second of wall time. Local engine; SGLang's are on its own board.",
+            description="Tokens that decode rounds commit a second of wall time.",
             unit=_A_SECOND,
             queries=(Query("slipstream:tokens_per_second:rate1m", "{{instance}}"),),
         ),
         Panel(
             title="Tokens a second of decode time",
             description=(
-                "Drafting rounds, plain rounds (mode control), and what the planner expected of the rounds that it "
-                "planned. All batch sizes together, so the quotient is not the measured speedup. Local engine."
+                "Drafting rounds, plain rounds (mode control), and what the local engine's planner expected of the "
+                "rounds that it planned. All batch sizes together, so the quotient is not the measured speedup."
             ),
             unit=_A_SECOND,
             queries=(
@@ -186,7 +186,7 @@ ACCEPTANCE = Row(
             title="Acceptance by position",
             description=(
                 "Accepted over verified proposals, by who proposed (the draft head, or a suffix of earlier text) and "
-                "by position in the chain. Position 2 is only reached where 1 was accepted. Local engine."
+                "by position in the chain. Position 2 is only reached where 1 was accepted."
             ),
             unit="percentunit",
             queries=(Query("slipstream:acceptance_by_position:ratio_rate5m", "{{source}}, position {{position}}"),),
@@ -214,10 +214,16 @@ VERSIONS = Row(
         ),
         Panel(
             title="Decode time lost to a swap",
-            description="Mean of all swaps: the copy of the draft's weights between two steps. Local engine.",
+            description=(
+                "The copy of the draft's weights between two steps: mean of all swaps, with SGLang the last one."
+            ),
             unit="s",
             queries=(
-                Query("slipstream_swap_stall_seconds_sum / (slipstream_swap_stall_seconds_count > 0)", "{{instance}}"),
+                Query(
+                    "slipstream_swap_stall_seconds_sum / (slipstream_swap_stall_seconds_count > 0) "
+                    "or slipstream_last_swap_stall_seconds",
+                    "{{instance}}",
+                ),
             ),
         ),
         Panel(

@@ -58,7 +58,8 @@ LOAD = Row(
         ),
         Panel(
             title="Time between tokens",
-            description="As SGLang measures it. A swap that stalled decoding would show in the 99th percentile.",
+            description="As SGLang measures it, of streamed answers. A swap that stalled decoding would show in the "
+            "99th percentile.",
             unit="s",
             queries=_quantiles("sglang:inter_token_latency_seconds"),
         ),

@@ -9,12 +9,14 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from serving.engine import DraftHost, Engine
+from serving.gateway.access import Gate
 from serving.gateway.admin import Drafts, admin_routes
 from serving.gateway.chat import chat_routes
 from serving.gateway.completions import completion_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
+from serving.gateway.keyring import Keyring
 from serving.gateway.live import Live, live_routes
 from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.pages import page_routes
@@ -35,11 +37,11 @@ def create_app(
     """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
-    registry already serves a gateway.
+    registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
     routers = [chat_routes(gateway), completion_routes(gateway), *_admin(drafts, settings)]
-    return _assemble(routers, engine, gateway.metrics, registry, drafts, shows_tokens=True)
+    return _assemble(routers, engine, gateway.settings, gateway.metrics, registry, drafts, shows_tokens=True)
 
 
 def create_passthrough_app(
@@ -53,7 +55,7 @@ def create_passthrough_app(
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft."""
     passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry))
     routers = [passthrough_routes(passage), *_admin(drafts, settings)]
-    return _assemble(routers, host, passage.metrics, registry, drafts, shows_tokens=False)
+    return _assemble(routers, host, settings, passage.metrics, registry, drafts, shows_tokens=False)
 
 
 def _admin(drafts: Drafts | None, settings: GatewaySettings) -> list[APIRouter]:
@@ -63,6 +65,7 @@ def _admin(drafts: Drafts | None, settings: GatewaySettings) -> list[APIRouter]:
 def _assemble(
     routers: Sequence[APIRouter],
     host: DraftHost,
+    settings: GatewaySettings,
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     drafts: Drafts | None,
@@ -74,7 +77,11 @@ def _assemble(
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=live.lifespan)
     for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes()):
-        app.include_router(router)
+        # One flat list, in which the gate finds what the router will choose; these routers add nothing to their routes.
+        app.router.routes.extend(router.routes)
     app.add_exception_handler(HTTPException, _routing_error)
+    keyring = None if settings.keys_file is None else Keyring(settings.keys_file)
+    # What is added later stands further out.
+    app.add_middleware(Gate, routes=app.router.routes, keyring=keyring, settings=settings, metrics=metrics)
     app.add_middleware(Telemetry, metrics=metrics)
     return app

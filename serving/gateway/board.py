@@ -24,8 +24,8 @@ FRESH_S = 1.0
 NUM_VERSIONS = 50
 NUM_EVENTS = 50
 _EVENTS_READ = 4 * NUM_EVENTS
-_STEPS = {"written", "validated", "scored"}
-"""Of a version on its way to the gate: its decision is an event too, with the same numbers."""
+_STEPS = {"written", "validated", "scored", "asked"}
+"""Of a version on its way to the gate, and of an operator's change: the decision, and the change, are events too."""
 
 _PLACE = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
 """Whatever has a slash, or a colon and a number: paths, URLs, host and port."""

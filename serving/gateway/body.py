@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
+from starlette.types import Receive
 
 from serving.gateway.errors import ApiError
 from speculator.errors import RequestError
@@ -16,6 +19,10 @@ T = TypeVar("T", bound=BaseModel)
 _DISCARD_FACTOR = 4
 """A body up to this many times too large is read and dropped: closing early can reset the connection, and the client
 then never sees the 413."""
+
+_DISCARD_S = 1.0
+_DISCARD_BYTES = 4 * 1024 * 1024
+_BODY_S = 60
 
 _CODES = {
     "json_invalid": "invalid_json",
@@ -30,18 +37,23 @@ _MAX_PARAM_CHARS = 100
 
 
 async def read_body(request: Request, model: type[T], *, max_bytes: int) -> T:
-    """The body as a `model`; raises ApiError (413, 415) or RequestError (400) naming the field at fault."""
+    """The body as a `model`; raises ApiError (408, 413, 415) or RequestError (400) naming the field at fault."""
     return parse(model, await read_json(request, max_bytes=max_bytes))
 
 
 async def read_json(request: Request, *, max_bytes: int) -> bytes:
-    """The body as it came, which claims to be JSON; raises ApiError (413, 415)."""
+    """The body as it came, which claims to be JSON; raises ApiError (408, 413, 415)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Also what keeps a web page from posting to a loopback server without the browser asking it first.
         message = "The body must be JSON: send the header 'content-type: application/json'."
         raise ApiError(415, message, code="unsupported_media_type")
-    return await _read_bounded(request, max_bytes)
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await _read_bounded(request, max_bytes)
+    except TimeoutError:
+        # It may hold one of its key's places, and may not hold it for as long as it likes.
+        raise ApiError(408, f"The body took longer than {_BODY_S} s to arrive.", code="body_too_slow") from None
 
 
 async def _read_bounded(request: Request, max_bytes: int) -> bytes:
@@ -57,6 +69,18 @@ async def _read_bounded(request: Request, max_bytes: int) -> bytes:
         message = f"The body is larger than {max_bytes} bytes: shorten the prompt or send fewer prompts at once."
         raise ApiError(413, message, code="body_too_large")
     return bytes(body)
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read and drop what a client is sending that is refused, for a moment: it then sees why."""
+    num_bytes = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while num_bytes < _DISCARD_BYTES:
+                message = await receive()
+                if not message.get("more_body"):
+                    return
+                num_bytes += len(message["body"])
 
 
 def parse(model: type[T], raw: bytes) -> T:

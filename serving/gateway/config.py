@@ -15,16 +15,31 @@ ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 
 
 class GatewaySettings(BaseSettings):
-    """Limits on one HTTP request, and the key of the operator's endpoints."""
+    """Limits on requests, and the keys that open the gateway."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     default_max_tokens: int = Field(default=512, ge=1)
     """Completion tokens when the request names no limit, less where the context has less room."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Completion tokens that one request may ask for; default: what the context holds."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one prompt, where the gateway counts them (--engine local); default: what the context holds."""
     max_samples: int = Field(default=64, ge=1)
     """Prompts times `n` of one request."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Longer requests are refused with status 413."""
+    max_request_s: float = Field(default=600.0, gt=0)
+    """An answer that takes longer ends with an error that says so."""
+    max_in_flight: int = Field(default=400, ge=1)
+    """Requests to the model under way at once, those that wait included; more are refused with status 429."""
+    stream_interval_ms: int = Field(default=0, ge=0, le=10_000)
+    """Milliseconds between the events of a stream, so that they do not show which tokens were guessed right; 0 sends
+    text as it comes."""
+    keys_file: Path | None = None
+    """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
+    auth_elsewhere: bool = False
+    """1 where something in front lets in the right clients alone; a port that others reach needs keys otherwise."""
     admin_key: SecretStr | None = Field(default=None, min_length=16)
     """What opens /admin; nothing does where it is not set."""
     admin_key_file: Path | None = None

@@ -1,7 +1,8 @@
 """The body of a request that goes on to SGLang: checked as far as the gateway must know, everything else untouched.
 
-What the gateway adds travels in fields that SGLang hands through to its scheduler: `rid`, and the capture policy in
-`custom_params["slipstream"]`, where the plugin reads it. No client can write there.
+What the gateway adds travels in fields that SGLang hands through to its scheduler: `rid`, and in
+`custom_params["slipstream"]`, where the plugin reads it, the capture policy and the span that its own spans join. No
+client can write there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from serving.gateway.schema import Capture, Count, Strict, invalid
+from serving.engine import CapturePolicy
+from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
 from speculator.errors import RequestError
+from speculator.spans import outgoing_headers
 
 POLICY_KEY = "slipstream"
+
+_NOT_FOR_CLIENTS = frozenset(
+    ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+)
+"""Code to run, a pattern that can keep SGLang's process busy for ever, and a machine to connect to."""
+_NULL = msgspec.Raw(b"null")
 
 _SCALARS = (type(None), bool, int, float, str)
 
@@ -39,6 +48,17 @@ def _custom_params(value: object) -> dict[str, Any]:
     return value
 
 
+def _stop(value: object) -> object:
+    """Bounded in number and length; what else it may be is SGLang's to judge."""
+    strings = value if isinstance(value, list) else [value]
+    if len(strings) > MAX_STOP:
+        raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
+    for string in strings:
+        if isinstance(string, str) and len(string) > MAX_STOP_CHARS:
+            raise invalid("stop_length", f"a stop string has at most {MAX_STOP_CHARS} characters")
+    return value
+
+
 class ForwardedBody(Strict):
     """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
 
@@ -46,6 +66,9 @@ class ForwardedBody(Strict):
 
     model: str
     n: Count | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema({})] = None
     stream: bool | None = None
     prompt: Any = None
     custom_params: Annotated[
@@ -59,15 +82,33 @@ class ForwardedBody(Strict):
         is_list = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
         return (len(self.prompt) if is_list else 1) * (self.n or 1)
 
+    @property
+    def completion_tokens(self) -> int | None:
+        """The most that the request may be asking for, whichever field SGLang goes by; None where it names no limit."""
+        return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
-def rewrite(raw: bytes, body: ForwardedBody, *, request_id: str) -> bytes:
-    """The body to send on; values that are not the gateway's keep their bytes. Raises RequestError for invalid JSON."""
+
+def rewrite(
+    raw: bytes, body: ForwardedBody, *, request_id: str, policy: CapturePolicy, max_tokens: int | None
+) -> bytes:
+    """The body to send on; values that are not the gateway's keep their bytes.
+
+    `max_tokens` is put in where the request names no limit. Raises RequestError for invalid JSON and for a field that
+    no client may use.
+    """
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.MsgspecError as error:
         # The two parsers differ only on what is not JSON: NaN, for one.
         raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
+    for name in _NOT_FOR_CLIENTS & fields.keys():
+        if fields.pop(name) != _NULL:
+            raise RequestError(
+                f"{name}: no client may use this here; leave it out", param=name, code="unsupported_parameter"
+            )
     fields.pop("slipstream", None)
-    custom_params = {**body.custom_params, POLICY_KEY: asdict(body.slipstream.policy())}
-    added = {"custom_params": custom_params, "rid": request_id}
+    ours = {**asdict(policy), **outgoing_headers()}
+    added: dict[str, Any] = {"custom_params": {**body.custom_params, POLICY_KEY: ours}, "rid": request_id}
+    if max_tokens is not None and body.completion_tokens is None:
+        added["max_tokens"] = max_tokens
     return msgspec.json.encode({**fields, **added})

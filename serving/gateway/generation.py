@@ -16,6 +16,8 @@ from typing import cast
 from serving.engine import Chunk, EngineInfo, FinishReason, GenerateRequest
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
+from serving.gateway.deadline import deadline
+from serving.gateway.limits import check_completion_tokens, check_prompt_tokens
 from serving.gateway.schema import INT64_MAX, GenerationBody
 from serving.gateway.telemetry import Exchange
 from speculator.errors import EngineError, RequestError
@@ -70,11 +72,14 @@ class Generation:
         self._has_token = False
 
     async def run(self, on_chunk: OnChunk = _ignore) -> None:
-        """Run every sample to its end; raises the first failure after the other samples were aborted."""
+        """Run every sample to its end; raises the first failure after the other samples were aborted.
+
+        Raises ApiError (504) where that takes too long.
+        """
         failures: Sequence[Exception] = ()
         with self._gateway.metrics.in_flight.track_inprogress():
             try:
-                async with asyncio.TaskGroup() as group:
+                async with deadline(self._gateway.settings.max_request_s), asyncio.TaskGroup() as group:
                     for index, request in enumerate(self._requests):
                         group.create_task(self._run_sample(index, request, on_chunk))
             except ExceptionGroup as group_failure:
@@ -108,6 +113,11 @@ class Generation:
             waited_s = time.perf_counter() - self._exchange.started_s
             self._gateway.metrics.first_token_s.labels(self._route).observe(waited_s)
 
+    @property
+    def stream_interval_s(self) -> float:
+        """Between the events of a stream; 0: as the text comes."""
+        return self._gateway.settings.stream_interval_ms / 1000
+
     def usage(self) -> dict[str, object]:
         num_completion_tokens = sum(sample.num_tokens for sample in self.samples)
         return {
@@ -140,7 +150,7 @@ def plan(
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
     )
-    policy = body.slipstream.policy()
+    policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         room = _completion_tokens(len(prompt), max_tokens, gateway.engine.info, gateway.settings, prompt_param)
@@ -175,8 +185,10 @@ def _completion_tokens(
             f"completion needs at least one of them: shorten the prompt by {1 - room}."
         )
         raise RequestError(message, param=prompt_param, code="context_length_exceeded")
+    check_prompt_tokens(settings, num_prompt_tokens, param=prompt_param)
     if asked is None:
-        return min(settings.default_max_tokens, room)
+        return min(settings.default_max_tokens, settings.max_completion_tokens or room, room)
+    check_completion_tokens(settings, asked)
     if asked > room:
         message = (
             f"The prompt has {num_prompt_tokens} tokens and the request asks for {asked} more; the model's context "

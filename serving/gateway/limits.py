@@ -1,4 +1,4 @@
-"""What is refused before any work is done for a request: another model, too many samples."""
+"""What is refused before the engine hears of a request: another model, too many samples, too many tokens."""
 
 from __future__ import annotations
 
@@ -17,3 +17,19 @@ def check_limits(info: EngineInfo, settings: GatewaySettings, *, model: str, num
     if num_samples > limit:
         message = f"{num_samples} samples asked of one request (prompts times 'n'), at most {limit}: split the request."
         raise RequestError(message, param="n")
+
+
+def check_prompt_tokens(settings: GatewaySettings, num_tokens: int, *, param: str) -> None:
+    """Raises RequestError."""
+    limit = settings.max_prompt_tokens
+    if limit is not None and num_tokens > limit:
+        message = f"The prompt has {num_tokens} tokens, at most {limit} here: shorten it by {num_tokens - limit}."
+        raise RequestError(message, param=param, code="prompt_too_long")
+
+
+def check_completion_tokens(settings: GatewaySettings, asked: int) -> None:
+    """Raises RequestError."""
+    limit = settings.max_completion_tokens
+    if limit is not None and asked > limit:
+        message = f"The request asks for {asked} tokens, at most {limit} here: ask for fewer."
+        raise RequestError(message, param="max_tokens", code="too_many_tokens")

@@ -1,4 +1,4 @@
-"""What the page at `/` shows, as JSON, for anyone who may reach this port: figures, draft versions, events.
+"""What the page at `/` shows, as JSON, for whoever may read (see `access`): figures, draft versions, events.
 
 The page asks once a second rather than listening to a stream of events: an open stream is an answer in flight, and
 each open page would then hold up the gateway's shutdown for the whole grace period; a page that asks also finds a
@@ -112,7 +112,7 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
 
 
 def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json", headers={"cache-control": "no-store"})
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def _now_ms() -> int:

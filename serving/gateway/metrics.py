@@ -25,6 +25,12 @@ class GatewayMetrics:
             ["route", "status"],
             registry=registry,
         )
+        self.refusals = Counter(
+            "slipstream_gateway_refusals_total",
+            "Requests that were refused before anything was done for them: no key, a wrong one, or too much at once",
+            ["code"],
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "slipstream_gateway_generations_in_flight",
             "Requests whose answer is being generated now",

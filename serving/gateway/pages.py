@@ -28,8 +28,6 @@ _POLICY = "; ".join(
 )
 _HEADERS = {
     "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
     # After an upgrade of the gateway, its own page and no mixture of two.
     "cache-control": "no-cache",
 }

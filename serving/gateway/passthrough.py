@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -16,10 +17,12 @@ from fastapi import APIRouter, Request, Response
 from serving.engine import DraftHost
 from serving.gateway import chat, completions
 from serving.gateway.body import parse, read_json
+from serving.gateway.cadence import Cadence
 from serving.gateway.config import GatewaySettings
+from serving.gateway.deadline import deadline
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.forwarded import ForwardedBody, rewrite
-from serving.gateway.limits import check_limits
+from serving.gateway.limits import check_completion_tokens, check_limits
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.schema import request_body
 from serving.gateway.sse import DONE, Emit, EventStream
@@ -46,9 +49,13 @@ def passthrough_routes(passage: Passage) -> APIRouter:
     async def pass_on(request: Request, route: str) -> Response:
         raw = await read_json(request, max_bytes=passage.settings.max_body_bytes)
         body = parse(ForwardedBody, raw)
-        check_limits(passage.host.info, passage.settings, model=body.model, num_samples=body.num_samples)
-        exchange = exchange_of(request)
-        asked = _Asked(passage, exchange, route, rewrite(raw, body, request_id=exchange.request_id))
+        settings, exchange = passage.settings, exchange_of(request)
+        check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
+        check_completion_tokens(settings, body.completion_tokens or 0)
+        policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
+        max_tokens = settings.max_completion_tokens
+        content = rewrite(raw, body, request_id=exchange.request_id, policy=policy, max_tokens=max_tokens)
+        asked = _Asked(passage, exchange, route, content)
         if body.stream:
             return EventStream(exchange, asked.stream)
         return await until_disconnect(request.receive, asked.whole())
@@ -75,15 +82,20 @@ class _Asked:
 
     async def whole(self) -> Response:
         with self.passage.metrics.in_flight.track_inprogress():
-            async with self.passage.upstream.answer(self.route, self.body) as response:
+            async with self._answer() as response:
                 content = await response.aread()
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def stream(self, emit: Emit) -> bytes:
         """Emit the answer's events as they come; raises ApiError or EngineError where it cannot begin or breaks off."""
         is_done = has_begun = False
+        interval_s = self.passage.settings.stream_interval_ms / 1000
         with self.passage.metrics.in_flight.track_inprogress():
-            async with self.passage.upstream.answer(self.route, self.body) as response:
+            async with (
+                # Outermost: what came before the deadline is sent before the error.
+                Cadence[bytes](interval_s, lambda parts: emit(b"".join(parts))) as paced,
+                self._answer() as response,
+            ):
                 async for block in whole_events(response):
                     if not has_begun:
                         if refused := refusal_in(block):
@@ -92,10 +104,16 @@ class _Asked:
                         has_begun = True
                     self._note_failure(block)
                     is_done = block.endswith(DONE)
-                    await emit(block)
+                    await paced.put(block)
         if not is_done:
             raise EngineError("the stream ended before it was done")
         return b""
+
+    @asynccontextmanager
+    async def _answer(self) -> AsyncIterator[httpx.Response]:
+        limit_s, upstream = self.passage.settings.max_request_s, self.passage.upstream
+        async with deadline(limit_s), upstream.answer(self.route, self.body) as response:
+            yield response
 
     def _note_first_event(self) -> None:
         waited_s = time.perf_counter() - self.exchange.started_s

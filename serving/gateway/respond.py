@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from serving.engine import Chunk
 from serving.gateway.answer import Answer, Dialect
+from serving.gateway.cadence import Cadence, merged
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.generation import Generation
 from serving.gateway.schema import GenerationBody
@@ -37,10 +38,11 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
 
 def _streamed(answer: Answer) -> EventStream:
     async def produce(emit: Emit) -> bytes:
-        async def on_chunk(index: int, chunk: Chunk) -> None:
-            await emit(_block(answer.events(index, chunk)))
+        async def send(chunks: Sequence[tuple[int, Chunk]]) -> None:
+            await emit(_block(data for index, chunk in merged(chunks) for data in answer.events(index, chunk)))
 
-        await answer.generation.run(on_chunk)
+        async with Cadence(answer.generation.stream_interval_s, send) as cadence:
+            await answer.generation.run(lambda index, chunk: cadence.put((index, chunk)))
         return _block(answer.closing_events()) + DONE
 
     return EventStream(answer.exchange, produce)

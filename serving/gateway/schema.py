@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from serving.engine import CapturePolicy
 
 MAX_STOP = 4
+MAX_STOP_CHARS = 1000
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
@@ -82,6 +83,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
             raise invalid("stop_type", "must be a string or a list of strings", *where)
         if not string:
             raise invalid("stop_empty", "a stop string must not be empty", *where)
+        if len(string) > MAX_STOP_CHARS:
+            raise invalid("stop_length", f"a stop string has at most {MAX_STOP_CHARS} characters", *where)
     if len(strings) > MAX_STOP:
         raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
     return tuple(strings)
@@ -193,8 +196,11 @@ class Capture(Strict):
     group_id: str = Field(default="", max_length=256)
     domain: str = Field(default="", max_length=64)
 
-    def policy(self) -> CapturePolicy:
-        return CapturePolicy(capture=self.capture, group_id=self.group_id, domain=self.domain)
+    def policy(self, *, tenant: str, may_capture: bool) -> CapturePolicy:
+        """The key says whose request it is, and its no to capture stands."""
+        return CapturePolicy(
+            capture=self.capture and may_capture, tenant=tenant, group_id=self.group_id, domain=self.domain
+        )
 
 
 class Extension(Capture):

@@ -21,6 +21,10 @@ FAREWELL_S = 1.0
 """How long a client that does not read may hold up the last error event of its stream."""
 
 _BACKLOG = 2048
+_MAX_HEADER_BYTES = 16 * 1024
+"""Of a request whose headers have not ended yet; more is answered with 400."""
+_MAX_CONNECTIONS = 600
+"""Beyond it requests get uvicorn's own 503: more than the gate lets in, less than a process has descriptors (1,024)."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -89,6 +93,10 @@ class GatewayServer:
                 access_log=False,
                 lifespan="on",
                 ws="none",
+                # Not whatever is installed: this parser bounds the headers.
+                http="h11",
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+                limit_concurrency=_MAX_CONNECTIONS,
                 proxy_headers=False,
                 server_header=False,
                 backlog=_BACKLOG,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.errors import unavailable
 from serving.gateway.telemetry import Exchange
+
+_LAST_EVENT_S = 5.0
 
 DONE = b"data: [DONE]\n\n"
 
@@ -36,9 +39,7 @@ class EventStream(Response):
 
     def __init__(self, exchange: Exchange, produce: Produce) -> None:
         # Proxies that buffer would turn the stream into one late block.
-        super().__init__(
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
-        )
+        super().__init__(headers={"x-accel-buffering": "no"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._exchange, self._produce = exchange, produce
         self._started = False
@@ -80,4 +81,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": block, "more_body": False})
 
     async def _end_failed(self, send: Send, failure: Exception) -> None:
-        await self._end(send, event(self._exchange.fail(failure).envelope()))
+        last = event(self._exchange.fail(failure).envelope())
+        # Who does not read is not waited for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_EVENT_S):
+                await self._end(send, last)

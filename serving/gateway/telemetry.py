@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, unavailable
+from serving.gateway.headers import with_safe_headers
 from serving.gateway.metrics import GatewayMetrics
 from speculator.spans import NOTHING, Span, request_span
 
@@ -38,6 +39,10 @@ class Exchange:
     error_code: str | None = None
     response_started: bool = False
     span: Span = NOTHING
+    tenant: str = "default"
+    """Whose request it is; the gate knows it by the key."""
+    may_capture: bool = True
+    """Whether that key's requests may be recorded where they themselves do not object."""
 
     def fail(self, failure: Exception) -> ApiError:
         """Note the failure, log it where nobody expected it, and return what the client is told."""
@@ -79,7 +84,8 @@ class Telemetry:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status, exchange.response_started = message["status"], True
-                message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+                identity = (b"x-request-id", exchange.request_id.encode())
+                message["headers"] = [*with_safe_headers(message["headers"]), identity]
             await send(message)
 
         # For whatever logs on the request's way: its tasks inherit it.

@@ -17,6 +17,7 @@ ERROR_EVENT = b'data: {"error"'
 """How an error begins inside a stream. No answer's text can look like it: JSON escapes its quotes."""
 
 _MAX_MESSAGE_CHARS = 1000
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
 _NOT_THE_CLIENTS = {401, 403, 405}
@@ -37,7 +38,7 @@ def refusal(status: int, content: bytes, *, retry_after: str | None = None) -> A
     """What the client is told where SGLang answered `status` with `content`."""
     try:
         said = msgspec.json.decode(content, type=_Said)
-    except msgspec.MsgspecError:
+    except _NOT_JSON:
         said = _Said()
     return _translate(status, said, retry_after)
 
@@ -49,7 +50,7 @@ def refusal_in(block: bytes) -> ApiError | None:
     data = block.partition(b"\n\n")[0].removeprefix(b"data: ")
     try:
         said = msgspec.json.decode(data, type=_Nested).error
-    except msgspec.MsgspecError:
+    except _NOT_JSON:
         said = _Said()
     return _translate(said.code if isinstance(said.code, int) else 500, said, None)
 

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -102,6 +102,7 @@ class LocalEngine:
         self._wake = threading.Condition()
         self._waiting: deque[Generation] = deque()
         self._swap: _Swap | None = None
+        self._errands: deque[tuple[Callable[[SuffixDrafter], None], Future[None]]] = deque()
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -213,6 +214,25 @@ class LocalEngine:
         if self._stopping or self._failure is not None:
             raise EngineDeadError("the engine has stopped")
 
+    # -- text that is kept for suffix drafts ------------------------------------------------------------------------
+
+    def forget(self, tenants: Collection[str]) -> None:
+        """Drop the text of these tenants, between two steps; returns when it is done."""
+        self._between_steps(lambda suffixes: suffixes.forget(tenants))
+
+    def expire(self, ttl_s: float) -> None:
+        """Drop the text that may be so old, between two steps; returns when it is done."""
+        self._between_steps(lambda suffixes: suffixes.expire(ttl_s))
+
+    def _between_steps(self, errand: Callable[[SuffixDrafter], None]) -> None:
+        done: Future[None] = Future()
+        with self._wake:
+            if self._stopping or self._failure is not None or not self._thread.is_alive():
+                return
+            self._errands.append((errand, done))
+            self._wake.notify()
+        done.result()
+
     # -- the loop, on the engine's thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -229,13 +249,14 @@ class LocalEngine:
     def _wait_for_work(self) -> bool:
         with self._wake:
             busy = self._running or self._prefilling
-            while not (busy or self._waiting or self._swap or self._stopping):
+            while not (busy or self._waiting or self._swap or self._errands or self._stopping):
                 self._wake.wait()
             return not self._stopping
 
     def _step(self) -> None:
         self._num_steps += 1
         self._install_staged()
+        self._run_errands()
         self._drop_aborted()
         self._admit()
         if self._prefilling is not None:
@@ -263,6 +284,16 @@ class LocalEngine:
         swap.report.set_result(
             SwapReport(version=self._draft.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
         )
+
+    def _run_errands(self) -> None:
+        with self._wake:
+            errands, self._errands = self._errands, deque()
+        for errand, done in errands:
+            try:
+                if self._suffixes is not None:
+                    errand(self._suffixes)
+            finally:
+                done.set_result(None)
 
     def _drop_aborted(self) -> None:
         with self._wake:
@@ -381,7 +412,9 @@ class LocalEngine:
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:
-            if self._on_trace is not None and generation.capture and not generation.aborted:
+            # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
+            teaches = len(generation.tokens) - generation.num_prompt_tokens > 1
+            if self._on_trace is not None and generation.capture and not generation.aborted and teaches:
                 started = time.perf_counter()
                 trace = self._trace_of(generation)
                 self._on_trace(trace)
@@ -415,11 +448,15 @@ class LocalEngine:
             self._stopping = True
             unfinished = [*self._running, *self._waiting, *([self._prefilling] if self._prefilling else [])]
             swap, self._swap = self._swap, None
+            errands, self._errands = self._errands, deque()
             self._waiting.clear()
         for generation in unfinished:
             generation.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
         if swap is not None:
             swap.report.set_exception(EngineDeadError("the engine stopped before the swap"))
+        for _, done in errands:
+            # Its texts are gone with it.
+            done.set_result(None)
 
 
 def _planner(config: LocalEngineConfig) -> Planner:

@@ -7,6 +7,7 @@ Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.decoder import Decoder, fusible
-from serving.local.packed import pack_linears
+from serving.local.packed import PackedLinear, pack_linears
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
 
@@ -103,6 +104,15 @@ class Target:
         window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed)
         return self._run(tokens_BT, window, self.cache)
 
+    def weights(self) -> Iterator[Tensor]:
+        """What the passes read, packed layers unpacked one at a time, always in the same order."""
+        for module in self._model.modules():
+            if isinstance(module, PackedLinear):
+                yield module.packed.to_dense()
+                yield from () if module.bias is None else (module.bias,)
+        # Without the tables that a pass may compute anew, such as those of rotary embeddings that stretch.
+        yield from self._model.state_dict().values()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] → [..., V]."""
         return self._model.lm_head(hidden)  # type: ignore[no-any-return]
@@ -137,7 +147,13 @@ class _HuggingFaceDecoder:
 def _load(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation=_ATTENTION, local_files_only=True
+            model_dir,
+            dtype=dtype,
+            attn_implementation=_ATTENTION,
+            local_files_only=True,
+            # Said outright, or a model that brings code makes it ask on the terminal, and old weights are unpickled.
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]

@@ -18,7 +18,9 @@ class LocalTokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                model_dir, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"cannot load a tokenizer from {model_dir} ({reason}): check --model") from error

@@ -1,4 +1,5 @@
-"""What an SGLang request says that a trace must know: who may learn from it, how it samples, what binds it."""
+"""What an SGLang request says that a trace must know: who may learn from it, how it samples, what binds it; and the
+span that ours are put under."""
 
 from __future__ import annotations
 
@@ -7,21 +8,25 @@ from typing import Any
 
 from serving.engine import CapturePolicy
 from speculator.sampling import SamplingParams
+from speculator.spans import Parent, joined
 
 _GREEDY_TOP_K = 1
 
 
 def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
     """The capture policy that the gateway put into the request; a request without one is captured."""
-    values = (custom_params or {}).get("slipstream")
-    if not isinstance(values, Mapping):
-        return CapturePolicy()
+    values = _ours(custom_params)
     return CapturePolicy(
         capture=bool(values.get("capture", True)),
         tenant=str(values.get("tenant", "default")),
         group_id=str(values.get("group_id", "")),
         domain=str(values.get("domain", "")),
     )
+
+
+def parent_of(custom_params: Mapping[str, Any] | None) -> Parent | None:
+    """The gateway's span of the request; None where spans are off, or it is not sampled."""
+    return joined({"traceparent": str(_ours(custom_params).get("traceparent", ""))})
 
 
 def sampling_of(params: Any) -> SamplingParams:
@@ -45,3 +50,8 @@ def is_constrained(request: Any) -> bool:
         or params.repetition_penalty != 1.0
         or request.custom_logit_processor
     )
+
+
+def _ours(custom_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    values = (custom_params or {}).get("slipstream")
+    return values if isinstance(values, Mapping) else {}

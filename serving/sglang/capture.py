@@ -12,6 +12,7 @@ import collections
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.sglang.asked import is_constrained, policy_of, sampling_of
+from serving.sglang.asked import is_constrained, parent_of, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
@@ -27,6 +28,7 @@ from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanR
 from serving.sglang.transfer import HostCopier, HostCopy
 from serving.sglang.verdicts import TopTokens, committed, in_order
 from speculator.errors import type_and_place
+from speculator.spans import Parent, record
 from speculator.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Ticket:
     """What hangs on a running request. Without a span it is not captured."""
 
     span: Span | None
+    parent: Parent | None = None
+    """What the assembling's span is put under."""
     dropped: str = ""
     """Why its trace will not be made; set by either thread, read by the assembler."""
 
@@ -168,7 +172,7 @@ class Capture:
     def _ticket(self, request: Any) -> Ticket:
         ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
         if ticket is None:
-            ticket = Ticket(self._open(request))
+            ticket = Ticket(self._open(request), parent_of(request.sampling_params.custom_params))
             setattr(request, _ATTRIBUTE, ticket)
         return ticket
 
@@ -275,12 +279,14 @@ class Capture:
         if ticket.dropped:
             self.dropped[ticket.dropped] += 1
             return
+        started_s = time.perf_counter()
         try:
             trace = span.trace(event.tokens, engine_id=self._engine_id, target_fingerprint=self._fingerprint)
             if trace is None:
                 self.dropped["nothing_computed"] += 1
             else:
                 self._on_trace(trace)
+                record(ticket.parent, "capture", time.perf_counter() - started_s, tokens=trace.num_tokens)
         except Exception as error:
             self._fail(ticket, error)
             self.dropped[ticket.dropped] += 1

@@ -13,6 +13,7 @@ from serving.sglang.settings import PREFIX, PluginSettings
 from speculator.checkpoint import config_from_json, target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError
 from speculator.model import DraftConfig
+from speculator.spans import is_wanted
 from speculator.store import DraftStore, Manifest
 
 EXIT_CODE = 2
@@ -44,6 +45,7 @@ def check_server(args: Any, settings: PluginSettings) -> None:
         raise ConfigError("pipeline parallelism, disaggregation and DP attention are not supported: turn them off")
     if args.speculative_use_rejection_sampling:
         raise ConfigError("--speculative-use-rejection-sampling samples the proposals: turn it off")
+    is_wanted()
     version_of(args, settings)
 
 

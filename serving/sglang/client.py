@@ -52,6 +52,13 @@ class EngineReport:
     verifications: int | None
     verified_tokens: int | None
     """Over verifications: the acceptance length."""
+    rounds: Mapping[str, int]
+    """Decode steps by mode, speculative or control; so are their time and the tokens that they committed."""
+    decode_ms: Mapping[str, int]
+    round_tokens: Mapping[str, int]
+    proposals: Mapping[str, int]
+    """Verified proposals by position, and the accepted ones."""
+    accepted: Mapping[str, int]
     captured: int | None
     appended: int | None
     pending: int | None
@@ -99,6 +106,11 @@ class EngineReport:
             depth=whole("depth"),
             verifications=whole("verifications"),
             verified_tokens=whole("verified_tokens"),
+            rounds=counts("rounds"),
+            decode_ms=counts("decode_ms"),
+            round_tokens=counts("round_tokens"),
+            proposals=counts("proposals"),
+            accepted=counts("accepted"),
             captured=whole("captured"),
             appended=whole("appended"),
             pending=whole("pending"),

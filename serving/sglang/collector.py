@@ -13,9 +13,15 @@ from prometheus_client.registry import Collector
 
 from serving.estimate import DEPTH_MODEL
 from serving.metrics import (
+    ACCEPTED,
     DEPTH,
     DRAFT_VERSION,
+    PROPOSALS,
+    ROUND_SECONDS,
+    ROUND_TOKENS,
+    ROUNDS,
     SWAPS,
+    TARGET_UNCHANGED,
     VERIFICATIONS,
     VERIFIED_TOKENS,
     baseline_gauge,
@@ -43,6 +49,7 @@ class SglangCollector(Collector):
         if report is None:
             return
         yield from _draft_metrics(report)
+        yield from _round_metrics(report)
         yield from trace_metrics(
             captured=report.captured,
             appended=report.appended,
@@ -64,7 +71,21 @@ def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
     stall_s = None if report.last_stall_ms is None else report.last_stall_ms / 1000
     yield _gauge("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
     yield GaugeMetricFamily(*DEPTH, report.depth)
-    yield _gauge("slipstream_target_unchanged", "1 while the target's weights are those of the start", report.target_ok)
+    yield _gauge(*TARGET_UNCHANGED, report.target_ok)
+
+
+def _round_metrics(report: EngineReport) -> Iterator[Metric]:
+    seconds = {mode: milliseconds / 1000 for mode, milliseconds in report.decode_ms.items()}
+    for about, by_mode in ((ROUNDS, report.rounds), (ROUND_SECONDS, seconds), (ROUND_TOKENS, report.round_tokens)):
+        family = CounterMetricFamily(*about, labels=["mode", "batch"])
+        for mode, value in by_mode.items():
+            family.add_metric([mode, "all"], value)
+        yield family
+    for about, by_position in ((PROPOSALS, report.proposals), (ACCEPTED, report.accepted)):
+        family = CounterMetricFamily(*about, labels=["source", "position"])
+        for position, count in by_position.items():
+            family.add_metric(["head", position], count)
+        yield family
 
 
 def _speed_metrics(report: EngineReport) -> Iterator[Metric]:

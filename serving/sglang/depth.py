@@ -18,20 +18,23 @@ from typing import Any, NamedTuple
 
 from serving.estimate import EstimatedSpeedup
 from serving.evidence import Stratum, Verification, WatchedRound, stratum_of
-from serving.sglang.asked import policy_of, sampling_of
+from serving.sglang.asked import parent_of, policy_of, sampling_of
 from serving.sglang.clock import StepClock
 from serving.sglang.dormancy import Dormancy
+from serving.sglang.tally import RoundTally
 from serving.speedup import ControlShare, Group, SpeedupMeter
 from speculator.depth import DepthPolicy, RoundCosts
+from speculator.spans import Parent, is_on, record
 
 _ASKED = "_slipstream_asked"
 
 
 class _Asked(NamedTuple):
-    """What is measured apart: whose request it is, and what kind."""
+    """What is measured apart: whose request it is, and what kind; and the span that its rounds' are put under."""
 
     group: Group
     stratum: Stratum
+    parent: Parent | None
 
 
 @dataclass(eq=False)
@@ -70,6 +73,7 @@ class DepthControl:
         self._policy, self._clock, self._meter = policy, clock, meter
         self.measured = measured or (policy.costs if policy is not None else RoundCosts())
         self.estimated_speedup = EstimatedSpeedup(self.measured)
+        self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
         self._rounds: deque[_Round] = deque()
@@ -165,8 +169,11 @@ class DepthControl:
             committed=committed,
             earned=[(group, 1 + count) for group, count in zip(groups, accepted, strict=True)],
         )
+        self.tally.add(drafted=not done.is_control, depth=done.depth, seconds=seconds, accepted=accepted)
         if not done.is_control:
             self.estimated_speedup.add(batch=done.batch, depth=done.depth, committed=committed)
+        if is_on():
+            _record(done, seconds, accepted)
         if self._on_round is None:
             return
         self._on_round(_watched(done, seconds, accepted, drafted=not done.is_control))
@@ -179,9 +186,10 @@ def _asked_by(request: Any) -> _Asked:
     """Read from a request once; it is kept with it."""
     asked: _Asked | None = getattr(request, _ASKED, None)
     if asked is None:
-        policy = policy_of(request.sampling_params.custom_params)
-        stratum = stratum_of(policy.domain, sampling_of(request.sampling_params))
-        asked = _Asked((policy.tenant, policy.domain), stratum)
+        params = request.sampling_params
+        policy = policy_of(params.custom_params)
+        stratum = stratum_of(policy.domain, sampling_of(params))
+        asked = _Asked((policy.tenant, policy.domain), stratum, parent_of(params.custom_params))
         setattr(request, _ASKED, asked)
     return asked
 
@@ -200,6 +208,20 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int], *, drafted: 
             if not is_cold
         ),
     )
+
+
+def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
+    """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
+    for (_, asked), count in zip(done.requests, accepted, strict=True):
+        record(
+            asked.parent,
+            "verify",
+            seconds,
+            batch=done.batch,
+            depth=done.depth,
+            accepted=count,
+            draft_version=done.version,
+        )
 
 
 class QuietSwitches(logging.Filter):

@@ -76,6 +76,8 @@ class SglangOptions:
     capture_bytes_per_s: int
     """0 sets no limit."""
     stream_max_bytes: int
+    trace_ttl_hours: float = 0
+    drop_personal_data: bool = False
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
 
@@ -118,6 +120,8 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
         "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
+        "SLIPSTREAM_TRACE_TTL_HOURS": str(options.trace_ttl_hours),
+        "SLIPSTREAM_DROP_PERSONAL_DATA": str(int(options.drop_personal_data)),
         # Asking for its health would otherwise make it generate a token each time.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }

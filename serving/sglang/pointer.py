@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from speculator.erasures import Erasures
 from speculator.errors import ConfigError, StreamError
 from speculator.stream import DraftPointer, connect
 
@@ -16,6 +17,7 @@ class LazyPointer:
     def __init__(self, redis_url: str, model_key: str) -> None:
         self._redis_url, self._model_key = redis_url, model_key
         self._pointer: DraftPointer | None = None
+        self._erasures: Erasures | None = None
 
     def desired(self) -> int | None:
         return self._connected().desired()
@@ -32,6 +34,12 @@ class LazyPointer:
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         self._connected().report_engine(engine_id, status)
 
+    def orders(self) -> dict[str, int]:
+        """Tenants to be forgotten (speculator/erasures.py)."""
+        self._connected()
+        assert self._erasures is not None
+        return self._erasures.orders()
+
     def refuse_second(self, engine_id: str) -> None:
         """Raises ConfigError where another living server reports under this engine id; Redis may be away."""
         try:
@@ -45,7 +53,9 @@ class LazyPointer:
 
     def _connected(self) -> DraftPointer:
         if self._pointer is None:
-            self._pointer = DraftPointer(connect(self._redis_url), self._model_key)
+            client = connect(self._redis_url)
+            self._erasures = Erasures(client, self._model_key)
+            self._pointer = DraftPointer(client, self._model_key)
         return self._pointer
 
 

@@ -20,7 +20,9 @@ from typing import Any, cast
 
 import torch
 
+from serving.forgetting import ErasureWatch
 from serving.hotswap import DraftFollower
+from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
 from serving.sglang.agreement import Agreement
 from serving.sglang.budget import ByteBudget
@@ -32,13 +34,15 @@ from serving.sglang.dormancy import Dormancy
 from serving.sglang.pointer import LazyPointer, RankPointer
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings, default_engine_id
-from serving.sglang.swap import SglangDraft, TargetGuard
+from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
+from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
 from speculator.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.codec import Features
 from speculator.depth import DepthPolicy, RoundCosts
 from speculator.errors import ConfigError
+from speculator.spans import close_spans, configure_spans
 from speculator.store import DraftStore
 from speculator.stream import TraceStream, connect
 
@@ -77,8 +81,7 @@ class EngineRuntime:
             ),
             alone=self._agreement.is_alone,
         )
-        self._guard = TargetGuard(target.model)
-        self._is_target_unchanged = True
+        self._guard = TargetGuard(partial(_weights, target.model), on_change=self._distrust_traces)
         num_slots = worker.req_to_token_pool.req_to_token.shape[0]
         self.probe = DraftProbe(
             num_slots=num_slots,
@@ -110,9 +113,11 @@ class EngineRuntime:
 
         self._pointer = LazyPointer(settings.redis_url, key)
         self._rank_pointer = RankPointer()
+        self._erasures = ErasureWatch(self._pointer.orders, [])
         self._recorder: TraceRecorder | None = None
         self._capture: Capture | None = None
         if self._is_writer:
+            configure_spans("slipstream-sglang")
             self._pointer.refuse_second(engine_id)
             if settings.capture:
                 self._start_capture(settings, engine_id, key, manifest.target_fingerprint, device)
@@ -121,7 +126,7 @@ class EngineRuntime:
             self._pointer if self._is_writer else self._rank_pointer,
             engine_id=engine_id,
             poll_s=settings.poll_s,
-            on_swap=lambda report: self._after_swap(),
+            on_swap=lambda report: self._guard.look(),
             status=self._status,
             watch=self._watch,
             lifecycle=store.lifecycle if self._is_writer else None,
@@ -187,6 +192,7 @@ class EngineRuntime:
         if self._capture is not None and self._recorder is not None:
             self._capture.close(_CLOSE_TIMEOUT_S)
             self._recorder.close(_CLOSE_TIMEOUT_S)
+        close_spans()
 
     def _depths(self) -> list[int]:
         controller = self._worker.adaptive_controller
@@ -198,8 +204,12 @@ class EngineRuntime:
     def _start_capture(
         self, settings: PluginSettings, engine_id: str, key: str, fingerprint: str, device: torch.device
     ) -> None:
+        ttl_s = 3600 * settings.trace_ttl_hours
+        model_dir = Path(self._worker.server_args.model_path)
+
         def open_stream() -> TraceStream:
-            return TraceStream(connect(settings.redis_url), key, max_bytes=settings.stream_max_bytes)
+            client = connect(settings.redis_url)
+            return TraceStream(client, key, max_bytes=settings.stream_max_bytes, ttl_s=ttl_s)
 
         # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -209,8 +219,11 @@ class EngineRuntime:
             max_buffer_bytes=settings.buffer_bytes,
             features=cast("Features", settings.capture_features),
             on_append=budget.spend,
+            reason_to_drop=PersonalData.of_model(model_dir).reason if settings.drop_personal_data else None,
+            ttl_s=ttl_s,
         )
         self._recorder = recorder
+        self._erasures = ErasureWatch(self._pointer.orders, [recorder.forget])
         self._capture = Capture(
             settings,
             engine_id=engine_id,
@@ -233,10 +246,9 @@ class EngineRuntime:
 
     # -- on the follower's thread -----------------------------------------------------------------------------------
 
-    def _after_swap(self) -> None:
-        if not self._guard.is_unchanged():
-            self._is_target_unchanged = False
-            log.critical("slipstream: the target's weights have changed; the text can no longer be trusted")
+    def _distrust_traces(self) -> None:
+        if self._recorder is not None:
+            self._recorder.distrust()
 
     def _status(self) -> dict[str, str | int | float]:
         self.depth.limit = self._pointer.depth_limit(self._engine_id)
@@ -249,10 +261,11 @@ class EngineRuntime:
             "asleep": int(self.depth.is_asleep),
             "verifications": self.depth.num_verifications,
             "verified_tokens": self.depth.num_verified_tokens,
-            "target_ok": int(self._is_target_unchanged),
+            "target_ok": int(self._guard.look_at_times()),
             "process": f"{socket.gethostname()}:{os.getpid()}",
+            **self._erasures.look(),
         }
-        status |= self.depth.explanation()
+        status |= self.depth.explanation() | self.depth.tally.report()
         if swaps.installed:
             status["last_stall_ms"] = round(swaps.installed[-1][1].stall_ms, 3)
         if self.depth.num_verifications:
@@ -277,6 +290,10 @@ class EngineRuntime:
                 "trace_tokens": stats.tokens_appended,
             }
         return status
+
+
+def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter for _, parameter in sorted(model.named_parameters())]
 
 
 def _tensor_parallel_group() -> Any:

@@ -46,6 +46,10 @@ class PluginSettings:
     """Features and traces in host memory that wait for encoding or for Redis; beyond it traces are dropped."""
     stream_max_bytes: int = 512 * 1024 * 1024
     """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them."""
+    trace_ttl_hours: float = 0.0
+    """Traces older than this are removed from the stream, and not written to it; 0 sets no limit."""
+    drop_personal_data: bool = False
+    """Drop traces with e-mail addresses, phone, card or account numbers before they leave the process."""
     control_share: float = 0.02
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
     watch: bool = True
@@ -55,7 +59,12 @@ class PluginSettings:
     """How often the draft pointer is read."""
 
     def __post_init__(self) -> None:
-        for name, least in (("capture_topk", 1), ("context_window", 1), ("capture_bytes_per_s", 0)):
+        for name, least in (
+            ("capture_topk", 1),
+            ("context_window", 1),
+            ("capture_bytes_per_s", 0),
+            ("trace_ttl_hours", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{PREFIX}{name.upper()} must be at least {least}")
         if self.capture_features not in ("float8", "bfloat16"):

@@ -95,14 +95,14 @@ class Span:
     def trace(self, tokens: list[int], *, engine_id: str, target_fingerprint: str) -> Trace | None:
         """The trace of an answer that ended; `tokens` are the prompt and the served completion.
 
-        None where no position was computed (the whole prompt came from the cache and nothing was decoded).
+        None where there is nothing to learn: no position was computed, or the answer's first token is its last.
         Raises InconsistentSpanError where rounds and tokens contradict each other.
         """
         if not self.rows:
             return None
         start = self.rows[0].start
         length = min(self.rows[-1].end, len(tokens) - 1) - start
-        if length <= 0:
+        if start + length <= self.request.num_prompt_tokens:
             return None
         ids, logprobs = self._distributions(start, length)
         features = torch.cat([rows.features for rows in self.rows])[:length]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from serving.engine import SwapReport
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
+from speculator.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,13 @@ class SglangDraft:
         Raises DraftError, StoreError, EngineDeadError, EngineBusyError where other ranks have to take part and no step
         comes, or EngineError where the copy failed; the version in service then stays.
         """
-        staged, done = self.stage(version), Future[SwapReport]()
+        with span("stage", version=version):
+            staged = self.stage(version)
+        with span("install", version=version):
+            return self._install(staged)
+
+    def _install(self, staged: StagedDraft) -> SwapReport:
+        done = Future[SwapReport]()
         with self._lock:
             if self._is_closed:
                 raise EngineDeadError("the engine has stopped")
@@ -171,25 +178,6 @@ class SglangDraft:
                     f"SGLang's draft differs in {name} from version {self._version} of the store: start it with that "
                     "version's folder as --speculative-draft-model-path, in bfloat16 and without quantization"
                 )
-
-
-class TargetGuard:
-    """Notices when anything writes to the target's weights: a checksum over all of them, and later looks at it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._checksum = self._compute()
-
-    def is_unchanged(self) -> bool:
-        return self._compute() == self._checksum
-
-    def _compute(self) -> int:
-        total = 0
-        for index, (_, parameter) in enumerate(sorted(self._model.named_parameters())):
-            words = parameter.detach().contiguous().view(-1).view(torch.uint8)
-            words = words[: len(words) // 4 * 4].view(torch.int32)
-            total = (total * 31 + index + int(words.sum(dtype=torch.int64))) % (1 << 61)
-        return total
 
 
 class _StagingView:

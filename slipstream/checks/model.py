@@ -43,16 +43,16 @@ def _for_local_engine(model_dir: Path) -> Finding:
 def _config(model_dir: Path) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
 
 
 def _without_weights(model_dir: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(_config(model_dir))
+        return AutoModelForCausalLM.from_config(_config(model_dir), trust_remote_code=False)
 
 
 def _read(model_dir: Path, load: Callable[[], Any]) -> Any:

@@ -47,7 +47,7 @@ def load(files: Sequence[Path], environment: Mapping[str, str]) -> dict[str, Any
     """The merged document with all variables filled in; raises ValueError for a required variable that is not set."""
     merged: dict[str, Any] = {}
     for path in files:
-        document = yaml.load(path.read_text(), _Loader)
+        document = yaml.load(path.read_text(), _Loader)  # noqa: S506 - a SafeLoader
         merged = _merge(merged, _interpolate(document, environment))
     return {name: part for name, part in merged.items() if not name.startswith("x-")}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from serving.gateway.keyring import Keyring
 from tests.deploy.compose import CPU, GPU, ROOT, argv, load, variables
 
 ENV = {"SLIPSTREAM_MODEL": "some/model"}
@@ -38,6 +39,7 @@ def test_every_service_is_confined(files: tuple[Path, ...]) -> None:
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["pids_limit"] == (8192 if name == "sglang" else 1024), name
         assert not {"privileged", "cap_add", "network_mode", "ipc", "pid"} & service.keys(), name
         assert service["logging"]["options"]["max-size"], name
         assert service["stop_grace_period"], name
@@ -89,10 +91,16 @@ def test_what_is_named_exists(files: tuple[Path, ...]) -> None:
         if "build" in service:
             assert (ROOT / service["build"]["dockerfile"]).is_file()
         # A secret is a file: its name is in the container's environment or command, its text nowhere.
-        told = json.dumps([service.get("environment", {}), service.get("command", "")])
+        told = json.dumps([service.get("environment", {}), service.get("command", "")]) + _settings_of(service)
         for secret in service.get("secrets", []):
             assert f"/run/secrets/{secret}" in told, f"{name} does not read {secret}"
         assert set(re.findall(r"/run/secrets/(\w+)", told)) == set(service.get("secrets", []))
+
+
+def _settings_of(service: dict[str, Any]) -> str:
+    """The text of what is mounted from this repository for it to read."""
+    folders = [ROOT / volume.partition(":")[0] for volume in service.get("volumes", []) if volume.startswith("./")]
+    return "".join(file.read_text() for folder in folders for file in folder.glob("*.yml"))
 
 
 def test_gpus_are_reserved_with_sglang_and_only_there() -> None:
@@ -110,7 +118,7 @@ def test_the_cpu_variant_serves_with_the_local_engine() -> None:
     assert services.keys() == {"redis", "init", "gateway", "trainer", "prometheus", "grafana"}
     assert argv(services["gateway"]["command"])[:3] == ["serve", "--engine", "local"]
     assert services["gateway"]["depends_on"].keys() == {"init", "redis"}
-    assert services["gateway"]["secrets"] == ["redis_engine", "gateway_admin"]
+    assert services["gateway"]["secrets"] == ["redis_engine", "gateway_admin", "gateway_keys"]
 
 
 def test_a_model_must_be_chosen_and_nothing_is_captured_unasked() -> None:
@@ -148,13 +156,19 @@ def test_secrets_are_written_once_and_for_their_owner_alone(tmp_path: Path) -> N
     script = str(ROOT / "deploy" / "secrets.sh")
     subprocess.run([script, str(folder)], check=True, capture_output=True)
     first = {path.name: path.read_text() for path in folder.iterdir()}
-    assert first.keys() == load(GPU, ENV)["secrets"].keys()
+    # The first API key is for people; no service reads it.
+    assert first.keys() == load(GPU, ENV)["secrets"].keys() | {"gateway_client"}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o444}
-    passwords = [text for name, text in first.items() if name != "redis_users"]
+    passwords = [text for name, text in first.items() if name not in ("redis_users", "gateway_keys")]
     assert len(set(passwords)) == len(passwords)
     assert all(re.fullmatch(r"[0-9a-f]{64}", password) for password in passwords)
-    assert not any(password in first["redis_users"] for password in passwords)
+    assert not any(password in first["redis_users"] + first["gateway_keys"] for password in passwords)
+    ring = Keyring(folder / "gateway_keys")
+    client, metrics = (ring.find(first[name].encode()) for name in ("gateway_client", "gateway_metrics"))
+    assert client is not None
+    assert metrics is not None
+    assert (client.name, client.read_only, metrics.name, metrics.read_only) == ("client", False, "metrics", True)
     (folder / "redis_engine").unlink()
     subprocess.run([script, str(folder)], check=True, capture_output=True)
     second = {path.name: path.read_text() for path in folder.iterdir()}

@@ -17,9 +17,11 @@ from slipstream.checks.redis import check_redis
 from slipstream.checks.store import check_stream
 from slipstream.traces import StreamCopy
 from speculator.checkpoint import model_key, target_fingerprint
+from speculator.erasures import Erasures, TrainerReport
 from speculator.errors import StreamError
 from speculator.lineage import ensure_lineage
 from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
+from speculator.removal import Remover
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, StreamKeys, TraceStream
 from tests.deploy.compose import GPU
@@ -78,6 +80,23 @@ def test_the_whole_way_of_a_trace(login: As) -> None:
     assert lag.lost > 0, "the cap was never met"
     assert engine.lag() == lag
     assert set(StreamCopy(login("trainer"), MODEL).read(0)) == {ENTRY}
+
+
+def test_the_trainers_user_erases_a_tenant_and_engines_hear_of_it(login: As) -> None:
+    engine, trainer = login("engine"), login("trainer")
+    stream = TraceStream(trainer, MODEL, max_bytes=CAP, ttl_s=3600)
+    TraceStream(engine, MODEL, max_bytes=CAP, ttl_s=3600).append(ENTRY, trace_id="a")
+    lag = stream.lag()
+    removed = Remover(trainer, MODEL).remove(lambda header: False)
+    assert removed.stream == lag.length > 0, "none of these is readable"
+    assert stream.lag().length == 0
+    assert Remover(trainer, MODEL).compact()
+    orders = Erasures(trainer, MODEL)
+    at_ms = orders.order("anna")
+    assert Erasures(engine, MODEL).orders() == {"anna": at_ms}
+    orders.report("trainer-0", TrainerReport(at_ms=at_ms, erased_ms=at_ms))
+    assert set(orders.trainers()) <= {"trainer-0"}
+    orders.leave("trainer-0")
 
 
 @pytest.mark.parametrize("user", ["engine", "gateway", "trainer"])

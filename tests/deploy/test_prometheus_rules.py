@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,8 +42,13 @@ def promtool(*arguments: object) -> str:
 
 
 @needs_promtool
-def test_the_configuration_and_the_rules_are_valid() -> None:
-    assert "2 rule files found" in promtool("check", "config", FOLDER / "prometheus.yml")
+def test_the_configuration_and_the_rules_are_valid(tmp_path: Path) -> None:
+    """promtool looks for the file with the key, too."""
+    copy = shutil.copytree(FOLDER, tmp_path / "prometheus")
+    (tmp_path / "key").write_text("key")
+    config = (copy / "prometheus.yml").read_text()
+    (copy / "prometheus.yml").write_text(config.replace("/run/secrets/gateway_metrics", str(tmp_path / "key")))
+    assert "2 rule files found" in promtool("check", "config", copy / "prometheus.yml")
 
 
 @needs_promtool

@@ -38,7 +38,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 def chat(machine: Machine, text: str) -> httpx.Response:
     body = {"model": "toy", "messages": [{"role": "user", "content": text}], "max_tokens": 20}
-    return httpx.post(f"{machine.url(8000)}/v1/chat/completions", json=body, timeout=60)
+    key = {"authorization": f"Bearer {machine.secret('gateway_client')}"}
+    return httpx.post(f"{machine.url(8000)}/v1/chat/completions", json=body, headers=key, timeout=60)
 
 
 def test_up_in_healthy_order(machine: Machine) -> None:
@@ -70,8 +71,10 @@ def test_secrets_come_from_files(machine: Machine) -> None:
     key = machine.secret("gateway_admin")
     answer = httpx.get(drafts, headers={"authorization": f"Bearer {key}"})
     assert [draft["version"] for draft in answer.json()["drafts"]] == [1]
+    assert httpx.get(f"{machine.url(8000)}/v1/models").status_code == 401
     for name in ("redis", "init", "gateway", "trainer"):
         assert key not in machine.log(name).read_text()
+        assert machine.secret("gateway_client") not in machine.log(name).read_text()
 
 
 @needs_prometheus

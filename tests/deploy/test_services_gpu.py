@@ -67,6 +67,10 @@ def started(machine: _WithStandIn) -> dict[str, Any]:
     return record
 
 
+def keyed(machine: Machine, name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {machine.secret(name)}"}
+
+
 def ready(machine: Machine) -> dict[str, Any]:
     answer: dict[str, Any] = httpx.get(f"{machine.url(8000)}/ready").json()
     return answer
@@ -96,21 +100,22 @@ def test_the_gateway_passes_answers_through(machine: _WithStandIn, pointer: Draf
     machine.start("gateway")
     machine.wait_until_healthy("gateway")
     assert ready(machine)["draft_version"] == 1
-    url = f"{machine.url(8000)}/v1/chat/completions"
-    assert httpx.post(url, json=BODY).content == WHOLE
-    assert httpx.post(url, json={**BODY, "stream": True}).content == b"".join(EVENTS)
-    metrics = f"{machine.url(8000)}/metrics"
-    wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(metrics).text)
+    url, key = f"{machine.url(8000)}/v1/chat/completions", keyed(machine, "gateway_client")
+    assert httpx.post(url, json=BODY).status_code == 401
+    assert httpx.post(url, json=BODY, headers=key).content == WHOLE
+    assert httpx.post(url, json={**BODY, "stream": True}, headers=key).content == b"".join(EVENTS)
+    metrics, reader = f"{machine.url(8000)}/metrics", keyed(machine, "gateway_metrics")
+    wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(metrics, headers=reader).text)
 
 
 def test_it_outlives_sglang(machine: _WithStandIn, pointer: DraftPointer) -> None:
-    url = f"{machine.url(8000)}/v1/chat/completions"
+    url, key = f"{machine.url(8000)}/v1/chat/completions", keyed(machine, "gateway_client")
     machine.stop("sglang")
-    away = httpx.post(url, json=BODY)
+    away = httpx.post(url, json=BODY, headers=key)
     assert (away.status_code, "retry-after" in away.headers) == (503, True)
     machine.start("sglang")
     machine.wait_until_healthy("sglang")
-    assert httpx.post(url, json=BODY).content == WHOLE
+    assert httpx.post(url, json=BODY, headers=key).content == WHOLE
     pointer.report_engine("sglang", {"version": 7})
     wait_until(lambda: ready(machine)["draft_version"] == 7)
 

@@ -21,6 +21,7 @@ from speculator.lineage import admit
 from speculator.store import DraftStore
 from tests.docs.commands import fenced
 from tests.docs.workshop import Workshop, start
+from tests.serving.gateway.keyfile import KeyFile
 from tests.toy import make_toy_model
 from tests.waiting import wait_until
 
@@ -34,6 +35,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     model = make_toy_model(folder / "toy")
     for name in ("texts.jsonl", "my.jsonl"):
         (folder / name).write_text('{"domain": "toy", "prompt": "question 0123456789"}\n')
+    (folder / "deploy" / "secrets").mkdir(parents=True)
+    KeyFile(folder / "keys.json").add("bob")
     with ExitStack() as running:
         redis = running.enter_context(EmbeddedRedis(tmp_path_factory.mktemp("redis")))
         served = next(each for each in fenced() if each.words[:2] == ("slipstream", "serve"))
@@ -53,7 +56,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 def _answer(url: str) -> None:
     for number in range(NUM_ANSWERS):
-        body = {"model": "toy", "prompt": f"question {number}", "max_tokens": 40}
+        # To the last token: an answer that ends with its first one leaves no trace.
+        body = {"model": "toy", "prompt": f"question {number}", "max_tokens": 40, "ignore_eos": True}
         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
 
     def recorded() -> bool:

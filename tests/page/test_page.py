@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -17,6 +18,7 @@ from serving.gateway.server import GatewayServer, serve
 from speculator.stream import DraftPointer
 from tests.doubles import DoubleEngine
 from tests.page.conftest import KEY, Gateway, Watched, opened
+from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.passage import passing
 from tests.serving.sglang_client.fake_sglang import FakeSglang
 
@@ -211,6 +213,32 @@ def test_without_a_draft_store_it_says_so(watched: Watched) -> None:
         page = watched.open(gateway)
         expect(page.locator("#versions-note")).to_contain_text("started without a draft store")
         expect(page.locator("#desk")).to_be_hidden()
+
+
+def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys.json")
+    keys.add("user")
+    settings = GatewaySettings(keys_file=keys.path)
+    app = create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry())
+    with opened(lambda port: serve(app, port=port, grace_s=1)) as gateway:
+        page = watched.page
+        page.goto(gateway.url)
+        entry = page.locator("#entry")
+        expect(entry).to_be_visible()
+        expect(page.locator("#status")).to_have_text("needs a key")
+        assert Axe().run(page).violations_count == 0
+        page.fill("#api-key", "wrong")
+        page.press("#api-key", "Enter")
+        expect(page.locator("#key-status")).to_contain_text("not known here")
+        page.fill("#api-key", "secret-of-user")
+        page.press("#api-key", "Enter")
+        expect(entry).to_be_hidden()
+        expect(page.locator("#model")).to_have_text("double")
+        submit(page, "hello")
+        assert watched.expected()
+        keys.revoke("user")
+        expect(entry).to_be_visible()
+        assert watched.expected()
 
 
 def test_in_front_of_sglang_what_is_missing_is_not_zero(watched: Watched) -> None:

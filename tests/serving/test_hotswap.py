@@ -90,7 +90,7 @@ def test_a_refused_version_is_not_tried_again_and_is_reported() -> None:
     pointer.version = 2
     follower.follow()
     assert engine.asked == [2]
-    assert pointer.status == {"version": 1, "refused": "2"}
+    assert (pointer.status["version"], pointer.status["refused"]) == (1, "2")
     pointer.version, engine.refusal = 3, None
     follower.follow()
     assert engine.draft_version == 3
@@ -285,6 +285,21 @@ def test_a_version_that_is_barred_elsewhere_is_left(scene: Scene) -> None:
     assert (scene.engine.draft_version, scene.watch.watched) == (1, None)
     assert scene.states.state(2) is State.QUARANTINED, "what the other engine had not come to"
     assert scene.pointer.version == 1
+
+
+def test_what_is_known_of_the_incumbent_outlasts_a_trial_that_others_ended(scene: Scene) -> None:
+    scene.on_trial()
+    known = scene.watch.baseline_verifications
+    scene.serve(count=100)
+    scene.states.bar(2, actor="trainer:review", reason="accepts less")
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
+    assert scene.follower.log.verdicts["withdrawn"] == 1
+    assert known > 0
+    assert scene.watch.baseline_verifications == known
+    scene.pointer.version = 3
+    scene.follower.follow()
+    assert scene.engine.draft_version == 3, "it is known well enough to try the next one at once"
 
 
 def test_a_barred_version_is_not_taken(scene: Scene) -> None:

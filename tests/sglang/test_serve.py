@@ -1,12 +1,9 @@
-"""`slipstream serve --engine sglang` with real SGLang behind the gateway, used as its users would."""
+"""`slipstream serve --engine sglang` with real SGLang behind the gateway, used and watched as its users would."""
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,61 +11,43 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from playwright.sync_api import expect
 
-from speculator.checkpoint import model_key, target_fingerprint
+from benchmarks.panels import answers, prometheus, questions
+from deploy.grafana.sglang import SGLANG
+from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.codec import decode_trace
-from speculator.stream import TraceStream, connect
-from tests.sglang.server import cpu_environment
+from speculator.fresh import fresh_draft
+from speculator.lineage import admit
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream, connect
+from tests.page.conftest import Watched, browser, watched
+from tests.sglang.served import Served, serving
+from tests.waiting import wait_until
+
+__all__ = ["browser", "watched"]
 
 NAME = "SmolLM2-135M-Instruct"
 
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-@pytest.fixture(scope="module")
-def served(
-    model_dir: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
-    """(URL of the gateway, the command's process, its log)."""
-    folder, port = tmp_path_factory.mktemp("serve"), _free_port()
-    command = [
-        *(sys.executable, "-m", "slipstream", "serve", "--engine", "sglang", "--device", "cpu", "--capture"),
-        *("--model", str(model_dir), "--redis-url", redis_url, "--store", str(folder / "drafts")),
-        *("--port", str(port), "--depth", "2", "--", "--skip-server-warmup"),
-    ]
-    log = folder / "serve.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env={**os.environ, **cpu_environment()}, stdout=output, stderr=subprocess.STDOUT
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 240
-        while not _answers(url):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield url, process, log
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+NOT_SO_SOON = {
+    "max by (baseline) (slipstream_speedup_measured_ratio_lower)",
+    "max by (baseline) (slipstream_speedup_measured_ratio_upper)",
+}
+"""The speedup's interval needs half a minute of traffic: `python -m benchmarks.panels --engine sglang` has it."""
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[str, subprocess.Popen[bytes], Path]) -> Iterator[openai.OpenAI]:
+def served(model_dir: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("serve"), model_dir, redis_url) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served[0]}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
     ) as client:
         yield client
 
@@ -117,18 +96,94 @@ def test_policy_reaches_the_trace(client: openai.OpenAI, model_dir: Path, redis_
     assert domains.count("geography") == 1
 
 
-def test_metrics_show_what_the_plugin_reports(served: tuple[str, subprocess.Popen[bytes], Path]) -> None:
-    deadline = time.monotonic() + 20
-    text = ""
-    while "slipstream_engine_report_fresh 1.0" not in text and time.monotonic() < deadline:
-        time.sleep(0.2)
-        text = httpx.get(f"{served[0]}/metrics", trust_env=False).text
-    assert "slipstream_engine_report_fresh 1.0" in text
-    assert "slipstream_draft_version 1.0" in text
+def test_metrics_show_what_the_plugin_reports(served: Served) -> None:
+    wait_until(lambda: "slipstream_engine_report_fresh 1.0" in served.metrics())
+    assert "slipstream_draft_version 1.0" in served.metrics()
 
 
-def test_it_stops_in_order(served: tuple[str, subprocess.Popen[bytes], Path]) -> None:
-    url, process, log = served
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, log.read_text()[-3000:]
-    assert not _answers(url)
+def test_another_version_comes_into_service(served: Served, model_dir: Path, redis_url: str) -> None:
+    """Until then the first one sleeps, which has learnt nothing."""
+    pointer = DraftPointer(connect(redis_url), model_key(model_dir, target_fingerprint(model_dir)))
+    pointer.pin(_another_version(served.store, model_dir))
+    wait_until(lambda: "slipstream_draft_version 2.0" in served.metrics())
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: make system-packages installs it")
+def test_every_query_of_sglangs_dashboard_has_data(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+    jobs = {"gateway": int(served.url.rsplit(":", 1)[1]), "sglang": served.port_of_sglang()}
+    with prometheus(tmp_path / "prometheus", jobs) as url:
+
+        def missing() -> set[str]:
+            # SGLang measures the time between tokens of streamed answers alone.
+            list(client.chat.completions.create(model=NAME, messages=_messages("Count."), max_tokens=24, stream=True))
+            found = answers(url, questions(SGLANG), time.time())
+            return {one.asked.expr for one in found if not one.has_data} - NOT_SO_SOON
+
+        deadline = time.monotonic() + 30
+        while (nothing := missing()) and time.monotonic() < deadline:
+            pass
+        assert nothing == set()
+
+
+def _another_version(root: Path, model_dir: Path) -> int:
+    store, draft = DraftStore(root), fresh_draft(model_dir, seed=1)
+    first = store.manifest(1)
+    version = store.write(
+        {**draft_state(draft), **{name: store.load(1)[name] for name in ("d2t", "t2d")}},
+        draft_config_json(draft.config),
+        parent=1,
+        target_fingerprint=first.target_fingerprint,
+        info={},
+    ).version
+    admit(store, version, target_fingerprint=first.target_fingerprint, actor="test", reason="random weights")
+    return version
+
+
+def _spans(served: Served, service: str, *names: str) -> list[Span]:
+    """Those that the collector has of a service, with one of these names."""
+    found = []
+    for body in list(served.exported):
+        for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
+            if any(each.value.string_value == service for each in sent.resource.attributes):
+                found += [span for scope in sent.scope_spans for span in scope.spans if span.name in names]
+    return found
+
+
+def test_spans_of_its_scheduler_join_those_of_the_gateway(served: Served) -> None:
+    def requests() -> dict[bytes, Span]:
+        return {span.span_id: span for span in _spans(served, "slipstream-gateway", "request")}
+
+    def rounds() -> list[Span]:
+        return _spans(served, "slipstream-sglang", "verify", "capture")
+
+    wait_until(lambda: len({span.name for span in rounds()}) == 2)
+    wait_until(lambda: {span.parent_span_id for span in rounds()} <= requests().keys())
+    known = requests()
+    for span in rounds():
+        request = known[span.parent_span_id]
+        assert span.trace_id == request.trace_id
+        assert request.start_time_unix_nano < span.start_time_unix_nano < span.end_time_unix_nano
+    wait_until(lambda: _spans(served, "slipstream-sglang", "swap"))
+    [swap] = _spans(served, "slipstream-sglang", "swap")
+    assert {span.parent_span_id for span in _spans(served, "slipstream-sglang", "stage", "install")} == {swap.span_id}
+
+
+def test_the_page_is_live(watched: Watched, served: Served) -> None:
+    page = watched.page
+    page.goto(served.url)
+    page.wait_for_selector("[data-connection=live]")
+    expect(page.locator("#model")).to_have_text(NAME)
+    expect(page.locator("#version")).to_have_text("v2")
+    page.fill("#prompt", "What is the capital of France?")
+    page.fill("#max-tokens", "40")
+    page.click("#send")
+    expect(page.locator("#answer")).to_contain_text("Paris")
+    expect(page.locator("#answer-status")).to_contain_text("first token after")
+    expect(page.locator("#rate")).not_to_have_text("0")
+    expect(page.locator("#positions tr")).not_to_have_count(0)
+
+
+def test_it_stops_in_order(served: Served) -> None:
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(60) == 0, served.log.read_text()[-3000:]
+    assert not served.answers()

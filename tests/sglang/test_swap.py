@@ -5,21 +5,31 @@ The server computes in float32, where speculation and its absence give the same 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import safetensors.torch
 import torch
+from prometheus_client import CollectorRegistry
 
+from serving.gateway.app import create_passthrough_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.server import serve
+from serving.gateway.upstream import Upstream
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.lifecycle import State
 from speculator.store import DraftStore
+from tests.doubles import DoubleEngine
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import Plugged, plugged_server
 from tests.sglang.test_capture import QUESTIONS
@@ -188,3 +198,35 @@ def test_redis_may_die(plugged: Plugged, plain: dict[str, list[int]], trained: i
     _publish(plugged, 1)
     assert _ask(plugged, ASKED[2])["output_ids"] == plain[ASKED[2]]
     plugged.traces(1)
+
+
+def test_killed_in_the_middle_of_an_answer(plugged: Plugged) -> None:
+    """Nothing asks this server afterwards. Behind a gateway nobody takes half an answer for a whole one."""
+    asyncio.run(_ask_while_it_is_killed(plugged))
+
+
+async def _ask_while_it_is_killed(plugged: Plugged) -> None:
+    upstream, host = Upstream(plugged.server.url), DoubleEngine(model="killed", context_length=2048)
+    app = create_passthrough_app(host, upstream, settings=GatewaySettings(), registry=CollectorRegistry())
+    question = {"model": "killed", "prompt": "One, two, three,", "max_tokens": 400, "temperature": 0}
+    async with (
+        serve(app, port=0, grace_s=0) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        seen = 0
+
+        async def read() -> None:
+            nonlocal seen
+            async for _ in await client.completions.create(**question, stream=True, extra_body={"ignore_eos": True}):
+                seen += 1
+                if seen == 3:
+                    os.killpg(plugged.server.pid, signal.SIGKILL)
+
+        with pytest.raises(openai.APIError):
+            await read()
+        assert seen >= 3
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.completions.create(**question)
+        assert refused.value.status_code == 503
+        assert "retry-after" in refused.value.response.headers
+    await upstream.close()

@@ -152,6 +152,8 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
         draft_vocab_size=16,
         vocab_texts=(),
         seed=0,
+        trace_ttl_hours=0,
+        drop_personal_data=False,
     )
     slipstream.serve.run_server(options, GatewaySettings())
 

@@ -14,6 +14,7 @@ import redis
 from typer.testing import CliRunner
 
 from slipstream.checks.finding import Finding, Level
+from slipstream.checks.keys import check_keys
 from slipstream.checks.machine import check_disk, check_gpu, check_memory, check_ports
 from slipstream.checks.model import check_model
 from slipstream.checks.redis import check_redis
@@ -28,6 +29,7 @@ from speculator.codec import encode_trace
 from speculator.lineage import ensure_lineage
 from speculator.store import DraftStore
 from speculator.stream import StreamKeys, TraceStream
+from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
 from tests.traces import make_trace
 
 
@@ -308,3 +310,22 @@ def test_a_hook_point_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "install sglang==0.5.23" in the_fault(found(lambda: check_sglang(python)))
     python.write_text("#!/bin/sh\necho '0.5.23, all 14 places that the plugin hooks are there'\n")
     assert levels(found(lambda: check_sglang(python))) == [Level.OK] * 2
+
+
+# -- the gateway's keys ------------------------------------------------------------------------------------------------
+
+
+def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels(found(check_keys)) == [Level.OK]
+    keys = KeyFile(tmp_path / "keys.json")
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_KEYS_FILE", str(keys.path))
+    assert "cannot be read" in the_fault(found(check_keys))
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", "0123456789abcdef")
+    keys.add("old", expires_s=an_hour_ago())
+    assert "opens the gateway to nobody" in the_fault(found(check_keys), Level.WARNING)
+    keys.add("new")
+    assert "expired: old" in the_fault(found(check_keys), Level.WARNING)
+    keys.revoke("old")
+    assert levels(found(check_keys)) == [Level.OK]
+    monkeypatch.delenv("SLIPSTREAM_GATEWAY_ADMIN_KEY")
+    assert "no admin key" in the_fault(found(check_keys), Level.WARNING)

@@ -39,7 +39,9 @@ def _run() -> DemoRun:
     traffic = Traffic("http://none", "toy", endless(built_in_prompts(), 0), max_tokens=1, temperature=0)
     traffic.stats.requests, traffic.stats.completion_tokens = 12, 99
     traffic.stats.gaps += [(1000.0 + second, 0.01 if second != 200 else 0.05) for second in range(300)]
-    lag = StreamLag(pending=1, undelivered=2, length=12, bytes=1, appended=12, acked=8, lost=1, dead_lettered=3)
+    lag = StreamLag(
+        pending=1, undelivered=2, length=12, bytes=1, appended=12, acked=8, lost=1, dead_lettered=3, erased=0, expired=0
+    )
     return DemoRun(history, traffic, 1000.0, [1199.5, 1400.0], lag, history.samples[-1], 300.0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 import structlog
 
 from slipstream.logs import HANDLER, configure_logs
@@ -115,10 +116,12 @@ def test_formats_and_levels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         configure_logs()
 
 
-def test_no_text_of_a_request_reaches_the_log_of_a_service(
-    toy_model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_text_of_a_request_reaches_anything_but_its_trace(
+    toy_model: Path, redis_url: str, redis_client: redis.Redis, tmp_path: Path
 ) -> None:
-    """At debug level, for requests that succeed, are refused, break off and find nothing, with capture on."""
+    """Log at debug level, metrics, errors, events, manifests, Redis (whose traces have token ids): for requests that
+    succeed, are refused, break off and find nothing, with capture on.
+    """
     log = tmp_path / "serve.log"
     words = ["serve", "--model", str(toy_model), "--redis-url", redis_url, "--store", str(tmp_path / "drafts")]
     environment = {**os.environ, "SLIPSTREAM_LOG_LEVEL": "debug", "OMP_NUM_THREADS": "1"}
@@ -132,6 +135,8 @@ def test_no_text_of_a_request_reaches_the_log_of_a_service(
         found = re.search(r'"url": "([^"]+)"', log.read_text())
         assert found is not None
         responses, answers = _talk(found[1])
+        wait_until(lambda: "slipstream_traces_appended_total 2.0" in httpx.get(f"{found[1]}/metrics").text)
+        metrics = httpx.get(f"{found[1]}/metrics").text
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -142,9 +147,16 @@ def test_no_text_of_a_request_reaches_the_log_of_a_service(
     assert sorted(statuses.values()) == [200, 200, 400, 404]
     text = log.read_text()
     assert MARKER not in text
-    for answer in answers:
-        assert len(answer) > 20
-        assert answer[:20] not in text
+    refused = [response.text for response in responses if response.status_code == 400]
+    values = [redis_client.dump(key) or b"" for key in redis_client.scan_iter()]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"manifest.json", "events.jsonl"} <= {path.name for path in files}
+    elsewhere = [metrics, *refused, *(path.read_bytes() for path in files), *values]
+    for marked in (MARKER, *(answer[:20] for answer in answers)):
+        assert len(marked) > 10
+        assert marked not in text
+        for place in elsewhere:
+            assert (marked.encode() if isinstance(place, bytes) else marked) not in place
 
 
 def _talk(url: str) -> tuple[list[httpx.Response], list[str]]:
@@ -153,7 +165,7 @@ def _talk(url: str) -> tuple[list[httpx.Response], list[str]]:
     with httpx.Client(base_url=url, timeout=60) as client:
         whole = client.post("/v1/completions", json=body)
         streamed = client.post("/v1/chat/completions", json={**chat, "stream": True})
-        refused = client.post("/v1/completions", json={**body, "n": MARKER})
+        refused = client.post("/v1/completions", json={**body, "n": "many"})
         unknown = client.post("/v1/completions", json={**body, "model": MARKER})
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as broken_off:
             next(broken_off.iter_bytes())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -28,10 +26,15 @@ from speculator.codec import encode_trace
 from speculator.errors import ConfigError
 from speculator.otel import CLOSE_S, Tracing
 from speculator.stream import TraceStream
+from speculator.trace import Trace
+from tests.collector import collecting
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
 from tests.serving.gateway.passage import host, talk
 from tests.serving.local.harness import toy_engine
+from tests.serving.sglang.test_capture import Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.test_depth import make_control, step
+from tests.serving.sglang.test_swap import FusedDraft, make_draft, model
 from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
 from tests.serving.test_hotswap import FakePointer
 from tests.toy import random_draft
@@ -39,6 +42,8 @@ from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from tests.waiting import wait_until
 from trainer.service import Trainer
+
+__all__ = ["model"]
 
 CANARY = "xyzzy"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -139,7 +144,47 @@ def test_a_failure_is_told_without_its_message(seen: Seen) -> None:
 def test_sglang_is_told_which_span_its_own_belong_to(seen: Seen) -> None:
     fake, body = FakeSglang(), {"model": MODEL, "messages": HELLO}
     talk(fake, lambda client: client.post(CHAT, json=body, headers=SAMPLED), draft=host())
-    assert fake.headers[0]["traceparent"] == f"00-{TRACE}-{seen.one('request').context.span_id:016x}-01"
+    traceparent = f"00-{TRACE}-{seen.one('request').context.span_id:016x}-01"
+    assert fake.headers[0]["traceparent"] == traceparent
+    assert fake.bodies[0]["custom_params"]["slipstream"]["traceparent"] == traceparent, "for its scheduler"
+
+
+def _custom_params(headers: dict[str, str]) -> dict[str, object]:
+    """As the gateway sends them to SGLang, for a request that came with these headers."""
+    with spans.request_span("request", [(name.encode(), value.encode()) for name, value in headers.items()]):
+        return {"slipstream": spans.outgoing_headers()}
+
+
+def test_what_a_request_costs_in_sglangs_scheduler(seen: Seen) -> None:
+    traces: list[Trace] = []
+    capture, control = make_capture(traces), make_control()
+    sent = [*map(_custom_params, (SAMPLED, NOT_SAMPLED)), {"slipstream": {"traceparent": 7}}, None]
+    batch = [Request([1, 2, 3], custom_params=each) for each in sent]
+    prefill(capture, batch)
+    depths = [step(control, batch, accepts=True) for _ in range(3)]
+    for request in batch:
+        request.output_ids = [10]
+    verify(capture, batch, [3] * 4, [[21, 22]] * 4, [1] * 4)
+    for request in batch:
+        end(capture, request)
+    settle(capture)
+    [request] = seen.named("request")
+    captured, rounds = seen.one("capture"), seen.named("verify")
+    assert len(traces) == 4
+    assert all(is_under(span, request) for span in (captured, *rounds)), "none of those that are not sampled"
+    assert values(captured) == {"tokens": traces[0].num_tokens}
+    assert [values(span) for span in rounds] == [
+        {"batch": 4, "depth": depth, "accepted": depth, "draft_version": 1} for depth in depths
+    ]
+
+
+def test_a_swap_in_sglang(seen: Seen, model: FusedDraft) -> None:
+    pointer = FakePointer()
+    pointer.version = 2
+    DraftFollower(make_draft(model), pointer, engine_id="e").follow()
+    swap = seen.one("swap")
+    assert values(swap)["version"] == 2
+    assert all(is_under(seen.one(name), swap) for name in ("stage", "install"))
 
 
 def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
@@ -212,38 +257,15 @@ def test_nothing_is_imported_or_made_when_off() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """Its URL, and the bodies that it was sent."""
-    bodies: list[bytes] = []
-
-    class Collector(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            bodies.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
+def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collecting() as (url, bodies):
+        monkeypatch.setenv("SLIPSTREAM_OTEL", "1")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=here")
+        spans.configure_spans("slipstream-test")
+        with spans.span("swap", version=1):
             pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-        server.shutdown()
-        thread.join()
-
-
-def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch, collector: tuple[str, list[bytes]]) -> None:
-    url, bodies = collector
-    monkeypatch.setenv("SLIPSTREAM_OTEL", "1")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=here")
-    spans.configure_spans("slipstream-test")
-    with spans.span("swap", version=1):
-        pass
-    spans.close_spans()
+        spans.close_spans()
     assert not spans.is_on()
     [body] = bodies
     for part in (b"slipstream-test", b"deployment.environment.name", b"swap", b"slipstream.version"):

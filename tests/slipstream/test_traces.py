@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,3 +159,26 @@ def test_what_cannot_work_is_said_in_one_line(
     assert "not a recording" in refused(*source, redis_url, "--out", tmp_path / "text")
     assert "not a recording" in refused("traces", "info", tmp_path / "text")
     assert "cannot read" in refused("traces", "export", tmp_path / "missing")
+
+
+def test_old_traces_are_pruned_from_recordings_and_the_stream(
+    stream: TraceStream, filled: list[Trace], record: Callable[..., None], cli: Callable[..., str], redis_url: str,
+    toy_model: Path, tmp_path: Path, refused: Refused,
+) -> None:  # fmt: skip
+    """In a recording by when they were made, in a stream by when they came there."""
+    out = tmp_path / "out.rec"
+    fingerprint = filled[0].header.target_fingerprint
+    young = make_trace(50, trace_id="young", target_fingerprint=fingerprint, created_ms=time.time_ns() // 1_000_000)
+    stream.append(encode_trace(young), trace_id="young")
+    record(out)
+    both = ("--model", toy_model, "--redis-url", redis_url, "--json")
+    assert json.loads(cli("traces", "prune", out, "--older-than-hours", 1, *both)) == {
+        "removed": {str(out): 6, "stream": 0}
+    }
+    assert ids_in(out) == ["young"]
+    assert stream.lag().length == 7
+    assert json.loads(cli("traces", "prune", "--older-than-hours", 1e-9, *both)) == {"removed": {"stream": 7}}
+    assert (stream.lag().length, stream.lag().lost) == (0, 7)
+    assert "6 traces removed" not in cli("traces", "prune", out, "--older-than-hours", 1)
+    assert "--older-than-hours" in refused("traces", "prune", out)
+    assert "nothing to prune" in refused("traces", "prune", "--older-than-hours", 1)

@@ -25,9 +25,10 @@ from speculator.errors import (
     StreamError,
     UnknownDraftError,
 )
-from speculator.lifecycle import State
+from speculator.lifecycle import Lifecycle, State
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
+from tests.crashes import Crash
 from tests.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
@@ -65,6 +66,10 @@ def damage(store: DraftStore, version: int, name: str = "model.safetensors") -> 
 
 def events(store: DraftStore) -> list[tuple[str, str, int]]:
     return [(event.kind, event.actor, event.fields["version"]) for event in store.lifecycle.events.tail(99)]
+
+
+def asked(store: DraftStore) -> list[dict[str, Any]]:
+    return [event.fields for event in store.lifecycle.events.tail(99) if event.kind == "asked"]
 
 
 # -- looking
@@ -265,6 +270,69 @@ def test_a_rollback_that_was_cut_short_is_finished_by_the_next(
     assert (store.lifecycle.state(2), pointer.published()) == (State.QUARANTINED, 1)
 
 
+def test_a_rollback_that_is_asked_for_twice_is_made_once(
+    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+) -> None:
+    """The answer to the first was lost on its way, say."""
+    for _ in range(3):
+        add(store, *TO_GOOD)
+    pointer.publish(3)
+    first = desk.rollback(actor="operator:me", reason="r")
+    with pytest.raises(LifecycleError, match=r"3 was rolled back already, and engines should run 2: .* version 2"):
+        desk.rollback(actor="operator:me", reason="r")
+    assert desk.rollback(actor="operator:me", reason="r", version=3) == first
+    assert (pointer.published(), store.lifecycle.state(2)) == (2, State.PROMOTED)
+    # What came into service after it is meant by whoever asks now.
+    add(store, *TO_SCORED, State.LIVE)
+    pointer.publish(4)
+    assert desk.rollback(actor="operator:me", reason="r").version == 4
+    assert desk.rollback(actor="operator:me", reason="r", version=2).desired == 1
+    # What was barred before any engine had it was rolled back, too.
+    for states in (TO_GOOD, TO_SCORED):
+        add(store, *states)
+    pointer.publish(6)
+    assert desk.rollback(actor="operator:me", reason="r").version == 6
+    with pytest.raises(LifecycleError, match="6 was rolled back already"):
+        desk.rollback(actor="operator:me", reason="r")
+
+
+@pytest.mark.parametrize("action", ["promote", "rollback", "pin", "unpin"])
+def test_an_operators_change_is_on_record_before_it_is_begun(
+    desk: DraftDesk, store: DraftStore, pointer: DraftPointer, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    for _ in range(2):
+        add(store, *TO_GOOD)
+    pointer.publish(2)
+    pointer.pin(2)
+    changes: dict[str, Callable[[], object]] = {
+        "promote": lambda: desk.promote(2, actor="operator:me"),
+        "rollback": lambda: desk.rollback(actor="operator:me", reason="slow", version=2),
+        "pin": lambda: desk.pin(2, actor="operator:me"),
+        "unpin": lambda: desk.unpin(actor="operator:me"),
+    }
+
+    def die(*_: object, **__: object) -> None:
+        raise Crash
+
+    for owner, name in (
+        (Lifecycle, "_replace"),
+        (DraftPointer, "publish"),
+        (DraftPointer, "pin"),
+        (DraftPointer, "unpin"),
+    ):
+        monkeypatch.setattr(owner, name, die)
+    with pytest.raises(Crash):
+        changes[action]()
+    [last] = store.lifecycle.events.tail(1)
+    reason = {"reason": "slow"} if action == "rollback" else {}
+    assert (last.kind, last.actor) == ("asked", "operator:me")
+    assert last.fields == {"action": action, "version": 2, **reason}
+    monkeypatch.undo()
+    changes[action]()
+    assert [event.kind for event in store.lifecycle.events.tail(1)] == [action]
+    assert len(asked(store)) == 2
+
+
 def test_a_rollback_of_another_version_leaves_the_published_one(
     desk: DraftDesk, store: DraftStore, pointer: DraftPointer
 ) -> None:
@@ -284,7 +352,7 @@ def test_a_rollback_ends_the_pin_of_that_version_alone(
     pointer.pin(2)
     assert desk.rollback(actor="operator:me", reason="r", version=3).desired == 2
     assert pointer.published() == 2
-    assert desk.rollback(actor="operator:me", reason="r").desired == 1
+    assert desk.rollback(actor="operator:me", reason="r", version=2).desired == 1
     assert (pointer.pinned(), pointer.published()) == (None, 1)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,9 @@ import pytest
 
 from speculator import events as events_module
 from speculator.errors import LifecycleError, StoreError
+from speculator.events import EventLog
 from speculator.lifecycle import ALLOWED, BARRED, SERVABLE, Lifecycle, State, Transition
+from tests.crashes import Crash
 
 WRITTEN, VALIDATED, SCORED, LIVE = State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE
 PROMOTED, ROLLED_BACK, QUARANTINED = State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED
@@ -122,6 +126,49 @@ def test_a_transition_is_made_even_where_its_event_cannot_be_written(life: Lifec
         life.move(1, WRITTEN, actor="test")
     assert life.state(1) is WRITTEN
     assert not life.move(1, WRITTEN, actor="test")
+    (life.root / "events.jsonl").rmdir()
+    go(life, 1, VALIDATED)
+    assert [(event.kind, event.sequence) for event in life.events.tail(9)] == [("written", 1), ("validated", 2)]
+
+
+def cut_short(life: Lifecycle, version: int, state: State) -> None:
+    """A process is killed after the transition and before its event."""
+
+    def die(*_: object) -> None:
+        raise Crash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EventLog, "add", die)
+        with pytest.raises(Crash):
+            life.move(version, state, actor="engine:killed", reason="worse", numbers={"p_value": 0.01})
+
+
+def test_an_event_that_a_crash_kept_from_being_written_is_told_all_the_same(life: Lifecycle) -> None:
+    go(life, 1, *TO_SCORED, LIVE)
+    life.events.append("gate", actor="trainer")
+    cut_short(life, 1, ROLLED_BACK)
+    assert [event.kind for event in life.events.tail(2)] == ["live", "gate"]
+    # At once, from the states, and for good with the next transition, of whichever version.
+    promised = life.recent_events(1)
+    go(Lifecycle(life.root), 2, WRITTEN)
+    *_, told, last = life.events.tail(9)
+    assert [told] == promised
+    made = life.history(1)[-1]
+    assert (told.kind, told.actor, told.at_ms, told.sequence) == ("rolled_back", "engine:killed", made.at_ms, 5)
+    assert told.fields == {"version": 1, "reason": "worse", "numbers": {"p_value": 0.01}}
+    assert (last.kind, last.sequence) == ("written", 6)
+    assert life.recent_events(99) == life.events.tail(99)
+    assert len(life.recent_events(3)) == 3
+    assert life.recent_events(0) == []
+
+
+def test_what_is_forgotten_was_told_and_its_numbers_are_not_given_again(life: Lifecycle) -> None:
+    go(life, 1, *TO_SCORED)
+    cut_short(life, 1, QUARANTINED)
+    assert life.forget(1)
+    go(life, 2, WRITTEN)
+    told = [(event.kind, event.fields["version"], event.sequence) for event in life.events.tail(2)]
+    assert told == [("quarantined", 1, 4), ("written", 2, 5)]
 
 
 # -- the last good version
@@ -347,3 +394,42 @@ def test_writers_that_rotate_together_lose_only_the_oldest(life: Lifecycle, monk
     for writer in "0123":
         numbers = [event.fields["number"] for event in events if event.actor == writer]
         assert numbers == list(range(40 - len(numbers), 40))
+
+
+def test_a_log_of_before_there_were_numbers_is_not_told_again(life: Lifecycle) -> None:
+    go(life, 1, WRITTEN, VALIDATED)
+    path = life.root / "events.jsonl"
+    old = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    for event in old:
+        del event["sequence"]
+        event["at_ms"] += 1
+    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in old))
+    assert len(life.recent_events(9)) == 2
+    time.sleep(0.005)
+    go(life, 2, WRITTEN)
+    assert [event.sequence for event in life.recent_events(9)] == [0, 0, 3]
+
+
+def test_a_log_that_other_events_have_filled_is_not_told_again(
+    life: Lifecycle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "_MAX_BYTES", 400)
+    go(life, 1, *TO_GOOD)
+    time.sleep(0.005)
+    for _ in range(20):
+        life.events.append("gate", actor="trainer")
+    go(life, 2, WRITTEN)
+    told = [(event.fields["version"], event.kind) for event in life.recent_events(99) if event.sequence]
+    assert told == [(2, "written")]
+
+
+def test_a_full_disk_does_not_keep_what_fills_it(life: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    go(life, 1, WRITTEN)
+    monkeypatch.setattr(events_module, "_append_line", full)
+    with pytest.raises(StoreError, match="No space left"):
+        life.move(2, WRITTEN, actor="test")
+    assert life.forget(1)
+    assert life.states() == {2: WRITTEN}

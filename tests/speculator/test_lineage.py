@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
-from speculator.errors import StoreError
+from speculator.errors import DraftMismatchError, StoreError
 from speculator.lifecycle import State
-from speculator.lineage import admit, ensure_lineage
+from speculator.lineage import admit, ensure_lineage, load_draft
 from speculator.store import DraftStore
 from tests.crashes import Crash, dying_before
 from tests.toy import make_toy_model, random_draft
@@ -66,6 +66,25 @@ def test_processes_that_start_together_agree(toy_model: Path, tmp_path: Path) ->
         assert store.lifecycle.state(1) is State.PROMOTED
 
 
+def test_of_two_that_find_the_store_empty_one_is_first(toy_model: Path, tmp_path: Path) -> None:
+    """With another vocabulary each: a trainer that goes on from its own could never resume on the other's."""
+    fingerprint, together = target_fingerprint(toy_model), threading.Barrier(2)
+
+    class Slow(DraftStore):
+        def latest(self) -> int | None:
+            found = super().latest()
+            together.wait()
+            return found
+
+    def start(size: int) -> int:
+        return ensure_lineage(Slow(tmp_path), toy_model, fingerprint, draft_vocab_size=size)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, (24, 32))) == [1, 1]
+    assert DraftStore(tmp_path).versions() == [1]
+    assert DraftStore(tmp_path).lifecycle.states() == {1: State.PROMOTED}
+
+
 def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path: Path) -> None:
     store = DraftStore(tmp_path)
     ensure(store, toy_model)
@@ -79,3 +98,16 @@ def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path
     store.lifecycle.bar(2, actor="engine:a", reason="worse")
     with pytest.raises(StoreError, match="drafts promote"):
         ensure(store, toy_model)
+
+
+def test_a_vocabulary_that_the_target_does_not_have_is_refused(toy_model: Path, tmp_path: Path) -> None:
+    store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
+    draft = random_draft(toy_model, seed=0)
+    for shift in (1 << 40, -(1 << 40), 47):
+        state = draft_state(draft)
+        state["d2t"] += shift
+        version = store.write(
+            state, draft_config_json(draft.config), parent=None, target_fingerprint=fingerprint, info={}
+        ).version
+        with pytest.raises(DraftMismatchError, match="tokens that the target does not have"):
+            load_draft(store, version, embed=draft.embed, target_fingerprint=fingerprint)

@@ -68,7 +68,16 @@ def test_lag_follows_an_entry_through_its_life(redis_client: redis.Redis) -> Non
     traces = open_stream(redis_client)
     append(traces, 3)
     assert traces.lag() == StreamLag(
-        pending=0, undelivered=3, length=3, bytes=15_000, appended=3, acked=0, lost=0, dead_lettered=0
+        pending=0,
+        undelivered=3,
+        length=3,
+        bytes=15_000,
+        appended=3,
+        acked=0,
+        lost=0,
+        dead_lettered=0,
+        erased=0,
+        expired=0,
     )
     first, second = traces.read(2, 0)
     assert (traces.lag().pending, traces.lag().undelivered) == (2, 1)

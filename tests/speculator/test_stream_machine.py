@@ -10,7 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from speculator.removal import Remover
 from speculator.stream import StreamEntry, StreamKeys, TraceStream
+from speculator.trace import TraceHeader
+from tests.traces import make_header
 
 CAP = 40_000
 TRACES = StreamKeys(model_key="machine").ledger.traces
@@ -28,6 +31,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.sizes: dict[str, int] = {}
         self.delivered: dict[str, StreamEntry] = {}
         self.acked: set[str] = set()
+        self.erased: set[str] = set()
         self.num_dead = 0
         self.streams = {name: self.open(name) for name in ("one", "two")}
 
@@ -88,6 +92,26 @@ class StreamMachine(RuleBasedStateMachine):
         length: Any = self.client.xlen(TRACES)
         self.client.xtrim(TRACES, maxlen=max(length - count, 0), approximate=False)
 
+    @rule(data=st.data())
+    def erase(self, data: st.DataObject) -> None:
+        alive = self.alive()
+        if not alive:
+            return
+        chosen = set(data.draw(st.lists(st.sampled_from(alive), unique=True, max_size=4)))
+        self.erased |= chosen - self.acked
+        rows: Any = self.client.xrange(TRACES)
+        names = {fields[b"trace_id"].decode(): entry_id.decode() for entry_id, fields in rows}
+        headers = iter(names)
+
+        def header_of(payload: bytes) -> TraceHeader:
+            """The payloads are no traces: each is told by its place."""
+            return make_header(trace_id=next(headers, ""))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("speculator.removal.read_header", header_of)
+            Remover(self.client, "machine").remove(lambda header: names.get(header.trace_id) in chosen)
+        assert set(self.alive()) == set(alive) - chosen
+
     @rule(consumer=CONSUMERS)
     def look(self, consumer: str) -> None:
         """Not after every step: what is settled late must be counted as well."""
@@ -98,7 +122,8 @@ class StreamMachine(RuleBasedStateMachine):
         assert lag.undelivered == len(unacked) - lag.pending
         assert lag.acked == len(self.acked)
         assert lag.appended == len(self.sizes)
-        assert lag.lost == lag.appended - lag.acked - lag.pending - lag.undelivered
+        assert lag.erased == len(self.erased)
+        assert lag.lost == lag.appended - lag.acked - lag.pending - lag.undelivered - lag.erased
         assert lag.length == len(alive)
         assert lag.bytes == sum(self.sizes[entry_id] for entry_id in alive)
         assert lag.dead_lettered == self.num_dead

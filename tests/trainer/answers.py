@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
@@ -63,3 +65,7 @@ def no_rounds() -> VerifyRounds:
         num_accepted=np.zeros(0, np.int8),
         draft_version=np.zeros(0, np.int32),
     )
+
+
+def renamed(trace: Trace, trace_id: str, **header: str) -> Trace:
+    return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, trace_id=trace_id, **header))

@@ -6,8 +6,10 @@ Every process writes what it saw to FOLDER/<rank>.json, and weights beside it; t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,15 +18,22 @@ import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 
+from speculator.acceptance import Acceptance
 from speculator.codec import decode_trace
 from speculator.errors import ConfigError, StoreError
 from speculator.fresh import fresh_draft
-from speculator.lifecycle import State
+from speculator.lifecycle import Lifecycle, State
 from speculator.store import DraftStore
 from speculator.trace import Trace
 from tests.trainer.examples import batch_of, config_for, promote
+from tests.trainer.reviewing import Pointer, accepted
+from tests.trainer.stored import stored_of
 from trainer.batch import Batch
+from trainer.config import TrainerConfig
 from trainer.distributed import Ranks, join_ranks
+from trainer.metrics import TrainerMetrics
+from trainer.provenance import Stored
+from trainer.review import Review
 from trainer.service import Trainer
 from trainer.step import Learner
 
@@ -132,6 +141,36 @@ def trainers(config_values: dict[str, Any], model_dir: Path, folder: Path, ranks
     }
 
 
+def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """A version that is ten per cent worse; traces come to both ranks, and to rank 1 fewer."""
+    states, pointer, changes = Lifecycle(folder / "reviewed"), Pointer(), {1: 0.0, 2: -0.1}
+    way = (State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE)
+    for version, state in [*((1, one) for one in (*way, State.PROMOTED)), *((2, one) for one in way)]:
+        ranks.lead(partial(states.move, version, state, actor="engine:0"))
+    turns, decoded, versions = itertools.count(), [], []
+    review = Review(
+        states,
+        pointer,  # type: ignore[arg-type]
+        config_for(folder, folder, review_traces=60),
+        TrainerMetrics(CollectorRegistry()),
+        ranks,
+        load_draft=lambda version: version,  # type: ignore[arg-type,return-value]
+        clock=lambda: float(next(turns)),
+    )
+
+    def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
+        decoded.append(stored.trace_id)
+        return accepted(version, stored.trace_id, changes[version])
+
+    with mock.patch("trainer.review.score", score):
+        for turn in range(30):
+            review.take_turn()
+            versions.append(review._newcomer.version)
+            if ranks.leads or turn % 2:
+                review.arrived([stored_of(f"{ranks.rank}-{turn}")])
+    return {"versions": versions, "decoded": len(decoded), "state": str(states.state(2)), "desired": pointer.version}
+
+
 def main(model_dir: Path, folder: Path, redis_url: str) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(torch.device("cpu"))
@@ -143,6 +182,7 @@ def main(model_dir: Path, folder: Path, redis_url: str) -> None:
     seen |= uneven_steps(learner, batch, ranks.rank)
     safetensors.torch.save_file(learner.state(), folder / f"uneven-{ranks.rank}.safetensors")
     seen["trainer"] = trainers({"redis_url": redis_url}, model_dir, folder, ranks)
+    seen["reviewed"] = reviewed(folder, ranks)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.close()
 

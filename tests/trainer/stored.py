@@ -34,6 +34,7 @@ def stored_of(trace_id: str, *, num_tokens: int = 24, text: str | None = None, *
     values: dict[str, Any] = {
         "tenant": "default",
         "domain": "",
+        "created_ms": 0,
         "text_hash": hashlib.blake2b((text or trace_id).encode(), digest_size=16).digest(),
         "num_completion_tokens": 20,
         "num_accepted": 5,

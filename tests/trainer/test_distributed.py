@@ -158,6 +158,18 @@ def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run) -> None:
     assert manifest.info["num_traces"] == 4
 
 
+def test_both_ranks_decode_what_a_version_in_service_is_reviewed_by(run: Run) -> None:
+    first, second = (seen["reviewed"] for seen in run.seen)
+    assert first["versions"] == second["versions"], "begun and ended in the same turn"
+    num_turns = first["versions"].count(2)
+    assert first["versions"] == num_turns * [2] + (30 - num_turns) * [0]
+    assert 4 <= num_turns < 25
+    assert 0 < second["decoded"] < first["decoded"] <= 2 * num_turns
+    assert first["decoded"] + second["decoded"] >= 12, "both drafts on six traces at least"
+    assert first["state"] == second["state"] == "State.QUARANTINED"
+    assert (first["desired"], second["desired"]) == (1, 1)
+
+
 def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() -> None:
     parts = [
         Progress(

@@ -13,19 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis
 import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.codec import encode_trace
-from speculator.errors import ConfigError, DraftMismatchError, StoreError
+from speculator.errors import ConfigError, DraftMismatchError, StoreError, StreamError
 from speculator.lifecycle import State
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream
 from speculator.trace import Trace
-from tests.trainer.answers import answer_traces
+from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record
 from tests.waiting import wait_until
 from trainer.checkpoint import load_checkpoint
@@ -132,6 +131,26 @@ def test_killed_before_the_checkpoint(start: MakeTrainer, stream: TraceStream, t
     resumed.checkpoint()
     resumed.ack()
     assert (stream.lag().acked, stream.lag().pending, stream.lag().undelivered) == (5, 0, 0)
+    resumed.close()
+
+
+def test_what_was_in_hand_when_it_was_killed_is_counted_once(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    send(stream, traces[:5])
+    first = start()
+    first.read(block_ms=0)
+    first.step()
+    assert (first.intake.num_traces, waiting(first)) == (5, 4)
+    first.checkpoint()
+    first.ack()
+    first.close()
+
+    resumed = start()
+    assert resumed.intake.num_traces == 1
+    learn(resumed, 4)
+    assert resumed.intake.num_traces == 5
+    assert resumed.intake.new_tokens == first.intake.new_tokens
     resumed.close()
 
 
@@ -248,10 +267,6 @@ def test_the_memory_survives_a_restart_without_the_stream(
     assert not (folder / "left-over.trace").exists()
     resumed.step()
     resumed.close()
-
-
-def renamed(trace: Trace, trace_id: str, **header: str) -> Trace:
-    return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, trace_id=trace_id, **header))
 
 
 def test_an_idle_trainer_costs_nothing(start: MakeTrainer, stream: TraceStream, traces: list[Trace]) -> None:
@@ -809,3 +824,31 @@ def test_a_process_survives_sigkill_and_obeys_sigterm(
     resumed = start()
     assert resumed.learner.num_steps > 0
     resumed.close()
+
+
+@pytest.mark.usefixtures("open_gate")
+def test_what_could_not_be_announced_is_announced_later_and_not_made_again(
+    start: MakeTrainer,
+    stream: TraceStream,
+    traces: list[Trace],
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def away(*_: object) -> None:
+        raise StreamError("Redis is away")
+
+    trainer = start(publish_interval_s=0.0, publish_min_tokens=1)
+    send(stream, traces[:4])
+    learn(trainer, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(DraftPointer, "publish", away)
+        for _ in range(3):
+            assert trainer.publish_due
+            trainer.publish()
+    store, pointer = DraftStore(tmp_path / "store"), DraftPointer(redis_client, "toy")
+    assert (store.latest(), pointer.published(), metric(trainer, "publish_errors_total")) == (2, None, 3.0)
+    trainer.publish()
+    assert (store.latest(), pointer.published(), metric(trainer, "published_version")) == (2, 2, 2.0)
+    assert not trainer.publish_due, "nothing was learnt since"
+    trainer.close()

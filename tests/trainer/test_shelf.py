@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+
+import pytest
 
 from trainer.shelf import Shelf
 
@@ -43,8 +46,49 @@ def test_a_start_sweeps_what_no_checkpoint_lists(tmp_path: Path) -> None:
     assert shelf.take_over("b") == b""
 
 
-def test_a_disk_that_refuses_is_no_failure(tmp_path: Path) -> None:
+def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("trainer.shelf.sync", synced.append)
+    shelf = Shelf(tmp_path)
+    for trace_id in "abc":
+        shelf.put(trace_id, b"")
+    shelf.sync(["a", "b", "unknown"])
+    shelf.sync(["a", "b"])
+    assert (len(synced), len(set(synced)), synced[-1]) == (3, 3, tmp_path)
+    shelf.keep("ab")
+    shelf.put("a", b"again")
+    shelf.sync(["a", "c"])
+    assert len(synced) == 5, "what was removed needs nothing"
+
+
+def test_a_disk_that_refuses_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     (tmp_path / "file").write_bytes(b"")
     shelf = Shelf(tmp_path / "file")
     shelf.put("a", b"payload")
     assert shelf.take_over("a") is None
+    other = Shelf(tmp_path / "replay")
+    other.put("a", b"payload")
+    monkeypatch.setattr("trainer.shelf.sync", refuse)
+    other.sync(["a"])
+    monkeypatch.undo()
+    other.sync(["a"])
+    assert other.take_over("a") == b"payload"
+
+
+def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(tmp_path)
+    for trace_id in "abc":
+        shelf.put(trace_id, trace_id.encode())
+    next(path for path in tmp_path.iterdir() if path.read_bytes() == b"b").unlink()
+    shelf.sync("abc")
+    synced: list[Path] = []
+    monkeypatch.setattr("trainer.shelf.sync", synced.append)
+    shelf.put("d", b"d")
+    shelf.remove("d")
+    shelf.sync("abcd")
+    assert synced == [], "all are safe, or gone"

@@ -1,6 +1,7 @@
-// Draft versions and events, which anyone may see, and the actions on them, which need the admin key.
+// Draft versions and events, which every API key may see, and the actions on them, which need the admin key.
 
 import { byId, element, fixed, moment, NONE, say, signedPercent } from "./dom.js";
+import { withBearer, withKey } from "./key.js";
 
 const POLL_MS = 2000;
 const TIMEOUT_MS = 10_000;
@@ -13,7 +14,8 @@ const KINDS = {
   gate: "Gate", live: "On trial", promoted: "Promoted", rolled_back: "Rolled back", quarantined: "Quarantined",
   promote: "Operator promoted", rollback: "Operator rolled back", pin: "Pinned", unpin: "Unpinned", export: "Exported",
   publishing_paused: "Publishing paused", publishing_resumed: "Publishing goes on",
-  rollback_unconfirmed: "Rollback in doubt",
+  rollback_unconfirmed: "Rollback in doubt", golden_renewed: "Golden set renewed", review: "Second look",
+  erase: "Tenant erased",
 };
 const BAD = new Set(["rolled_back", "quarantined", "rollback", "publishing_paused"]);
 
@@ -37,7 +39,8 @@ async function poll() {
 async function refresh() {
   let text = null;
   try {
-    const response = await fetch("/slipstream/drafts", { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch("/slipstream/drafts", { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (response.status === 401) return; // the head of the page asks for a key
     text = response.ok ? await response.text() : null;
   } catch (failure) {
     if (failure.name !== "TimeoutError") return; // the head of the page says that the gateway is gone
@@ -136,10 +139,7 @@ async function act(action) {
 }
 
 function headers() {
-  const key = byId("admin-key").value;
-  // A header holds bytes, and the gateway compares the key's UTF-8.
-  const bytes = String.fromCharCode(...new TextEncoder().encode(key));
-  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${bytes}` } : {}) };
+  return withBearer(byId("admin-key").value, { "content-type": "application/json" });
 }
 
 function outcome(action, found) {

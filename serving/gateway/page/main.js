@@ -3,6 +3,7 @@
 import { Chart } from "./chart.js";
 import { byId, count, element, fixed, NONE, say } from "./dom.js";
 import { watchDrafts } from "./drafts.js";
+import { isLocked, setUpKey, withKey } from "./key.js";
 import { setUpTheme } from "./theme.js";
 import { setUpTry } from "./try.js";
 
@@ -118,11 +119,15 @@ function setStatus(kind, text) {
   say("status", text);
 }
 
-/** What the gateway says now; null where it does not answer. */
+/** What the gateway says now; null where it does not answer, undefined where it asks for a key. */
 async function ask() {
   const since = history.length ? history.at(-1)[AT] : 0;
   try {
-    const response = await fetch(`/slipstream/live?since=${since}`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch(`/slipstream/live?since=${since}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (await isLocked(response)) {
+      setStatus("trouble", "needs a key");
+      return undefined;
+    }
     return response.ok ? await response.json() : null;
   } catch {
     return null;
@@ -144,6 +149,7 @@ async function poll() {
 }
 
 setUpTheme();
+setUpKey();
 const tryPrompt = setUpTry();
 watchDrafts();
 poll();

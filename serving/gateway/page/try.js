@@ -1,6 +1,7 @@
 // The form that asks the model, and its streamed answer, coloured by where each token comes from.
 
 import { byId, element, fixed, say } from "./dom.js";
+import { withKey } from "./key.js";
 
 const SOURCES = ["head", "suffix", "target"];
 const WORDS = { head: "from the head", suffix: "from earlier text", target: "the target's own" };
@@ -38,7 +39,7 @@ async function answer(served, signal) {
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
-      headers: { "content-type": "application/json" },
+      headers: withKey({ "content-type": "application/json" }),
       body: JSON.stringify(question(served)),
       signal,
     });

@@ -33,7 +33,7 @@ def ask(app: FastAPI, talk: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
     """Run `talk` with an in-process client; a streamed answer arrives as one body."""
 
     async def run() -> T:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
             return await talk(client)
 
     return asyncio.run(run())

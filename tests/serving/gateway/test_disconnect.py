@@ -19,7 +19,7 @@ LONG = {"model": "double", "messages": HELLO, "max_tokens": 400}
 
 async def request_over(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
     raw = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: [::]\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw)
     await writer.drain()
 
@@ -90,7 +90,7 @@ class BareClient:
             "raw_path": CHAT.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         }
         async with asyncio.timeout(5):
             await app(scope, self.receive, self.send)
@@ -150,7 +150,7 @@ def test_leaving_while_the_body_arrives() -> None:
         async with running(engine) as server:
             host, port = server.url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode())
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: [::]\r\ncontent-type: application/json\r\n".encode())
             writer.write(b'content-length: 100\r\n\r\n{"model"')
             await writer.drain()
             writer.close()

@@ -13,7 +13,7 @@ def deltas(chunks: list[Any], index: int = 0) -> list[Any]:
 def test_order_of_events() -> None:
     response = chat(DoubleEngine(answer=says("Hi there")), stream=True)
     assert response.status_code == 200
-    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["cache-control"] == "no-store"
     assert "content-length" not in response.headers
     *chunks, done = events(response)
     assert done == "[DONE]"

@@ -72,6 +72,9 @@ def test_end_of_sequence_ends_the_answer(model_dir: Path) -> None:
 def test_one_token_answers(harness: Harness) -> None:
     answers = harness.ask(*(harness.request(f"hello {number}", max_tokens=1) for number in range(6)))
     assert [len(answer.token_ids) for answer in answers] == [1] * 6
+    harness.ask(harness.request("hello", max_tokens=2))
+    wait_until(lambda: harness.traces and harness.traces[-1].num_completion_tokens == 1)
+    assert all(trace.num_completion_tokens for trace in harness.traces), "one token teaches nothing"
 
 
 @pytest.mark.parametrize(

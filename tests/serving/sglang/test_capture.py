@@ -235,8 +235,8 @@ def test_a_request_that_just_vanishes_frees_its_span() -> None:
 
 def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() -> None:
     traces: list[Trace] = []
-    capture = make_capture(traces, buffer_bytes=400)
-    large = Request(list(range(1, 60)), "large")
+    capture = make_capture(traces, buffer_bytes=2000)
+    large = Request(list(range(1, 400)), "large")
     prefill(capture, [large])
     end(capture, large)
     deadline = time.monotonic() + 5
@@ -244,6 +244,8 @@ def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() 
         time.sleep(0.01)
     small = Request([1, 2], "small")
     prefill(capture, [small])
+    small.output_ids = [10]
+    verify(capture, [small], [2], [[21, 22]], [1])
     end(capture, small)
     settle(capture)
     assert capture.dropped == {"buffer_full": 1}

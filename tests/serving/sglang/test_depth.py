@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from serving.evidence import Stratum, WatchedRound
+from serving.sglang.client import EngineReport
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
@@ -75,6 +76,22 @@ def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
     for _ in range(200):
         step(control, requests(1), accepts=True)
     assert float(control.explanation()["acceptance"].split(",")[0]) > 0.8
+
+
+def test_what_the_steps_add_up_to() -> None:
+    control, batch = make_control(control_share=0.5), requests(2)
+    depths = [step(control, batch, accepts=True) for _ in range(40)]
+    report = EngineReport.parse(control.tally.report())
+    plain = report.rounds["control"]
+    assert (sum(report.rounds.values()), plain) == (40, 20)
+    assert report.round_tokens == {
+        "speculative": 2 * sum(1 + depth for depth in depths) - 2 * plain,
+        "control": 2 * plain,
+    }
+    assert report.decode_ms.keys() == {"speculative", "control"}
+    assert control.tally.report().keys().isdisjoint(control.explanation()), "both are in one report"
+    assert report.proposals == report.accepted
+    assert report.proposals["3"] == 2 * sum(depth >= 3 for depth in depths) > 0
 
 
 def test_results_that_come_a_step_late_meet_their_step() -> None:

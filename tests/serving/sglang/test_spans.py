@@ -76,9 +76,10 @@ def test_an_answer_of_a_chunked_prompt_and_two_rounds() -> None:
 def test_a_prefix_from_the_cache_is_not_in_the_span() -> None:
     span = Span(request())
     span.add_rows(rows(3, 2, 1))
-    trace = trace_of(span, [1, 2, 3, 4, 5, 20])
+    span.add_rows(rows(5, 1, 1))
+    trace = trace_of(span, [1, 2, 3, 4, 5, 20, 21])
     assert trace is not None
-    assert (trace.header.first_position, trace.token_ids.tolist()) == (3, [4, 5])
+    assert (trace.header.first_position, trace.token_ids.tolist()) == (3, [4, 5, 20])
 
 
 def test_what_follows_the_end_of_the_answer_is_left_out() -> None:
@@ -96,13 +97,10 @@ def test_what_follows_the_end_of_the_answer_is_left_out() -> None:
     assert trace.rounds.num_accepted.tolist() == [3]
 
 
-def test_a_one_token_answer_is_its_prompt() -> None:
+def test_a_one_token_answer_teaches_nothing() -> None:
     span = Span(request())
     span.add_rows(rows(0, 5, 1))
-    trace = trace_of(span, [1, 2, 3, 4, 5, 20])
-    assert trace is not None
-    assert trace.num_completion_tokens == 0
-    assert trace.rounds.position.tolist() == []
+    assert trace_of(span, [1, 2, 3, 4, 5, 20]) is None
 
 
 def test_nothing_computed_makes_no_trace() -> None:

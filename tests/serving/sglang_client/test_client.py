@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -29,6 +31,11 @@ REPORT: dict[str, str | int | float] = {
     "depth": 2,
     "verifications": 100,
     "verified_tokens": 170,
+    "rounds": "speculative=98,control=2",
+    "decode_ms": "speculative=2500,control=40",
+    "round_tokens": "speculative=170,control=2",
+    "proposals": "1=100,2=98",
+    "accepted": "1=50,2=20",
     "captured": 9,
     "appended": 7,
     "pending": 1,
@@ -113,20 +120,35 @@ def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene)
     assert (state.alive, state.detail) == (False, "SGLang has ended")
 
 
-def test_an_sglang_without_load_figures_is_healthy(scene: Scene) -> None:
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the client's clock on by seconds."""
+    late_s = [0.0]
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0]))
+
+    def passes(seconds: float) -> None:
+        late_s[0] += seconds
+
+    return passes
+
+
+def test_an_sglang_without_load_figures_is_healthy(scene: Scene, pass_time: Callable[[float], None]) -> None:
     scene.fake.loads = {"detail": "Not Found"}
+    pass_time(1000)
+    assert not scene.client.health().alive
     scene.client.look()
     assert scene.client.health().alive
 
 
-def test_health_lasts_over_a_pause_and_not_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_lasts_over_a_pause_and_not_for_ever(scene: Scene, pass_time: Callable[[float], None]) -> None:
     scene.fake.status = 503
     scene.client.look()
     assert scene.client.health().alive
-    monkeypatch.setattr(client_module, "_ANSWER_LASTS_S", 0.0)
+    pass_time(client_module._ANSWER_LASTS_S)
+    scene.client.look()
     assert scene.client.health().detail == "SGLang does not answer"
-    monkeypatch.setattr(client_module, "_ANSWER_LASTS_S", 5.0)
     scene.fake.status = 200
+    assert not scene.client.health().alive
     scene.client.look()
     assert scene.client.health().alive
 
@@ -165,6 +187,11 @@ def test_a_report_becomes_metrics(scene: Scene) -> None:
         "slipstream_depth 2.0",
         "slipstream_verifications_total 100.0",
         "slipstream_verified_tokens_total 170.0",
+        'slipstream_rounds_total{batch="all",mode="control"} 2.0',
+        'slipstream_round_seconds_total{batch="all",mode="speculative"} 2.5',
+        'slipstream_round_tokens_total{batch="all",mode="speculative"} 170.0',
+        'slipstream_proposals_total{position="2",source="head"} 98.0',
+        'slipstream_accepted_total{position="2",source="head"} 20.0',
         "slipstream_traces_captured_total 9.0",
         "slipstream_traces_appended_total 7.0",
         'slipstream_traces_dropped_total{reason="buffer_full"} 1.0',

@@ -64,6 +64,8 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": "5",
         "SLIPSTREAM_STREAM_MAX_BYTES": "1000",
+        "SLIPSTREAM_TRACE_TTL_HOURS": "0",
+        "SLIPSTREAM_DROP_PERSONAL_DATA": "0",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     assert environment(make_options(device="cpu"), {})["SGLANG_USE_CPU_ENGINE"] == "1"

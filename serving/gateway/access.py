@@ -1,0 +1,161 @@
+"""Who may reach which route. What is not in the table below is reached by nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.gateway.body import discard_body
+from serving.gateway.config import GatewaySettings
+from serving.gateway.credentials import bearer, check_admin_key, check_host, unauthorised
+from serving.gateway.deadline import deadline
+from serving.gateway.errors import ApiError
+from serving.gateway.keyring import Keyring
+from serving.gateway.keys import ApiKey
+from serving.gateway.metrics import GatewayMetrics
+from serving.gateway.quota import Quota
+from serving.gateway.telemetry import exchange_of
+
+
+class Access(StrEnum):
+    OPEN = "open"
+    """Everyone."""
+    READ = "read"
+    """Any API key; everyone where this gateway has no API keys."""
+    GENERATE = "generate"
+    """An API key that is not read-only, within its limits; everyone where there are no API keys."""
+    ADMIN = "admin"
+    """The admin key; nobody where there is none."""
+
+
+_TRANSFER_S = 120.0
+"""For a body to arrive and an answer to leave, beside the time for making it."""
+
+ACCESS = {
+    "/v1/chat/completions": Access.GENERATE,
+    "/v1/completions": Access.GENERATE,
+    "/v1/models": Access.READ,
+    "/v1/models/{model:path}": Access.READ,
+    "/openapi.json": Access.READ,
+    "/metrics": Access.READ,
+    "/slipstream/live": Access.READ,
+    "/slipstream/drafts": Access.READ,
+    "/health": Access.OPEN,
+    "/ready": Access.OPEN,
+    # The page without its figures: it asks for a key itself.
+    "/": Access.OPEN,
+    "/page/{name}": Access.OPEN,
+    "/admin/drafts": Access.ADMIN,
+    "/admin/drafts/events": Access.ADMIN,
+    "/admin/drafts/rollback": Access.ADMIN,
+    "/admin/drafts/unpin": Access.ADMIN,
+    "/admin/drafts/{version}": Access.ADMIN,
+    "/admin/drafts/{version}/promote": Access.ADMIN,
+    "/admin/drafts/{version}/pin": Access.ADMIN,
+    "/admin/drafts/{a}/diff/{b}": Access.ADMIN,
+}
+"""By the template of the route."""
+
+
+class Gate:
+    """ASGI middleware: a request goes on to its route only where its key opens that, and within the key's limits."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Sequence[BaseRoute],
+        keyring: Keyring | None,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+    ) -> None:
+        """`routes`: the app's own list, later additions included. Without a keyring, who reaches the port is let in."""
+        self.app = app
+        self._routes, self._keyring, self._metrics = routes, keyring, metrics
+        self._admin_key, self._is_trusted = settings.admin_key, settings.auth_elsewhere
+        self._quota = Quota(settings.max_in_flight)
+        self._limit_s = settings.max_request_s + _TRANSFER_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        route = _chosen(self._routes, scope)
+        if route is None:
+            raise HTTPException(404)
+        scope["route"] = route  # a refusal is logged and counted under it, too
+        try:
+            release = self._admit(route, Request(scope))
+        except ApiError as refusal:
+            self._metrics.refusals.labels(refusal.code).inc()
+            await discard_body(receive)
+            raise
+        try:
+            async with deadline(self._limit_s):
+                await self.app(scope, receive, send)
+        finally:
+            release()
+
+    def _admit(self, route: BaseRoute, request: Request) -> Callable[[], None]:
+        """What is to be called at the request's end; raises ApiError (401, 403, 429) for one that may not go on."""
+        access = ACCESS.get(getattr(route, "path", ""))
+        if access is Access.OPEN:
+            return _nothing
+        if access is Access.ADMIN:
+            check_admin_key(request, self._admin_key)
+            return _nothing
+        if access is Access.READ:
+            self._key_of(request)
+            return _nothing
+        if access is Access.GENERATE:
+            return self._admit_generation(request)
+        raise ApiError(403, "Nobody may reach this: it is not in the gateway's table of access.", code="not_declared")
+
+    def _admit_generation(self, request: Request) -> Callable[[], None]:
+        key = self._key_of(request)
+        if key is not None:
+            if key.read_only:
+                raise ApiError(403, "This key may read, and not generate.", code="key_is_read_only")
+            exchange = exchange_of(request)
+            exchange.tenant, exchange.may_capture = key.tenant, key.capture
+        return self._quota.take(key)
+
+    def _key_of(self, request: Request) -> ApiKey | None:
+        """None where this gateway has no keys; raises ApiError (401, 403)."""
+        if self._keyring is None:
+            if not self._is_trusted:
+                check_host(request)
+            return None
+        secret = bearer(request)
+        if secret is None:
+            raise unauthorised(
+                "This needs an API key: send the header 'authorization: Bearer <key>'.", "api_key_missing"
+            )
+        key = self._keyring.find(secret)
+        if key is None:
+            raise unauthorised("This API key is not known here, or was revoked.", "invalid_api_key")
+        if key.is_expired(time.time()):
+            raise unauthorised("This API key has expired.", "api_key_expired")
+        return key
+
+
+def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+    """The route that the router will choose: the first whose path and method match, or else whose path does."""
+    of_another_method = None
+    for route in routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            return route
+        if match is Match.PARTIAL and of_another_method is None:
+            of_another_method = route
+    return of_another_method
+
+
+def _nothing() -> None:
+    """Nothing was counted in."""

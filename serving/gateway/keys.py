@@ -1,0 +1,156 @@
+"""API keys: whoever has one may ask, for one tenant, within limits. A file has them all, and no secret of any.
+
+`slipstream keys` writes the file; the gateway reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from speculator.errors import ConfigError
+from speculator.files import exclusive, sync, write_synced
+
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+"""Of a key or a tenant. Tenants become labels of metrics."""
+
+_PREFIX = "sk-slipstream-"
+_SECRET_BYTES = 32
+_NEW_FILE_MODE = 0o600
+_LAST_S = 253_402_300_799
+"""The last second that has a date of four digits."""
+_MAX_FILE_BYTES = 4 * 1024 * 1024
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: Label
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """Of the secret; see `digest`."""
+    tenant: Label = "default"
+    """Whose traffic it is, whatever a request says."""
+    capture: bool = True
+    """Without it, nothing is recorded of this key's requests and nothing is proposed from them to others."""
+    read_only: bool = False
+    """It sees models, metrics and the page's figures, and generates nothing."""
+    requests_per_minute: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    """In any 60 seconds."""
+    max_concurrent: Annotated[int, Meta(ge=1)] | None = None
+    """Requests under way at once."""
+    created_s: Annotated[int, Meta(ge=0, le=_LAST_S)] = 0
+    """Unix time."""
+    expires_s: Annotated[int, Meta(ge=0, le=_LAST_S)] | None = None
+    """Unix time from which on it opens nothing."""
+
+    def is_expired(self, now_s: float) -> bool:
+        return self.expires_s is not None and now_s >= self.expires_s
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Literal[1]
+    keys: tuple[ApiKey, ...]
+
+
+def new_secret() -> str:
+    return _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def digest(secret: bytes) -> str:
+    """What the file keeps of a secret.
+
+    One round of SHA-256 without a salt: slow, salted hashes protect what people think up, by making guesses dear. Of
+    256 random bits there is nothing to guess, and no two secrets are the same.
+    """
+    return hashlib.sha256(secret).hexdigest()
+
+
+def read_keys(file: Path) -> tuple[ApiKey, ...]:
+    """Raises ConfigError where the file cannot be trusted or understood; the message has nothing of its content."""
+    try:
+        with file.open("rb") as opened:
+            if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ConfigError(f"{file} can be changed by other users, who could add keys: chmod go-w {file}")
+            content = opened.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"{file} with the API keys cannot be read ({reason}): check path and permissions") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is too large for a file with API keys: check its path")
+    try:
+        keys = msgspec.json.decode(content, type=_KeyFile).keys
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no file with API keys ({error}): write it with `slipstream keys`") from None
+    for what, values in (("name", [key.name for key in keys]), ("sha256", [key.sha256 for key in keys])):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{file} has the same {what} twice: remove one of the keys")
+    return keys
+
+
+def change_keys(file: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiKey]]) -> None:
+    """Replace the keys of `file`, which need not exist, by what `change` makes of them; one writer at a time.
+
+    A reader sees the old file or the new one. Raises ConfigError where it cannot be read or written, and whatever
+    `change` raises; the file is then as it was.
+    """
+    file = file.resolve()
+    try:
+        with exclusive(file.with_name(f".{file.name}.lock")):
+            exists = file.exists()
+            _replace(file, change(read_keys(file) if exists else ()), file.stat() if exists else None)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"{file} cannot be written ({reason}): check path and permissions") from None
+
+
+def _replace(file: Path, keys: Iterable[ApiKey], old: os.stat_result | None) -> None:
+    """Mode and owner stay as they are, or another user's gateway could not read the file any more."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _NEW_FILE_MODE))
+    write_synced(temporary, msgspec.json.format(msgspec.json.encode(_KeyFile(1, tuple(keys)))) + b"\n")
+    if old is not None:
+        with contextlib.suppress(PermissionError):  # only root gives files away
+            os.chown(temporary, old.st_uid, old.st_gid)
+        temporary.chmod(stat.S_IMODE(old.st_mode))
+    temporary.rename(file)
+    sync(file.parent)
+
+
+def make_key(
+    name: str,
+    secret: str,
+    *,
+    tenant: str,
+    capture: bool,
+    read_only: bool,
+    requests_per_minute: int | None,
+    max_concurrent: int | None,
+    lifetime_s: int | None,
+) -> ApiKey:
+    """A key of that secret, from now on; raises ConfigError for a value that the file may not have."""
+    now_s = int(time.time())
+    fields = {
+        "name": name,
+        "sha256": digest(secret.encode()),
+        "tenant": tenant,
+        "capture": capture,
+        "read_only": read_only,
+        "requests_per_minute": requests_per_minute,
+        "max_concurrent": max_concurrent,
+        "created_s": now_s,
+        "expires_s": None if lifetime_s is None else now_s + lifetime_s,
+    }
+    try:
+        return msgspec.convert(fields, ApiKey)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"no such key can be made: {error}") from None

@@ -1,0 +1,196 @@
+"""`slipstream tenants erase`: everything that was kept of a tenant's traffic goes, wherever it is.
+
+    order in Redis ──▶ engines and trainers that run forget, and say so ──▶ stream, dead letters, Redis's own file
+                                                                      ──▶ the trainer's folder, recordings ──▶ event
+
+In this order nothing comes back: when the stream is searched, nobody has older traces left to write to it. Killed
+anywhere it can be repeated, and the order stands for whoever starts later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from speculator.codec import read_header
+from speculator.erasures import Erasures
+from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
+from speculator.removal import Remover
+from speculator.rewrite import remove_from_recording
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer
+from speculator.tenants import counts_of
+from speculator.trace import TraceHeader
+from trainer.shelf import shelf_folder
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eraser:
+    """One tenant of one model, and the places to look at."""
+
+    tenant: str
+    client: redis.Redis
+    model_key: str
+    store: DraftStore
+    state: Path
+    """The trainer's folder; it need not be there."""
+    recordings: tuple[Path, ...]
+    actor: str
+    timeout_s: float
+    """How long engines and trainers may take to answer."""
+
+    def look(self) -> dict[str, Any]:
+        """What would go; changes nothing. Raises StreamError, StoreError or ConfigError."""
+        return {"tenant": self.tenant, "dry_run": True, **self._remove(dry_run=True), "drafts": self._drafts()}
+
+    def erase(self) -> dict[str, Any]:
+        """Remove it, and put it on record. `left` says what is not done, in sentences; empty where everything is.
+
+        Raises StreamError, StoreError or ConfigError.
+        """
+        at_ms = Erasures(self.client, self.model_key).order(self.tenant)
+        engines, trainers = self._answers(at_ms)
+        removed = self._remove(dry_run=False)
+        compacted = Remover(self.client, self.model_key).compact()
+        left = [f"{name} has not answered" for name, done in {**engines, **trainers}.items() if not done]
+        if not compacted:
+            left.append("Redis's append-only file: this user may not have it written anew, BGREWRITEAOF does")
+        if not trainers and not self.state.is_dir():
+            left.append(f"no trainer runs and {self.state} is not here: pass --state, or start the trainer")
+        document = {
+            "tenant": self.tenant,
+            "dry_run": False,
+            "ordered_ms": at_ms,
+            "engines": engines,
+            "trainers": trainers,
+            **removed,
+            "drafts": self._drafts(),
+            "left": left,
+        }
+        self._record(document)
+        return document
+
+    def _remove(self, *, dry_run: bool) -> dict[str, Any]:
+        return {
+            "redis": asdict(Remover(self.client, self.model_key).remove(self._is_theirs, dry_run=dry_run)),
+            "trainer_files": remove_files(self.state, self._is_theirs, dry_run=dry_run),
+            "recordings": {
+                str(path): asdict(remove_from_recording(path, self._is_theirs, dry_run=dry_run))
+                for path in self.recordings
+            },
+        }
+
+    def _is_theirs(self, header: TraceHeader) -> bool:
+        return header.tenant == self.tenant
+
+    def _answers(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool]]:
+        """(engines, trainers) that run, by name: whether they have carried the order out."""
+        deadline = time.monotonic() + self.timeout_s
+        pointer, erasures = DraftPointer(self.client, self.model_key), Erasures(self.client, self.model_key)
+        while True:
+            engines = {
+                f"engine {name}": int(report.get("erased_ms", 0)) >= at_ms for name, report in pointer.engines().items()
+            }
+            trainers = {name: report.erased_ms >= at_ms for name, report in erasures.trainers().items()}
+            if all([*engines.values(), *trainers.values()]) or time.monotonic() > deadline:
+                return engines, trainers
+            time.sleep(_POLL_S)
+
+    def _drafts(self) -> list[dict[str, Any]]:
+        """Versions in the store that have learnt from the tenant, or may have: tokens None."""
+        found = []
+        for version in self.store.versions():
+            tokens = self._tokens(version)
+            if tokens != 0:
+                state = self.store.lifecycle.state(version)
+                found.append({"version": version, "state": None if state is None else state.value, "tokens": tokens})
+        return found
+
+    def _tokens(self, version: int) -> int | None:
+        try:
+            return counts_of(self.store.manifest(version).info).learnt_from(self.tenant)
+        except UnknownDraftError:
+            return 0  # removed meanwhile
+        except DraftFileError:
+            return None
+
+    def _record(self, document: Mapping[str, Any]) -> None:
+        recordings = document["recordings"].values()
+        self.store.lifecycle.events.append(
+            "erase",
+            actor=self.actor,
+            tenant=self.tenant,
+            **document["redis"],
+            trainer_files=document["trainer_files"],
+            from_recordings=sum(recording["removed"] for recording in recordings),
+            drafts=[draft["version"] for draft in document["drafts"]],
+            left=document["left"],
+        )
+
+
+def remove_files(state: Path, is_theirs: Any, *, dry_run: bool) -> int:
+    """Remove traces from a trainer's folder, unreadable ones too; returns how many. Raises ConfigError."""
+    # Also what a trainer was writing when it was killed.
+    files = (path for path in shelf_folder(state).glob("*") if path.is_file())
+    paths = list(_their_files(files, is_theirs))
+    try:
+        for path in paths if not dry_run else ():
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot remove files in {state} ({error.strerror}): run this as the trainer's user"
+        ) from error
+    return len(paths)
+
+
+def _their_files(paths: Iterable[Path], is_theirs: Any) -> Iterable[Path]:
+    for path in paths:
+        try:
+            payload = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot read {path} ({error.strerror}): run this as the trainer's user") from error
+        try:
+            if is_theirs(read_header(payload)):
+                yield path
+        except TraceError:
+            yield path
+
+
+def sentences(document: Mapping[str, Any]) -> str:
+    """A document for a person."""
+    found = document["redis"]
+    verb = "would go" if document["dry_run"] else "removed"
+    lines = [
+        f"tenant {document['tenant']}, {verb}: {found['stream']} traces in the stream, {found['dead_letters']} dead "
+        f"letters ({found['unreadable']} unreadable), {document['trainer_files']} files of the trainer",
+        *(
+            f"  {path}: {counts['removed']} of {counts['removed'] + counts['kept']} traces"
+            for path, counts in document["recordings"].items()
+        ),
+        _about_drafts(document["drafts"]),
+    ]
+    if document["dry_run"]:
+        lines.append("nothing was changed: pass --yes to erase")
+    else:
+        done = [name for name, is_done in {**document["engines"], **document["trainers"]}.items() if is_done]
+        lines += [f"forgotten by: {', '.join(done) or 'nobody runs'}", *(f"left: {one}" for one in document["left"])]
+    return "\n".join(lines)
+
+
+def _about_drafts(drafts: list[dict[str, Any]]) -> str:
+    if not drafts:
+        return "no draft version has learnt from it"
+    known = [f"{one['version']} ({one['tokens']} tokens)" for one in drafts if one["tokens"] is not None]
+    unknown = [str(one["version"]) for one in drafts if one["tokens"] is None]
+    parts = [f"draft versions that have learnt from it: {', '.join(known)}"] if known else []
+    parts += [f"draft versions that may have: {', '.join(unknown)}"] if unknown else []
+    return "; ".join(parts)

@@ -1,0 +1,190 @@
+"""Taking entries out of the middle of a trace stream, with the books of speculator/ledger.py kept.
+
+Redis deletes by id. Where an entry has a node of its own in the stream's tree its bytes are free at once: so is every
+entry of 4 KiB or more, and every entry where `stream-node-max-entries` is 1, as our Redis servers have it. What Redis
+has on disk still holds the entry until its append-only file is written anew (`compact`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+from speculator.codec import read_header
+from speculator.errors import TraceError
+from speculator.ledger import Ledger, LedgerKeys, index_of, size_member
+from speculator.redis_client import redis_errors
+from speculator.stream import StreamKeys
+from speculator.trace import TraceHeader
+
+_CHUNK = 8
+_COMPACT_TIMEOUT_S = 120.0
+
+Chosen = Callable[[TraceHeader], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """Entries that went, or would go. What cannot be read may be anybody's, and goes too."""
+
+    stream: int = 0
+    dead_letters: int = 0
+    unreadable: int = 0
+    """Of both together."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    id: str
+    index: int
+    num_bytes: int
+
+
+class Remover:
+    """One model's stream and dead letters."""
+
+    def __init__(self, client: redis.Redis, model_key: str, *, group: str = "trainer") -> None:
+        self._redis: Any = client
+        self._keys = StreamKeys(model_key=model_key)
+        self._books: LedgerKeys = self._keys.ledger
+        self._group = group
+        self._ledger = Ledger(client, self._books, group, max_bytes=0)
+
+    @redis_errors
+    def remove(self, chosen: Chosen, *, unreadable: bool = True, dry_run: bool = False) -> Removed:
+        """Remove every trace whose header is chosen and, with `unreadable`, what has no readable header.
+
+        Raises StreamError.
+
+        Safe to kill and to repeat: each few entries go in one transaction with their books.
+        """
+        counts = {"stream": 0, "dead_letters": 0, "unreadable": 0}
+        if not dry_run and self._redis.exists(self._books.traces):
+            self._forget_old_indexes()
+        for rows in self._chunks(self._books.traces):
+            entries = []
+            for entry_id, fields in rows:
+                if _goes(fields.get(b"payload", b""), chosen, counts, unreadable):
+                    entries.append(_entry(entry_id, fields))
+            counts["stream"] += len(entries)
+            if entries and not dry_run:
+                self._take_out(entries)
+        for rows in self._chunks(self._keys.dead_letters):
+            ids = [
+                entry_id for entry_id, fields in rows if _goes(fields.get(b"payload", b""), chosen, counts, unreadable)
+            ]
+            counts["dead_letters"] += len(ids)
+            if ids and not dry_run:
+                self._redis.xdel(self._keys.dead_letters, *ids)
+        return Removed(**counts)
+
+    @redis_errors
+    def compact(self) -> bool:
+        """Have Redis write its append-only file anew, and wait: what was removed is then off its disk, too.
+
+        False where this user may not ask for it. Raises StreamError where it does not end. Without an append-only
+        file there is nothing to do.
+        """
+        try:
+            if not self._persistence()["aof_enabled"]:
+                return True
+            self._begin_rewrite()
+        except redis.exceptions.NoPermissionError:
+            return False
+        deadline = time.monotonic() + _COMPACT_TIMEOUT_S
+        while (state := self._persistence())["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
+            if time.monotonic() > deadline:
+                raise redis.exceptions.TimeoutError(f"the append-only file took more than {_COMPACT_TIMEOUT_S:.0f} s")
+            time.sleep(0.02)
+        if state["aof_last_bgrewrite_status"] != "ok":
+            raise redis.exceptions.ResponseError("the append-only file could not be written anew")
+        return True
+
+    def _persistence(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._redis.info("persistence")
+        return state
+
+    def _begin_rewrite(self) -> None:
+        deadline = time.monotonic() + _COMPACT_TIMEOUT_S
+        while True:
+            # One that is under way has perhaps copied already what was removed since: another must follow it.
+            with contextlib.suppress(ResponseError):
+                self._redis.bgrewriteaof()
+                return
+            if time.monotonic() > deadline:
+                raise redis.exceptions.TimeoutError("another rewrite of the append-only file does not end")
+            time.sleep(0.02)
+
+    def _chunks(self, key: str) -> Iterator[list[Any]]:
+        start = "-"
+        while rows := self._redis.xrange(key, min=start, count=_CHUNK):
+            yield rows
+            start = f"({rows[-1][0].decode()}"
+
+    def _forget_old_indexes(self) -> None:
+        """Of erased entries that were before the first undelivered one."""
+        num_appended = int(self._redis.get(self._books.num_appended) or 0)
+        _, last_delivered = self._ledger.group_state()
+        undelivered = self._redis.xrange(self._books.traces, min=f"({last_delivered}", count=1)
+        end = index_of(*undelivered[0]) if undelivered else num_appended
+        self._redis.zremrangebyscore(self._books.erased, "-inf", f"({end}")
+
+    def _take_out(self, entries: Sequence[_Entry]) -> None:
+        """In one transaction, with what is expected in the books; corrected by what the transaction found."""
+        keys = self._books
+        _, last_delivered = self._ledger.group_state()
+        pending = set(self._ledger.pending_ids(entries[0].id, entries[-1].id, 10_000))
+        expected = sum(entry.id in pending or _after(entry.id, last_delivered) for entry in entries)
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.xinfo_groups(keys.traces)
+            for entry in entries:
+                transaction.xack(keys.traces, self._group, entry.id)
+                transaction.lrem(keys.sizes, 1, size_member(entry.num_bytes, entry.index))
+            transaction.xdel(keys.traces, *(entry.id for entry in entries))
+            transaction.zadd(keys.erased, {str(entry.index): entry.index for entry in entries})
+            transaction.hincrby(keys.accounts, "bytes", -num_bytes)
+            transaction.hincrby(keys.accounts, "erased", expected)
+            results = transaction.execute()
+        last_delivered = next(
+            (group["last-delivered-id"].decode() for group in results[0] if group["name"] == self._group.encode()),
+            last_delivered,
+        )
+        found = list(zip(entries, results[1::2], results[2::2], strict=False))
+        # Others have trimmed, and counted, what the list of sizes does not hold any more.
+        num_unacked = sum(
+            bool(listed and (acked or _after(entry.id, last_delivered))) for entry, acked, listed in found
+        )
+        missing = sum(entry.num_bytes for entry, _, listed in found if not listed)
+        for field, difference in (("bytes", missing), ("erased", num_unacked - expected)):
+            if difference:
+                self._redis.hincrby(keys.accounts, field, difference)
+
+
+def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
+    # Somebody else's entry is in no book, and has no index.
+    index = fields.get(b"index", b"")
+    return _Entry(entry_id.decode(), int(index) if index.isdigit() else -1, len(fields.get(b"payload", b"")))
+
+
+def _goes(payload: bytes, chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
+    try:
+        return chosen(read_header(payload))
+    except TraceError:
+        counts["unreadable"] += unreadable
+        return unreadable
+
+
+def _after(entry_id: str, other: str) -> bool:
+    return _order(entry_id) > _order(other)
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)

@@ -1,0 +1,155 @@
+"""Events at fixed times: the same text, and nothing of the rounds in when and how it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.engine import Chunk, Piece
+from serving.gateway.cadence import Cadence, merged
+from speculator.errors import EngineError
+from tests.doubles import DoubleEngine, says
+from tests.serving.gateway import passage
+from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, chat, complete, events, post
+from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
+
+TEXT = "one two three four five six seven"
+
+
+def paced_chat(engine: DoubleEngine, **body: Any) -> httpx.Response:
+    return post(engine, CHAT, {"messages": HELLO, "stream": True, **body}, stream_interval_ms=20)
+
+
+def text_of(chunks: Sequence[dict[str, Any]]) -> str:
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+
+def test_fewer_events_have_the_same_text_and_end() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"stream": True, "stream_options": options, "slipstream": {"tokens": True}}
+    as_it_comes = events(chat(DoubleEngine(answer=says(TEXT), tokens_per_chunk=2), **asked))
+    paced = events(paced_chat(DoubleEngine(answer=says(TEXT), tokens_per_chunk=2), **asked))
+    assert paced[-1] == as_it_comes[-1] == "[DONE]"
+    assert len(paced) < len(as_it_comes) // 2
+    assert text_of(paced[:-1]) == text_of(as_it_comes[:-1]) == TEXT
+    assert paced[-2]["usage"] == as_it_comes[-2]["usage"]
+    choices = [choice for chunk in paced[:-1] for choice in chunk["choices"]]
+    pieces = [piece for choice in choices for piece in choice.get("slipstream", {"pieces": ()})["pieces"]]
+    assert "".join(piece["text"] for piece in pieces) == TEXT
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_samples_stay_apart() -> None:
+    asked = {"prompt": "hello", "n": 3, "seed": 1, "max_tokens": 12}
+    plain = complete(DoubleEngine(tokens_per_chunk=1), **asked).json()
+    body = {**asked, "stream": True}
+    *chunks, _ = events(post(DoubleEngine(tokens_per_chunk=1), COMPLETIONS, body, stream_interval_ms=20))
+    for index in range(3):
+        parts = [choice["text"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(parts) == plain["choices"][index]["text"]
+
+
+def test_a_failure_comes_after_the_text_before_it() -> None:
+    *chunks, error = events(
+        paced_chat(DoubleEngine(answer=says(TEXT), tokens_per_chunk=2, failure=EngineError("it broke"), fail_at=3))
+    )
+    assert "error" in error
+    assert text_of(chunks) == TEXT[:6]
+
+
+def test_in_front_of_sglang_its_events_come_together() -> None:
+    body = {"model": MODEL, "messages": passage.HELLO, "stream": True}
+    as_it_comes, paced = (
+        passage.post(FakeSglang(), CHAT, body, stream_interval_ms=interval).text for interval in (0, 20)
+    )
+    assert "[DONE]" in paced
+    assert text_of(_parsed(paced)) == text_of(_parsed(as_it_comes)) != ""
+
+
+def test_in_front_of_sglang_the_text_before_the_deadline_is_sent() -> None:
+    body = {"model": MODEL, "messages": passage.HELLO, "stream": True}
+    fake, plain = FakeSglang(hold=True), FakeSglang()
+    late = events(passage.post(fake, CHAT, body, max_request_s=1.0, stream_interval_ms=1500))
+    assert late[-1]["error"]["code"] == "deadline_exceeded"
+    assert late[:-1] == events(passage.post(plain, CHAT, body))[: len(late) - 1] != []
+
+
+def _parsed(stream: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+
+
+def test_merged_chunks_have_everything() -> None:
+    first = Chunk(text="a", token_ids=(1,), num_accepted=1)
+    second = Chunk(text="bc", token_ids=(2, 3), pieces=(Piece("b", "head"), Piece("c", "target")), finish_reason="stop")
+    other = Chunk(text="z", token_ids=(9,))
+    [(zero, whole), (one, alone)] = merged([(0, first), (1, other), (0, second)])
+    assert (zero, one, alone) == (0, 1, other)
+    assert (whole.text, whole.token_ids, whole.num_accepted, whole.finish_reason) == ("abc", (1, 2, 3), 1, "stop")
+    assert whole.pieces == (Piece("a", "target"), Piece("b", "head"), Piece("c", "target"))
+
+
+class Clock:
+    """Times at which something was sent, in units of the interval."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s, self._start_s = interval_s, asyncio.get_running_loop().time()
+        self.sent: list[tuple[float, list[int]]] = []
+
+    async def send(self, items: Sequence[int]) -> None:
+        elapsed_s = asyncio.get_running_loop().time() - self._start_s
+        self.sent.append((elapsed_s / self._interval_s, list(items)))
+
+
+async def bursts() -> AsyncIterator[int]:
+    for number in range(30):
+        if number % 7 in (0, 3):
+            await asyncio.sleep(0.013)
+        yield number
+
+
+def test_times_follow_the_interval_and_not_what_comes() -> None:
+    async def run() -> Clock:
+        clock = Clock(0.03)
+        async with Cadence[int](0.03, clock.send) as cadence:
+            async for number in bursts():
+                await cadence.put(number)
+        return clock
+
+    clock = asyncio.run(run())
+    assert [number for _, items in clock.sent for number in items] == list(range(30))
+    assert 1 < len(clock.sent) < 10
+    assert all(time >= 0.99 * number for number, (time, _) in enumerate(clock.sent, 1))
+
+
+def test_without_an_interval_each_item_goes_at_once() -> None:
+    async def run() -> list[list[int]]:
+        sent: list[list[int]] = []
+
+        async def send(items: Sequence[int]) -> None:
+            sent.append(list(items))
+
+        async with Cadence[int](0, send) as cadence:
+            await cadence.put(1)
+            await cadence.put(2)
+        return sent
+
+    assert asyncio.run(run()) == [[1], [2]]
+
+
+def test_what_sending_raises_ends_the_stream() -> None:
+    async def run() -> None:
+        async def send(items: Sequence[int]) -> None:
+            raise OSError("gone")
+
+        async with Cadence[int](0.001, send) as cadence:
+            for number in range(10_000):
+                await cadence.put(number)
+                await asyncio.sleep(0.001)
+
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(asyncio.wait_for(run(), 5))

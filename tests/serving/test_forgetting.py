@@ -1,0 +1,142 @@
+"""What an engine process lets go of: traces on their way, and text that is kept for suffix drafts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from serving.engine import CapturePolicy
+from serving.forgetting import ErasureWatch
+from serving.recorder import TraceRecorder
+from speculator import suffix
+from speculator.errors import StreamError
+from speculator.suffix import SuffixDrafter
+from tests.serving.local.harness import Harness, toy_engine
+from tests.toy import make_toy_model
+from tests.traces import make_trace
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with toy_engine(make_toy_model(tmp_path_factory.mktemp("toy")), suffix_depth=8) as running:
+        yield running
+
+
+class Held:
+    """A stream whose appends wait."""
+
+    def __init__(self) -> None:
+        self.max_bytes = 1 << 20
+        self.gate = threading.Event()
+        self.begun: list[str] = []
+
+    def append(self, payload: bytes, *, trace_id: str) -> str:
+        self.begun.append(trace_id)
+        self.gate.wait(20)
+        return "1-0"
+
+
+def test_a_tenants_queued_traces_go_and_others_stay() -> None:
+    stream = Held()
+    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30)
+    for number, tenant in enumerate(["anna", "anna", "bo", "anna"]):
+        recorder.submit(make_trace(trace_id=str(number), tenant=tenant))
+    wait_until(lambda: stream.begun == ["0"])
+    forgetting = threading.Thread(target=recorder.forget, args=({"anna"},))
+    forgetting.start()
+    wait_until(lambda: recorder.stats().dropped == 3)
+    assert forgetting.is_alive(), "one of theirs is still being written"
+    stream.gate.set()
+    forgetting.join(20)
+    wait_until(lambda: recorder.stats().pending == 0)
+    stats = recorder.stats()
+    assert stream.begun == ["0", "2"]
+    assert stats.dropped_by_reason == {"erased": 3}
+    assert stats.captured == stats.appended + stats.dropped == 4
+    recorder.submit(make_trace(trace_id="new", tenant="anna"))
+    wait_until(lambda: stream.begun[-1] == "new")
+    recorder.close(5)
+
+
+def test_traces_that_waited_too_long_are_not_written() -> None:
+    stream = Held()
+    stream.gate.set()
+    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30, ttl_s=3600)
+    now_ms = time.time_ns() // 1_000_000
+    recorder.submit(make_trace(trace_id="old", created_ms=now_ms - 3_601_000))
+    recorder.submit(make_trace(trace_id="young", created_ms=now_ms - 3_000_000))
+    wait_until(lambda: recorder.stats().pending == 0)
+    assert stream.begun == ["young"]
+    assert recorder.stats().dropped_by_reason == {"expired": 1}
+    recorder.close(5)
+
+
+def test_each_order_is_carried_out_once_and_redis_may_be_away() -> None:
+    orders: dict[str, int] = {}
+    carried_out: list[set[str]] = []
+
+    def ask() -> dict[str, int]:
+        if not orders:
+            raise StreamError("Redis is away")
+        return dict(orders)
+
+    def forget(tenants: Collection[str]) -> None:
+        carried_out.append(set(tenants))
+
+    watch = ErasureWatch(ask, [forget])
+    assert watch.look() == {"erased_ms": 0}
+    orders |= {"anna": 5, "bo": 7}
+    assert watch.look() == watch.look() == {"erased_ms": 7}
+    orders["anna"] = 9
+    assert watch.look() == {"erased_ms": 9}
+    assert carried_out == [{"anna", "bo"}, {"anna"}]
+
+
+def proposals(drafter: SuffixDrafter, tenant: str) -> tuple[int, ...]:
+    return drafter.start([1, 2, 3], tenant=tenant).propose(4).tokens
+
+
+def test_suffix_text_is_forgotten_by_tenant_and_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = SuffixDrafter()
+    clock = [0.0]
+    monkeypatch.setattr(suffix.time, "monotonic", lambda: clock[0])
+    for tenant in ("anna", "bo"):
+        drafter.start([9, 9, 9], tenant=tenant).commit([1, 2, 3, 4, 5, 6, 7])
+        clock[0] += 10
+    assert proposals(drafter, "anna") == proposals(drafter, "bo") == (4, 5, 6, 7)
+    drafter.forget(["anna", "nobody"])
+    assert proposals(drafter, "anna") == ()
+    assert proposals(drafter, "bo") == (4, 5, 6, 7)
+    drafter.expire(15)
+    assert proposals(drafter, "bo") == (4, 5, 6, 7)
+    clock[0] += 6
+    drafter.expire(15)
+    assert proposals(drafter, "bo") == ()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_running_engine_forgets_between_two_steps(harness: Harness, busy: bool) -> None:
+    """Idle, and in the middle of an answer, whose text stays the same."""
+    engine, policy = harness.engine, CapturePolicy(tenant="anna")
+    asked = harness.request("abc abc abc", policy=policy)
+    [first] = harness.ask(asked)
+    assert engine._suffixes is not None
+    assert "anna" in engine._suffixes._tenants
+    if busy:
+        [again] = harness.ask(asked, on_chunk=lambda *_: engine.forget(["anna"]))
+        assert again.text == first.text
+    else:
+        engine.forget(["anna"])
+    assert "anna" not in engine._suffixes._tenants
+    harness.ask(harness.request("abc", policy=policy))
+    engine.expire(0.0)
+    assert not engine._suffixes._tenants
+
+
+def test_a_stopped_engine_has_nothing_to_forget(harness: Harness) -> None:
+    harness.engine.stop()
+    harness.engine.forget(["anna"])

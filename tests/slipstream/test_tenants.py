@@ -1,0 +1,284 @@
+"""`slipstream tenants erase` with everything running: afterwards the tenant's tokens are nowhere, and others' are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
+
+from serving.forgetting import ErasureWatch
+from serving.recorder import TraceRecorder
+from slipstream.cli import app
+from speculator.checkpoint import model_key, target_fingerprint
+from speculator.codec import encode_trace
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.erasures import Erasures
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
+from speculator.tenants import counts_of
+from speculator.trace import Trace
+from tests.trainer.answers import answer_traces
+from tests.trainer.examples import config_for, promote
+from tests.waiting import wait_until
+from trainer.loop import train_until
+from trainer.service import Trainer
+from trainer.shelf import shelf_folder
+
+ANNA, BO = "anna", "bo"
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+@pytest.fixture(scope="module")
+def traces(toy_model: Path) -> list[Trace]:
+    """Of two tenants in turn."""
+    return [
+        with_header(trace, tenant=(ANNA, BO)[index % 2], created_ms=now_ms())
+        for index, trace in enumerate(answer_traces(toy_model, num_traces=12))
+    ]
+
+
+def with_header(trace: Trace, **changes: Any) -> Trace:
+    return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, **changes))
+
+
+def of(traces: list[Trace], tenant: str) -> list[Trace]:
+    return [trace for trace in traces if trace.header.tenant == tenant]
+
+
+@dataclasses.dataclass
+class Deployment:
+    """Redis with a file of its own, a stream, and the folders of a trainer and a store."""
+
+    folder: Path
+    model: Path
+    server: EmbeddedRedis
+    client: redis.Redis
+
+    @property
+    def key(self) -> str:
+        return model_key(self.model, target_fingerprint(self.model))
+
+    @property
+    def stream(self) -> TraceStream:
+        return TraceStream(self.client, self.key, max_bytes=10**8)
+
+    def trainer(self, **changes: Any) -> Trainer:
+        config = config_for(
+            self.model,
+            self.folder,
+            redis_url=self.server.url,
+            model_key=self.key,
+            checkpoint_interval_s=0.1,
+            publish_interval_s=0,
+            publish_min_tokens=1,
+            **changes,
+        )
+        return Trainer(config, CollectorRegistry())
+
+    def erase(self, tenant: str, *more: object) -> tuple[int, dict[str, Any]]:
+        words = ["tenants", "erase", tenant, "--model", self.model, "--redis-url", self.server.url, "--store"]
+        words += [self.folder / "store", "--state", self.folder / "state", "--json", *more]
+        result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+        # The trainer of this process logs to the same place.
+        document, _ = json.JSONDecoder().raw_decode(result.stdout[result.stdout.index("{\n") :])
+        return result.exit_code, document
+
+    def has(self, trace: Trace) -> bool:
+        """The trace's tokens are in a file, or in a value of Redis."""
+        needle = trace.token_ids.tobytes()
+        values = [self.client.dump(key) or b"" for key in self.client.scan_iter()]
+        files = [path.read_bytes() for path in self.folder.rglob("*") if path.is_file()]
+        return any(needle in data for data in [*values, *files])  # type: ignore[operator]
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, toy_model: Path) -> Iterator[Deployment]:
+    with EmbeddedRedis(tmp_path / "redis") as server, connect(server.url) as client:
+        # Or a token that is still there could hide.
+        client.config_set("rdbcompression", "no")
+        yield Deployment(tmp_path, toy_model, server, client)
+
+
+@pytest.fixture
+def running() -> Iterator[Callable[[Trainer], None]]:
+    stop, threads = threading.Event(), []
+
+    def run(trainer: Trainer) -> None:
+        threads.append(threading.Thread(target=train_until, args=(stop, trainer)))
+        threads[-1].start()
+
+    yield run
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+
+
+def record(path: Path, traces: list[Trace]) -> None:
+    header = RecordingHeader(
+        target_fingerprint=traces[0].header.target_fingerprint, model="toy", created_ms=now_ms(), note="kept"
+    )
+    with RecordingWriter(path, header) as writer:
+        for trace in traces:
+            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+
+def test_nothing_is_left_of_an_erased_tenant(
+    deployment: Deployment,
+    running: Callable[[Trainer], None],
+    traces: list[Trace],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.shadow.decide", promote)
+    for trace in traces:
+        deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    # Cut off: the trainer sets it aside, and its header still says whose it is.
+    cut = with_header(traces[0], trace_id="cut")
+    deployment.stream.append(encode_trace(cut)[:-100], trace_id="cut")
+    recording = deployment.folder / "kept.rec"
+    record(recording, traces)
+    running(deployment.trainer(golden_traces=2, holdout_share=0.3, holdout_traces=24))
+    store = DraftStore(deployment.folder / "store")
+    wait_until(lambda: ANNA in counts_of(store.manifest(store.latest() or 1).info).tokens, timeout_s=60)
+    wait_until(lambda: deployment.stream.lag().dead_lettered == 1)
+    waiting = _engine(deployment, of(traces, ANNA)[0])
+
+    code, planned = deployment.erase(ANNA, "--recording", recording)
+    assert (code, planned["dry_run"]) == (0, True)
+    assert planned["redis"] == {"stream": 7, "dead_letters": 1, "unreadable": 0}
+    assert (planned["trainer_files"], planned["recordings"][str(recording)]["removed"]) == (6, 6)
+    assert all(map(deployment.has, traces))
+
+    with waiting:
+        code, done = deployment.erase(ANNA, "--recording", recording, "--yes")
+    assert (code, done["left"]) == (0, [])
+    assert done["trainers"] == {"trainer-0": True}
+    assert done["engines"] == {"engine e": True}
+    assert done["redis"] == {"stream": 8, "dead_letters": 1, "unreadable": 0}, "one more was on its way"
+    assert [deployment.has(trace) for trace in traces] == [trace.header.tenant == BO for trace in traces]
+    with RecordingReader(recording) as reader:
+        assert reader.header.note == "kept"
+        assert [trace.header.trace_id for trace in reader.traces()] == [
+            trace.header.trace_id for trace in of(traces, BO)
+        ]
+
+    learnt = {draft["version"]: draft["tokens"] for draft in done["drafts"]}
+    assert 1 not in learnt
+    assert learnt
+    assert all(tokens > 0 for tokens in learnt.values())
+    event = [event for event in store.lifecycle.events.tail(100) if event.kind == "erase"][-1]
+    assert event.actor.startswith("operator:")
+    assert event.fields["tenant"] == ANNA
+    assert event.fields["stream"] == 8
+    assert set(learnt) == set(event.fields["drafts"])
+
+    # The engine has gone; its report would stay for half a minute.
+    deployment.client.delete(StreamKeys(model_key=deployment.key).engine("e"))
+    code, again = deployment.erase(ANNA, "--recording", recording, "--yes")
+    assert (code, again["left"]) == (0, [])
+    assert again["redis"] == {"stream": 0, "dead_letters": 0, "unreadable": 0}
+    assert (again["trainer_files"], again["recordings"][str(recording)]["removed"]) == (0, 0)
+    lag = deployment.stream.lag()
+    assert (lag.lost, lag.pending + lag.undelivered + lag.acked + lag.erased) == (0, lag.appended)
+
+
+def _engine(deployment: Deployment, trace: Trace) -> contextlib.AbstractContextManager[None]:
+    """What an engine process does with its reports, and a trace of the tenant in its recorder while Redis is slow."""
+    pointer = DraftPointer(deployment.client, deployment.key)
+    held = threading.Event()
+
+    class Slow:
+        max_bytes = 10**8
+
+        def append(self, payload: bytes, *, trace_id: str) -> str:
+            held.wait(30)
+            return deployment.stream.append(payload, trace_id=trace_id)
+
+    @contextlib.contextmanager
+    def reporting() -> Iterator[None]:
+        recorder = TraceRecorder(Slow, max_buffer_bytes=10**9)
+        for number in range(3):
+            recorder.submit(with_header(trace, trace_id=f"late-{number}"))
+        watch = ErasureWatch(Erasures(deployment.client, deployment.key).orders, [recorder.forget])
+        stop = threading.Event()
+
+        def report() -> None:
+            while not stop.wait(0.05):
+                pointer.report_engine("e", {"version": 1, **watch.look()})
+
+        def release() -> None:
+            """The first of them is on its way when the order comes."""
+            wait_until(lambda: recorder.stats().dropped_by_reason.get("erased"))
+            held.set()
+
+        releaser = threading.Thread(target=release)
+        releaser.start()
+        pointer.report_engine("e", {"version": 1, "erased_ms": 0})
+        reporter = threading.Thread(target=report)
+        reporter.start()
+        yield
+        stop.set()
+        reporter.join()
+        releaser.join()
+        assert recorder.stats().dropped_by_reason["erased"] == 3
+        recorder.close(5)
+
+    return reporting()
+
+
+def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs(
+    deployment: Deployment, traces: list[Trace]
+) -> None:
+    trainer = deployment.trainer()
+    for trace in traces[:8]:
+        deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    trainer.read(block_ms=0)
+    trainer.step()
+    trainer.checkpoint()
+    trainer.close()
+    theirs = encode_trace(of(traces, ANNA)[0])
+    (shelf_folder(deployment.folder / "state") / "x.123.tmp").write_bytes(theirs)  # it was killed before, too
+    code, done = deployment.erase(ANNA, "--yes")
+    assert (code, done["trainers"], done["trainer_files"]) == (0, {}, 5)
+    assert not any(map(deployment.has, of(traces[:8], ANNA)))
+    # A backup of the folder, and a producer that was cut off for a while, bring some back.
+    shelf = shelf_folder(deployment.folder / "state")
+    (shelf / "restored.trace").write_bytes(theirs)
+    deployment.stream.append(theirs, trace_id=of(traces, ANNA)[0].header.trace_id)
+    deployment.stream.append(encode_trace(of(traces, ANNA)[5]), trace_id="late")
+    fresh = with_header(of(traces, ANNA)[4], created_ms=now_ms() + 1, trace_id="after the order")
+    deployment.stream.append(encode_trace(fresh), trace_id="after the order")
+    trainer = deployment.trainer()
+    for _ in range(2):  # first what was pending
+        trainer.read(block_ms=0)
+    kept = {*trainer._replay.members, *trainer._replay.waiting_trace_ids}
+    assert kept == {*(trace.header.trace_id for trace in of(traces[:8], BO)), "after the order"}
+    assert len(list(shelf.glob("*.trace"))) == 5
+    trainer.close()
+
+
+def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], tmp_path: Path) -> None:
+    deployment.trainer().close()
+    Erasures(deployment.client, deployment.key)
+    (tmp_path / "state" / "replay").mkdir(parents=True, exist_ok=True)
+    DraftPointer(deployment.client, deployment.key).report_engine("gone", {"version": 1})
+    code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0.1)
+    assert (code, done["left"]) == (1, ["engine gone has not answered"])
+    code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0, "--state", tmp_path / "elsewhere")
+    assert code == 1
+    assert "pass --state" in done["left"][-1]
+    assert StreamKeys(model_key=deployment.key).erasures.encode() in set(deployment.client.scan_iter())

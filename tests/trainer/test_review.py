@@ -1,0 +1,365 @@
+"""A version in service is compared once more with the one before it: what becomes of it, whatever fails meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from benchmarks.rollback import noisy
+from speculator.acceptance import Acceptance
+from speculator.checkpoint import draft_config_json, target_fingerprint
+from speculator.codec import encode_trace
+from speculator.errors import DraftFileError, StoreError, UnknownDraftError
+from speculator.lifecycle import Lifecycle, State
+from speculator.lineage import admit
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream
+from tests.trainer.answers import answer_traces
+from tests.trainer.examples import config_for
+from tests.trainer.reviewing import Pointer, accepted
+from tests.trainer.stored import stored_of
+from trainer.config import TrainerConfig
+from trainer.distributed import Ranks
+from trainer.metrics import TrainerMetrics
+from trainer.provenance import Stored
+from trainer.review import ACTOR, LOOK_INTERVAL_S, Review
+from trainer.service import Trainer
+
+WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
+NUM_TRACES = 60
+
+
+class Scene:
+    """Version 1 is promoted. A draft is its version's number, and accepts as much as `change` says."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.states, self.pointer = root, Lifecycle(root), Pointer()
+        self.change: dict[int, float] = {1: 0.0}
+        self.failure: Exception | None = None
+        self.decoded: list[tuple[int, str]] = []
+        self.now_s, self._num_sent = 0.0, 0
+        self.come(1, State.LIVE, State.PROMOTED)
+        monkeypatch.setattr("trainer.review.score", self.score)
+        self.start()
+
+    def start(self, **changes: Any) -> None:
+        """The trainer's process, perhaps another one."""
+        self.registry = CollectorRegistry()
+        self.review = Review(
+            self.states,
+            self.pointer,  # type: ignore[arg-type]
+            config_for(self.root, self.root, **{"review_traces": NUM_TRACES, **changes}),
+            TrainerMetrics(self.registry),
+            Ranks(),
+            load_draft=self.load,  # type: ignore[arg-type]
+            clock=lambda: self.now_s,
+        )
+        self.turn()
+
+    def load(self, version: int) -> int:
+        if self.failure is not None:
+            raise self.failure
+        return version
+
+    def score(self, version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
+        self.decoded.append((version, stored.trace_id))
+        return accepted(version, stored.trace_id, self.change[version])
+
+    def come(self, version: int, *states: State, change: float = 0.0, actor: str = "engine:0") -> None:
+        """A version comes into service."""
+        self.change[version] = change
+        if self.states.state(version) is None:
+            for state in WAY:
+                self.states.move(version, state, actor=actor)
+        for state in states or (State.LIVE,):
+            self.states.move(version, state, actor=actor)
+
+    def turn(self) -> None:
+        self.now_s += LOOK_INTERVAL_S
+        self.review.take_turn()
+
+    def serve(self, num_traces: int = 2 * NUM_TRACES) -> None:
+        """Traces arrive, two for each turn of the loop."""
+        for _ in range(0, num_traces, 2):
+            self._num_sent += 2
+            self.review.arrived([stored_of(f"t{self._num_sent - one}") for one in range(2)])
+            self.turn()
+
+    @property
+    def outcomes(self) -> list[tuple[int, str]]:
+        events = [event.fields for event in self.states.events.tail(1000) if event.kind == "review"]
+        return [(fields["version"], fields["outcome"]) for fields in events]
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"slipstream_trainer_{name}", labels)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
+
+
+def test_a_version_that_an_operator_forced_is_rolled_back_where_it_is_ten_per_cent_worse(scene: Scene) -> None:
+    scene.come(2, change=-0.1, actor="operator:ann")
+    scene.pointer.version = 2
+    scene.turn()
+    scene.serve()
+    [rolled_back, quarantined] = scene.states.history(2)[-2:]
+    assert (rolled_back.state, quarantined.state) == (State.ROLLED_BACK, State.QUARANTINED)
+    assert rolled_back.actor == ACTOR
+    numbers = rolled_back.numbers
+    assert (numbers["incumbent"], scene.pointer.version) == (1, 1)
+    assert 6 <= int(numbers["num_traces"] or 0) <= 40
+    assert -0.15 < float(numbers["change"] or 0) < float(numbers["upper"] or 0) < -0.02
+    assert scene.outcomes == [(2, "rolled_back")]
+    assert scene.metric("review_decisions_total", outcome="rolled_back") == 1
+    assert scene.metric("review_traces_total") == numbers["num_traces"]
+    assert scene.metric("review_change_ratio", bound="upper") == numbers["upper"]
+
+
+def test_good_versions_are_kept_and_then_left_alone(scene: Scene) -> None:
+    for version in range(2, 12):
+        scene.come(version, change=0.0)
+        scene.turn()
+        scene.serve()
+        scene.states.move(version, State.PROMOTED, actor="engine:0")
+    assert [outcome for _, outcome in scene.outcomes] == 10 * ["kept"]
+    num_decoded = len(scene.decoded)
+    assert num_decoded < 10 * 2 * NUM_TRACES
+    scene.serve()
+    assert len(scene.decoded) == num_decoded
+    assert not scene.review.has_work
+
+
+def test_a_version_that_comes_right_after_a_verdict_takes_nothing_over(scene: Scene) -> None:
+    scene.come(2)
+    scene.turn()
+    while not scene.outcomes:
+        scene.serve(2)
+    scene.come(3)
+    scene.turn()
+    assert scene.outcomes == [(2, "kept")]
+    scene.serve(4)
+    assert {version for version, _ in scene.decoded[-4:]} == {3, 1}
+
+
+def test_the_budget_ends_what_the_traces_do_not_decide(scene: Scene) -> None:
+    scene.come(2, change=-0.02)
+    scene.turn()
+    scene.serve()
+    assert scene.outcomes == [(2, "undecided")]
+    assert len(scene.decoded) == 2 * NUM_TRACES
+    assert scene.states.state(2) is State.LIVE
+
+
+def test_a_version_that_an_engine_promoted_meanwhile_is_rolled_back_all_the_same(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.serve(4)
+    scene.states.move(2, State.PROMOTED, actor="engine:0")
+    scene.serve()
+    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.last_good() == 1
+
+
+def test_a_quick_promotion_between_two_looks_does_not_hide_a_version(scene: Scene) -> None:
+    scene.come(2, State.LIVE, State.PROMOTED, change=-0.1)
+    scene.turn()
+    scene.serve()
+    assert scene.states.state(2) is State.QUARANTINED
+
+
+def test_killed_in_the_middle_it_begins_anew_with_what_is_on_trial(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.serve(4)
+    assert scene.states.state(2) is State.LIVE
+    scene.start()
+    scene.serve()
+    assert scene.states.state(2) is State.QUARANTINED
+    scene.come(3, State.LIVE, State.PROMOTED)
+    scene.start()
+    scene.serve()
+    assert scene.outcomes == [(2, "rolled_back")], "what was promoted before the start is left alone"
+
+
+def test_states_that_cannot_be_read_stop_nothing(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    path = scene.root / "states" / "000002.json"
+    whole = path.read_bytes()
+    path.write_text("damaged")
+    scene.turn()
+    scene.serve(10)
+    assert scene.decoded == []
+    path.write_bytes(whole)
+    scene.turn()
+    scene.serve(4)
+    path.write_text("damaged")
+    scene.serve()
+    assert scene.outcomes == []
+    path.write_bytes(whole)
+    scene.turn()
+    assert scene.outcomes == [(2, "rolled_back")], "the verdict was not lost"
+    assert scene.states.state(2) is State.QUARANTINED
+
+
+@pytest.mark.parametrize("failure", [UnknownDraftError("pruned"), DraftFileError("damaged")])
+def test_a_draft_that_is_gone_ends_its_review(scene: Scene, failure: Exception) -> None:
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.failure = failure
+    scene.serve(10)
+    assert scene.outcomes == [(2, "withdrawn")]
+    scene.failure = None
+    scene.come(3, change=-0.1)
+    scene.turn()
+    scene.serve()
+    assert scene.outcomes == [(2, "withdrawn"), (3, "rolled_back")]
+
+
+def test_a_draft_that_cannot_be_loaded_now_is_asked_for_again(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.failure = StoreError("disk away")
+    scene.serve(10)
+    assert scene.outcomes == []
+    scene.failure = None
+    scene.serve()
+    assert scene.outcomes == [(2, "rolled_back")]
+
+
+def test_without_redis_the_verdict_waits(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    scene.pointer.version = 2
+    scene.turn()
+    scene.pointer.is_away = True
+    scene.serve()
+    assert scene.states.state(2) is State.LIVE, "an operator may have pinned it"
+    scene.pointer.is_away = False
+    scene.turn()
+    assert (scene.states.state(2), scene.pointer.version) == (State.QUARANTINED, 1)
+    assert scene.outcomes == [(2, "rolled_back")]
+
+
+def test_a_version_that_the_operator_has_pinned_stays(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    scene.pointer.pin = 2
+    scene.turn()
+    scene.serve()
+    assert scene.states.state(2) is State.LIVE
+    assert scene.outcomes == [(2, "withdrawn")]
+
+
+def test_a_newer_version_takes_its_place_with_evidence_of_its_own(scene: Scene) -> None:
+    scene.come(2, State.LIVE, State.PROMOTED, change=0.1)
+    scene.turn()
+    scene.serve(4)
+    scene.come(3, change=-0.02)
+    scene.turn()
+    scene.serve()
+    assert scene.outcomes == [(2, "withdrawn"), (3, "rolled_back")]
+    assert scene.states.history(3)[-1].numbers["incumbent"] == 2
+    assert {version for version, _ in scene.decoded[-10:]} == {3, 2}
+
+
+def test_what_an_engine_rolls_back_is_not_reviewed_further(scene: Scene) -> None:
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.serve(4)
+    scene.states.bar(2, actor="engine:0", reason="slow")
+    scene.turn()
+    scene.serve()
+    assert scene.outcomes == [(2, "withdrawn")]
+    assert len(scene.decoded) == 8
+    scene.states.move(2, State.SCORED, actor="operator:ann")
+    scene.come(2, change=0.1)
+    scene.turn()
+    scene.serve()
+    assert scene.outcomes[-1] == (2, "kept"), "released, it comes anew"
+
+
+def test_a_text_counts_once_and_erased_ones_not_at_all(scene: Scene) -> None:
+    scene.come(2)
+    scene.turn()
+    scene.review.arrived([stored_of(f"again-{one}", text="the same") for one in range(9)])
+    scene.review.arrived([stored_of("other", tenant="gone"), stored_of("another")])
+    scene.review.forget(lambda provenance: provenance.tenant == "gone")
+    for _ in range(9):
+        scene.turn()
+    assert scene.decoded == [(2, "again-0"), (1, "again-0"), (2, "another"), (1, "another")]
+
+
+def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    scene.states.bar(1, actor="operator:ann", reason="")
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.serve()
+    assert scene.decoded == []
+
+
+def test_it_can_be_turned_off(scene: Scene) -> None:
+    scene.start(review_traces=0)
+    scene.come(2, change=-0.1)
+    scene.turn()
+    scene.serve()
+    assert scene.decoded == []
+
+
+def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
+    redis_client: redis.Redis, redis_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """With a target, drafts, a store and Redis: a draft that has learnt, then noise in its place."""
+    traces = answer_traces(model_dir, num_traces=24, seed=3)
+    stream, pointer = TraceStream(redis_client, "toy", max_bytes=10**8), DraftPointer(redis_client, "toy")
+    now_s = [0.0]
+    config = config_for(model_dir, tmp_path, redis_url=redis_url, max_waiting_traces=32)
+    trainer = Trainer(config, CollectorRegistry(), clock=lambda: now_s[0])
+    store = DraftStore(tmp_path / "store")
+
+    def turn() -> None:
+        now_s[0] += LOOK_INTERVAL_S
+        trainer.read(block_ms=0)
+        trainer.review()
+        trainer.heed_rollbacks()
+
+    def force(state: dict[str, Any]) -> int:
+        config_json = draft_config_json(trainer.learner.draft.config)
+        fingerprint = target_fingerprint(model_dir)
+        version = store.write(state, config_json, parent=1, target_fingerprint=fingerprint, info={}).version
+        admit(store, version, target_fingerprint=fingerprint, actor="operator:ann", reason="")
+        pointer.publish(version)
+        store.lifecycle.move(version, State.LIVE, actor="engine:0")
+        turn()
+        return version
+
+    def send(prefix: str) -> None:
+        for trace in traces:
+            again = dataclasses.replace(
+                trace, header=msgspec.structs.replace(trace.header, trace_id=f"{prefix}-{trace.header.trace_id}")
+            )
+            stream.append(encode_trace(again), trace_id=again.header.trace_id)
+
+    send("first")
+    trainer.read(block_ms=0)
+    for _ in range(40):
+        trainer.step()
+    learnt = trainer.learner.averaged
+    good = force(dict(noisy(learnt, 0.0)))
+    store.lifecycle.move(good, State.PROMOTED, actor="engine:0")
+    turn()
+    bad = force(noisy(learnt, float("inf")))
+    send("second")
+    for _ in range(len(traces)):
+        turn()
+    assert store.lifecycle.state(bad) is State.QUARANTINED
+    assert store.lifecycle.history(bad)[-2].actor == ACTOR
+    assert (store.lifecycle.state(good), pointer.desired()) == (State.PROMOTED, good)
+    assert trainer.learner.num_steps == 40, "its own weights do not descend from the bad one"
+    trainer.close()
