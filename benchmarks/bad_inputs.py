@@ -1,0 +1,226 @@
+"""Inputs made to do harm, by the thousand: what became of each, surface by surface.
+
+    python -m benchmarks.bad_inputs [--quick] [--json FILE] [--seed N]
+
+Real parts: the gateway on a loopback port with every route (the engine is the tests' double), a Redis, draft stores on
+disk, a local engine over a toy model. What is sent stands in tests/hostile/: requests that schemathesis generates from
+the gateway's own OpenAPI document, with and without keys, as the schema allows and as it does not; any method on any
+path with any headers; a table of bodies; bytes that are no HTTP; damaged traces, recordings and stream entries;
+damaged and forged draft versions, loaded as an engine does and installed into a running one.
+
+A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
+answer after ten seconds. Targets: no failure, no hang, at least 10,000 generated inputs (1,000 with `--quick`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import structlog
+
+from benchmarks.common import Target, finish, parser
+from benchmarks.engines import engine_with, greedy
+from speculator.checkpoint import expected_shapes
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import DraftError, StoreError
+from speculator.stream import connect
+from tests.drafts import make_draft
+from tests.hostile import api, bodies, drafts, traces, wire
+from tests.hostile.judge import FailureError, Outcome, Tally
+from tests.hostile.site import API_KEY, KEYS, full_app
+from tests.toy import make_toy_model, random_draft
+
+# Name: (with --quick, without).
+COUNTS = {
+    "each operation": (20, 500),
+    "paths": (100, 2000),
+    "bodies": (100, 2000),
+    "requests": (100, 2000),
+    "traces": (500, 5000),
+    "recordings": (50, 500),
+    "drafts": (100, 2000),
+}
+
+
+def gateway(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    choose = random.Random(seed).randrange
+    with api.running(full_app(folder / "site", client), *KEYS) as site:
+        documented = Tally("HTTP: documented operations")
+        api.fuzz_operations(site, documented, count=counts["each operation"], fixed_seed=seed)
+        yield documented
+        paths = Tally("HTTP: any method, path and header")
+        api.fuzz_paths(site, paths, count=counts["paths"], fixed_seed=seed)
+        yield paths
+        table, mutated = Tally("HTTP: table of bodies"), Tally("HTTP: mutated bodies")
+        for path in api.GENERATING:
+            api.send_bodies(site, table, path, bodies.hostile_bodies(path))
+            generated = ((str(n), bodies.mutate(path, choose), {}) for n in range(counts["bodies"] // 2))
+            api.send_bodies(site, mutated, path, generated)
+        yield table
+        yield mutated
+        raw = Tally("socket: table of bytes")
+        for name, sent in {**wire.HOSTILE, **wire.bodies_as_requests()}.items():
+            raw.take(name, lambda sent=sent: wire.exchange(site.url, sent))
+        yield raw
+        requests = Tally("socket: mutated requests")
+        for number in range(counts["requests"]):
+            requests.take(str(number), lambda: wire.exchange(site.url, wire.mutate(choose)))
+        yield requests
+        yield _is_well(site.url)
+
+
+def _is_well(url: str) -> Tally:
+    """After all that the gateway still serves."""
+    tally = Tally("HTTP: a good request afterwards")
+
+    def attempt() -> Outcome:
+        key = {"authorization": f"Bearer {API_KEY}"}
+        answers = [httpx.get(url + path, headers=key) for path in ("/health", "/metrics", "/v1/models")]
+        answers += [httpx.post(url + path, json=bodies.fields(path), headers=key) for path in api.GENERATING]
+        if any(answer.status_code != 200 for answer in answers):
+            raise FailureError(f"answers of {[answer.status_code for answer in answers]}")
+        return "200"
+
+    tally.take("good", attempt)
+    return tally
+
+
+def stream_and_files(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    choose = random.Random(seed).randrange
+    codec = Tally("codec: mutated traces")
+    for number in range(counts["traces"]):
+        raw = traces.mutate(traces.original(choose), choose)
+        codec.take(str(number), lambda raw=raw: traces.decode(raw))
+    yield codec
+    recordings, path = Tally("recordings: mutated files"), folder / "mutated.rec"
+    written = traces.recording(path, choose)
+    for number in range(counts["recordings"]):
+        raw = traces.mutate(written, choose)
+        recordings.take(str(number), lambda raw=raw: traces.read_recording(path, raw))
+    yield recordings
+    stream = Tally("stream: entries of others")
+    for name, fields in traces.foreign_entries():
+        stream.take(name, lambda fields=fields: traces.consume(client, fields))
+    yield stream
+    pointers = Tally("Redis: odd draft pointers")
+    for name, value in traces.odd_pointers():
+        pointers.take(name, lambda value=value: traces.follow(client, value))
+    yield pointers
+
+
+def draft_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    choose = random.Random(seed).randrange
+    original = drafts.Original.of(make_draft(), folder / "original")
+    corpus, mutated, places = (
+        Tally("store: corpus of drafts"),
+        Tally("store: mutated drafts"),
+        Tally("store: odd files"),
+    )
+    for name, files in drafts.corpus(original):
+        store = drafts.put(folder / "corpus", files)
+        corpus.take(name, lambda store=store: drafts.load(store, original))
+    yield corpus
+    for number in range(counts["drafts"]):
+        store = drafts.put(folder / "mutated", drafts.mutate(original, choose))
+        mutated.take(str(number), lambda store=store: drafts.load(store, original))
+    yield mutated
+    for name, store in drafts.odd_places(folder / "places", original):
+        places.take(name, lambda store=store: drafts.load(store, original))
+    yield places
+
+
+def hot_swap(folder: Path) -> Iterator[Tally]:
+    """The corpus of drafts, installed into a running engine: none may change its version or what it says."""
+    tally = Tally("hot swap: corpus of drafts")
+    model_dir = make_toy_model(folder / "toy")
+    draft = random_draft(model_dir, seed=0)
+    original = drafts.Original.of(draft, folder / "swap")
+    shapes, d2t = expected_shapes(draft.config), original.state["d2t"]
+    stores: dict[int, Any] = {}
+
+    def load(version: int) -> Any:
+        wanted = {"expected_fingerprint": drafts.FINGERPRINT, "expected_d2t": d2t, "expected_shapes": shapes}
+        return stores[version].load(1, **wanted)
+
+    with engine_with(model_dir, draft, 1, settings={"depth": 2}, load_draft=load) as engine:
+        before = greedy(engine, [[5, 6, 7]], 16)
+
+        def attempt(version: int) -> Outcome:
+            try:
+                engine.install_draft(version)
+            except (DraftError, StoreError) as refusal:
+                if (engine.draft_version, greedy(engine, [[5, 6, 7]], 16)) != (1, before):
+                    raise FailureError("the engine is not as it was") from refusal
+                return type(refusal).__name__
+            raise FailureError("installed")
+
+        files = {name: files for name, files in drafts.corpus(original) if "config" not in name}
+        for version, (name, changed) in enumerate(files.items(), start=2):
+            stores[version] = drafts.put(folder / "swaps" / str(version), changed)
+            tally.take(name, lambda version=version: attempt(version))
+    yield tally
+
+
+def main() -> None:
+    options = parser("What becomes of inputs that were made to do harm")
+    options.add_argument("--seed", type=int, default=0, help="of everything that is generated")
+    arguments = options.parse_args()
+    counts = {name: pair[0 if arguments.quick else 1] for name, pair in COUNTS.items()}
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.disable(logging.ERROR)
+    started_s = time.monotonic()
+    tallies: list[Tally] = []
+    with tempfile.TemporaryDirectory(prefix="slipstream-bad-") as scratch, EmbeddedRedis(f"{scratch}/redis") as server:
+        folder = Path(scratch)
+        with connect(server.url) as client:
+            for tally in itertools.chain(
+                gateway(folder, client, counts, arguments.seed),
+                stream_and_files(folder, client, counts, arguments.seed),
+                draft_files(folder, counts, arguments.seed),
+                hot_swap(folder),
+            ):
+                print(f"{tally.surface}: {tally.num_inputs}", flush=True)
+                tallies.append(tally)
+    _finish(tallies, arguments, time.monotonic() - started_s)
+
+
+def _finish(tallies: list[Tally], arguments: Any, duration_s: float) -> None:
+    rows: list[tuple[str, object]] = [("", "inputs  failures  hangs  slowest  what became of them")]
+    for tally in tallies:
+        became = ", ".join(f"{outcome} ×{count}" for outcome, count in tally.outcomes.most_common(8))
+        counts = f"{tally.num_inputs:6}  {len(tally.failures):8}  {len(tally.hangs):5}  {tally.slowest_s:6.2f}s"
+        rows.append((tally.surface, f"{counts}  {became}"))
+        rows += [("", f"    {told}") for told in (*tally.failures[:5], *(f"hang: {name}" for name in tally.hangs[:5]))]
+    total = sum(tally.num_inputs for tally in tallies)
+    failures = sum(len(tally.failures) for tally in tallies)
+    hangs = sum(len(tally.hangs) for tally in tallies)
+    rows.append(("all", f"{total:6}  {failures:8}  {hangs:5}  in {duration_s:.0f} s"))
+    targets = [
+        Target("inputs", total, 1_000 if arguments.quick else 10_000),
+        Target("failures", failures, 0, at_least=False),
+        Target("hangs", hangs, 0, at_least=False),
+    ]
+    surfaces = {
+        tally.surface: {
+            "inputs": tally.num_inputs,
+            "failures": tally.failures,
+            "hangs": tally.hangs,
+            "slowest_s": round(tally.slowest_s, 3),
+            "outcomes": dict(tally.outcomes),
+        }
+        for tally in tallies
+    }
+    document = {"inputs": total, "seed": arguments.seed, "duration_s": round(duration_s, 1), "surfaces": surfaces}
+    finish(rows, targets, document, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What became of every trace that Redis has acknowledged, from the notes of the services that did it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounts:
+    """Counts of trace ids. Every acknowledged one is in one of the others, or was lost without a word."""
+
+    acknowledged: int
+    used: int
+    """In a durable step of the trainer: learnt from, held out, or not needed."""
+    dead_lettered: int
+    waiting: int
+    lost: int
+    """Counted by the stream."""
+    silently_lost: int
+    used_in_all: int
+    """Also those whose confirmation never reached the producer."""
+    used_twice: int
+    """By steps that are both durable."""
+    undone: int
+    """Uses that a kill took back, before a checkpoint had them."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.acknowledged} acknowledged = {self.used} used + {self.dead_lettered} set aside + {self.lost} "
+            f"counted as lost + {self.waiting} waiting + {self.silently_lost} lost silently; "
+            f"{self.used_twice} used twice; {self.undone} uses undone by kills before their checkpoint"
+        )
+
+
+def durable_uses(notes: Iterable[str], last_saved: str) -> tuple[Counter[str], int]:
+    """How often each trace id was used by steps that a checkpoint has, and how many uses were undone.
+
+    A life that goes on from a checkpoint knows nothing of what was done after it was written: `resumed` takes the uses
+    back to where `saving` has the same digest. `last_saved` is the digest of the checkpoint on disk in the end; lives
+    before the first checkpoint are undone, too.
+
+    saving a | used 1 | saving b | used 2 | resumed b | used 2 | saving c   and c is on disk: 1 and 2, each once.
+    """
+    done: list[tuple[str, str]] = []
+    num_undone = 0
+    for kind, what in (*(_split(note) for note in notes), ("resumed", last_saved)):
+        if kind in ("used", "saving"):
+            done.append((kind, what))
+        elif kind == "resumed":
+            kept = next((at + 1 for at in reversed(range(len(done))) if done[at] == ("saving", what)), 0)
+            num_undone += sum(kind == "used" for kind, _ in done[kept:])
+            del done[kept:]
+    return Counter(what for kind, what in done if kind == "used"), num_undone
+
+
+def settle(*, acknowledged: set[str], notes: Sequence[str], last_saved: str, waiting: int, lost: int) -> Accounts:
+    """`waiting` and `lost` are the stream's own counts."""
+    uses, num_undone = durable_uses(notes, last_saved)
+    dead = {what for kind, what in map(_split, notes) if kind == "dead"}
+    missing = len(acknowledged - uses.keys() - dead)
+    return Accounts(
+        acknowledged=len(acknowledged),
+        used=len(acknowledged & uses.keys()),
+        dead_lettered=len(acknowledged & dead - uses.keys()),
+        waiting=min(waiting, missing),
+        lost=min(lost, max(missing - waiting, 0)),
+        silently_lost=max(missing - waiting - lost, 0),
+        used_in_all=len(uses),
+        used_twice=sum(count > 1 for count in uses.values()),
+        undone=num_undone,
+    )
+
+
+def _split(note: str) -> tuple[str, str]:
+    kind, _, what = note.partition(" ")
+    return kind, what

@@ -1,0 +1,59 @@
+"""A fault, what is promised for it, and what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.faults.loop import Loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """`told` says in words what `figures` say in numbers; `checks` are the parts of the promise by name."""
+
+    told: str
+    checks: dict[str, bool]
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def broken(self) -> list[str]:
+        return [name for name, holds in self.checks.items() if not holds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    name: str
+    promise: str
+    inject: Callable[[Loop], Observed]
+    """Puts the fault in, takes it out again, and leaves the loop whole."""
+    needs_small_disks: bool = False
+    is_slow: bool = False
+    needs_good_draft: bool = False
+    """Shows itself only where the draft in service has learnt something, which on a toy target it has not."""
+    """Left out with --quick."""
+
+
+def fault(
+    name: str,
+    promise: str,
+    *,
+    needs_small_disks: bool = False,
+    is_slow: bool = False,
+    needs_good_draft: bool = False,
+) -> Callable[[Callable[[Loop], Observed]], Fault]:
+    """Makes a Fault of the function below."""
+
+    def make(inject: Callable[[Loop], Observed]) -> Fault:
+        return Fault(
+            name=name,
+            promise=promise,
+            inject=inject,
+            needs_small_disks=needs_small_disks,
+            is_slow=is_slow,
+            needs_good_draft=needs_good_draft,
+        )
+
+    return make

@@ -1,0 +1,130 @@
+"""Clients that never stop asking, and what each of their requests came to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+OK, CHANGED, CUT, BROKEN = "ok", "changed", "cut", "broken"
+"""Cut: the stream ended as if it were whole, and was not. Broken: the client library raised."""
+_KNOWN = tuple(f"known question {number}" for number in range(8))
+_MAX_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Times are of `time.monotonic`."""
+
+    started_s: float
+    ended_s: float
+    outcome: str
+    """OK, CHANGED, CUT, BROKEN or the status of a refusal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The requests that were answered, or failed, within a stretch of time."""
+
+    requests: Sequence[Request]
+    seconds: float
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        return Counter(request.outcome for request in self.requests)
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.requests) - self.outcomes[OK]
+
+    @property
+    def p99_ms(self) -> float:
+        """Of whole answers; 0 where there are too few."""
+        latencies = [request.ended_s - request.started_s for request in self.requests if request.outcome == OK]
+        return 1000 * statistics.quantiles(latencies, n=100)[-1] if len(latencies) > 1 else 0.0
+
+    def __str__(self) -> str:
+        failed = {outcome: count for outcome, count in sorted(self.outcomes.items()) if outcome != OK}
+        unanswered = ", ".join(f"{count} {outcome}" for outcome, count in failed.items()) or "0 failed"
+        return f"{self.outcomes[OK]} answered, {unanswered}"
+
+
+class Load:
+    """`num_clients` clients with a short pause between two questions. Every other question is asked again and again,
+    and its greedy answer must be the first one; the rest are new, for the trainer to learn from.
+    """
+
+    def __init__(self, url: str, model: str, *, num_clients: int, pause_s: float) -> None:
+        self.url, self.model = url, model
+        self._num_clients, self._pause_s = num_clients, pause_s
+        self._known: dict[str, str] = {}
+        self._requests: list[Request] = []
+        self._stopping = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
+        thread.start()
+        try:
+            yield
+        finally:
+            self.stop()
+            thread.join()
+
+    def stop(self) -> None:
+        """Questions that were asked are answered; no others are asked."""
+        self._stopping.set()
+
+    def since(self, start_s: float, end_s: float | None = None) -> Window:
+        """What ended between two moments of `time.monotonic`; until now, where no end is given."""
+        end_s = time.monotonic() if end_s is None else end_s
+        ended = [request for request in tuple(self._requests) if start_s <= request.ended_s <= end_s]
+        return Window(requests=ended, seconds=end_s - start_s)
+
+    def last(self, seconds: float) -> Window:
+        return self.since(time.monotonic() - seconds)
+
+    async def _run(self) -> None:
+        # Connections are not kept: a client that is refused for a while begins anew, as after a restart of its own.
+        http = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=30, trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=http
+        ) as client:
+            await asyncio.gather(*(self._client(client, number) for number in range(self._num_clients)))
+
+    async def _client(self, client: openai.AsyncOpenAI, number: int) -> None:
+        turn = number
+        while not self._stopping.is_set():
+            question = _KNOWN[turn // 2 % len(_KNOWN)] if turn % 2 else f"new question {time.monotonic_ns()}"
+            started_s = time.monotonic()
+            outcome = await self._ask(client, question)
+            self._requests.append(Request(started_s=started_s, ended_s=time.monotonic(), outcome=outcome))
+            turn += self._num_clients + 1
+            await asyncio.sleep(self._pause_s)
+
+    async def _ask(self, client: openai.AsyncOpenAI, question: str) -> str:
+        text, has_ended = "", False
+        try:
+            stream = await client.completions.create(
+                model=self.model, prompt=question, max_tokens=_MAX_TOKENS, temperature=0, stream=True
+            )
+            async for event in stream:
+                for choice in event.choices:
+                    text += choice.text
+                    has_ended |= choice.finish_reason is not None
+        except openai.APIStatusError as error:
+            return str(error.status_code)
+        except (openai.OpenAIError, httpx.HTTPError):
+            return BROKEN
+        if not has_ended:
+            return CUT
+        is_known = question in _KNOWN
+        return OK if not is_known or self._known.setdefault(question, text) == text else CHANGED

@@ -1,0 +1,119 @@
+"""A service that writes down what it does with traces as it does it, and the process that forks one for each life.
+
+    python -m benchmarks.faults.witness NOTES LOG
+
+has everything imported, so that a service is there in no time. For each line that it reads, a JSON list of the words of
+a `slipstream` command, it forks a child that runs it; it says the child's process id, and how the child ended, before
+it reads the next. Notes are one line each, written with one call, so a kill leaves them whole:
+
+    acknowledged ID     Redis has confirmed the append to the engine
+    used ID             the trainer is done with a trace: learnt from, held out, or not needed
+    dead ID             the trainer is about to set it aside
+    saving DIGEST       a checkpoint with these accounts is about to be written
+    resumed DIGEST      the trainer goes on from it
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+import slipstream.serve  # noqa: F401 - so that a child has it
+import trainer.run
+import trainer.service
+from slipstream.cli import main
+from speculator.stream import StreamEntry, TraceStream
+from trainer.checkpoint import Progress
+from trainer.provenance import Stored
+from trainer.source import TraceSource
+from trainer.training import Training
+
+
+def digest(progress: Progress) -> str:
+    return hashlib.blake2b(msgspec.json.encode(progress), digest_size=16).hexdigest()
+
+
+def watch(notes: int) -> None:
+    """Have this process write its notes to a file descriptor."""
+
+    def note(kind: str, what: str) -> None:
+        os.write(notes, f"{kind} {what}\n".encode())
+
+    def after(owner: Any, method: str, tell: Callable[..., None]) -> None:
+        call = getattr(owner, method)
+
+        @functools.wraps(call)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            tell(result, *args, **kwargs)
+            return result
+
+        setattr(owner, method, watched)
+
+    mark_used, save = TraceSource.mark_used, trainer.service.save_checkpoint
+    dead_letter = TraceStream.dead_letter
+
+    def marked(self: TraceSource, traces: Iterable[Stored]) -> None:
+        traces = list(traces)
+        in_hand = [stored.trace_id for stored in traces if stored.trace_id in self.trace_ids_in_hand]
+        mark_used(self, traces)
+        for trace_id in dict.fromkeys(in_hand):
+            note("used", trace_id)
+
+    def saved(folder: Any, state: Any, progress: Progress) -> None:
+        note("saving", digest(progress))
+        save(folder, state, progress)
+
+    def set_aside(self: TraceStream, entry: StreamEntry, reason: str) -> None:
+        note("dead", entry.trace_id)
+        dead_letter(self, entry, reason)
+
+    after(TraceStream, "append", lambda _, stream, payload, *, trace_id: note("acknowledged", trace_id))
+    after(Training, "resume", lambda progress, training: note("resumed", digest(progress)))
+    TraceStream.dead_letter = set_aside  # type: ignore[method-assign]
+    TraceSource.mark_used = marked  # type: ignore[method-assign]
+    trainer.service.save_checkpoint = saved
+
+
+def _nursery(notes_path: str, log_path: str) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "of the threads, a fork has one"
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            _live(json.loads(line), notes_path, log_path)
+        os.write(1, f"{child}\n".encode())
+        os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+
+
+def _live(words: list[str], notes_path: str, log_path: str) -> None:
+    log, notes = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in (log_path, notes_path))
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    status = 1
+    try:
+        watch(notes)
+        sys.argv = ["slipstream", *words]
+        main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _nursery(*sys.argv[1:])
+    os._exit(0)  # without the destructors of what it has imported: some of them report leaks

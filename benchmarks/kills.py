@@ -1,0 +1,358 @@
+"""A run in which nothing lives for long: trainer, engine and Redis are killed with SIGKILL at random moments.
+
+    python -m benchmarks.kills [--kills 120] [--fsync always] [--seed 0] [--quick] [--json FILE]
+
+The services are `slipstream serve` and `slipstream train` on a toy target, forked from processes that have everything
+imported (benchmarks/faults/witness.py), so that a life takes a moment to begin. Clients ask the engine; a producer of
+its own appends further traces, some of them damaged. A trace is acknowledged when the append has returned without an
+error to whoever made it; with `--fsync everysec`, the embedded server's setting, Redis may confirm an append a moment
+before the operating system has it, with `always` it may not.
+
+Afterwards everything is brought up once more, the trainer uses what waits, and each acknowledged trace must be in one
+account: used by a durable step, set aside, counted as lost, or waiting. None may be used by two durable steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+
+from benchmarks.common import Target, finish
+from benchmarks.faults.accounts import Accounts, settle
+from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
+from benchmarks.faults.loop import MODEL
+from benchmarks.faults.traces import corrupted
+from benchmarks.faults.witness import digest
+from benchmarks.panels import free_port
+from speculator.checkpoint import model_key, target_fingerprint
+from speculator.codec import decode_trace, encode_trace
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import StreamError
+from speculator.stream import TraceStream, connect
+from tests.toy import make_toy_model
+from trainer.checkpoint import load_checkpoint
+
+VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")
+LONGEST_PAUSE_S = 3.0
+DRAFT_VOCAB_SIZE = 24
+STREAM_MAX_BYTES = 256 << 20
+"""More than a run makes, or what a trainer that is killed so often leaves would be trimmed, and hide other losses."""
+TRAINER_ENVIRONMENT = {
+    "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.2",
+    "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "1",
+    "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "500",
+    "SLIPSTREAM_TRAINER_NICE": "0",
+    "SLIPSTREAM_TRAINER_STREAM_MAX_BYTES": str(STREAM_MAX_BYTES),
+    # Of the first version, which whoever comes first writes: the services have to be told the same.
+    "SLIPSTREAM_TRAINER_DRAFT_VOCAB_SIZE": str(DRAFT_VOCAB_SIZE),
+}
+
+
+class Service:
+    """One service, life after life."""
+
+    def __init__(self, folder: Path, name: str, words: list[str]) -> None:
+        self.notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
+        self._words = words
+        self._nursery = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.faults.witness", str(self.notes), str(self.log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = 0
+        self._ended = threading.Event()
+        self._ended.set()
+        self.status = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def start(self) -> None:
+        """A further life; needs the last one to have ended."""
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        self._ended.clear()
+        self._nursery.stdin.write(json.dumps(self._words) + "\n")
+        self._nursery.stdin.flush()
+        self.pid = int(self._nursery.stdout.readline())
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def end(self, number: int, timeout_s: float = 60.0) -> int:
+        """Send the signal and wait for the end; returns the exit code."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            if not self._ended.wait(timeout_s):
+                raise TimeoutError(f"{self._words[0]} did not end: {self.log.read_text()[-2000:]}")
+        return self.status
+
+    def close(self) -> None:
+        self.end(signal.SIGKILL)
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.close()
+        self._nursery.wait()
+
+    def _wait(self) -> None:
+        assert self._nursery.stdout is not None
+        self.status = int(self._nursery.stdout.readline())
+        self._ended.set()
+
+
+class Scene:
+    """Redis, both services, and the producer beside them."""
+
+    def __init__(self, folder: Path, fsync: str, rng: random.Random) -> None:
+        self._fsync, self._rng = fsync, rng
+        self._redis_dir, self._state = folder / "redis", folder / "state"
+        model_dir = make_toy_model(folder / "toy")
+        self.model_key = model_key(model_dir, target_fingerprint(model_dir))
+        self.redis = self._start_redis()
+        port = free_port()
+        self.load = Load(f"http://127.0.0.1:{port}", MODEL, num_clients=3, pause_s=0.02)
+        common = ["--model", str(model_dir), "--redis-url", self.redis.url, "--store", str(folder / "drafts")]
+        self.engine = Service(
+            folder,
+            "engine",
+            [
+                *("serve", *common, "--name", MODEL, "--port", str(port), "--capture", "--dtype", "float64"),
+                *("--draft-vocab-size", str(DRAFT_VOCAB_SIZE), "--context-length", "256", "--threads", "1"),
+                *("--stream-max-bytes", str(STREAM_MAX_BYTES)),
+            ],
+        )
+        self.trainer = Service(folder, "trainer", ["train", *common, "--state", str(self._state)])
+        self.produced: set[str] = set()
+        """What the producer was told that it has appended."""
+        self._stopping = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        producer = threading.Thread(target=self._produce, name="producer")
+        try:
+            self.revive()
+            wait(self._has_traces, "the first answers")
+            producer.start()
+            with self.load.running():
+                yield
+        finally:
+            self._stopping.set()
+            if producer.ident is not None:
+                producer.join()
+            for service in (self.engine, self.trainer):
+                service.close()
+            self.redis.stop()
+
+    def kill(self, victim: str) -> bool:
+        """False where it has ended by itself, as a service does that finds no Redis at its start."""
+        if victim == "redis":
+            os.kill(self.redis.pid, signal.SIGKILL)
+            time.sleep(self._rng.uniform(0, 0.3))
+            self.redis.stop()
+            self.redis = self._start_redis()
+            return True
+        return self._service(victim).end(signal.SIGKILL) == -signal.SIGKILL
+
+    def is_alive(self, victim: str) -> bool:
+        self.revive()
+        return victim == "redis" or self._service(victim).is_alive
+
+    def _service(self, name: str) -> Service:
+        return {"engine": self.engine, "trainer": self.trainer}[name]
+
+    def revive(self) -> None:
+        """As a supervisor would: what has ended is started again."""
+        for service in (self.engine, self.trainer):
+            if not service.is_alive:
+                service.start()
+
+    def stop_asking(self) -> None:
+        self.load.stop()
+        self._stopping.set()
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[TraceStream]:
+        with connect(self.redis.url) as client:
+            yield TraceStream(client, self.model_key, max_bytes=STREAM_MAX_BYTES, consumer="witness")
+
+    def is_settled(self) -> bool:
+        """The recorder's queue and the stream are empty; what has ended meanwhile is started again."""
+        self.revive()
+        try:
+            metrics = httpx.get(f"{self.load.url}/metrics", timeout=5, trust_env=False).text
+            with self.stream() as stream:
+                lag = stream.lag()
+        except (httpx.HTTPError, StreamError):
+            return False
+        return "slipstream_traces_pending 0.0" in metrics and lag.pending + lag.undelivered == 0
+
+    def accounts(self) -> tuple[Accounts, int]:
+        """And how many traces the trainer's checkpoint counts."""
+        notes = self.trainer.notes.read_text().splitlines()
+        told = (note.partition(" ")[::2] for note in self.engine.notes.read_text().splitlines())
+        acknowledged = {what for kind, what in told if kind == "acknowledged"}
+        saved = load_checkpoint(self._state)
+        assert saved is not None, "the trainer has saved nothing"
+        with self.stream() as stream:
+            lag = stream.lag()
+        accounts = settle(
+            acknowledged=acknowledged | self.produced,
+            notes=notes,
+            last_saved=digest(saved[1]),
+            waiting=lag.pending + lag.undelivered,
+            lost=lag.lost,
+        )
+        return accounts, saved[1].num_traces + saved[1].num_repeated
+
+    def _start_redis(self) -> EmbeddedRedis:
+        redis = EmbeddedRedis(self._redis_dir)
+        with connect(redis.url) as client:
+            client.config_set("appendfsync", self._fsync)
+        return redis
+
+    def _has_traces(self) -> bool:
+        """Answers of the engine, from which the producer makes its own."""
+        self.revive()
+        body = {"model": MODEL, "prompt": "first", "max_tokens": 32}
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.post(f"{self.load.url}/v1/completions", json=body, timeout=30, trust_env=False)
+        with self.stream() as stream:
+            self._template = next((entry.payload for entry in stream.recent(1 << 20)), b"")
+        return bool(self._template)
+
+    def _produce(self) -> None:
+        rng, number = random.Random(self._rng.random()), 0
+        while not self._stopping.wait(0.04):
+            number += 1
+            trace_id = f"produced-{number}"
+            payload = another(self._template, trace_id, rng)
+            if number % 20 == 0:
+                payload = rng.choice(list(corrupted(payload, rng).values()))
+            while not self._stopping.is_set():
+                # Until it is told that it has: at least once.
+                with contextlib.suppress(StreamError), self.stream() as stream:
+                    stream.append(payload, trace_id=trace_id)
+                    self.produced.add(trace_id)
+                    break
+
+
+def another(payload: bytes, trace_id: str, rng: random.Random) -> bytes:
+    """A trace of another text."""
+    trace = decode_trace(payload)
+    tokens = np.random.default_rng(rng.getrandbits(32)).permutation(trace.token_ids)
+    header = msgspec.structs.replace(trace.header, trace_id=trace_id)
+    return encode_trace(dataclasses.replace(trace, header=header, token_ids=tokens))
+
+
+def wait(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> float:
+    """Seconds until it is true. Raises TimeoutError."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > timeout_s:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.1)
+    return time.monotonic() - started_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    accounts: Accounts
+    counted: int
+    """Traces in the trainer's own count."""
+    victims: Counter[str]
+    requests: Window
+    settled_s: float
+    """From the last answer until nothing waited any more."""
+
+
+def run(folder: Path, *, num_kills: int, fsync: str, seed: int) -> Outcome:
+    """Raises TimeoutError where the services do not come back, or traces do not arrive."""
+    started_s = time.monotonic()
+    rng, victims = random.Random(seed), Counter[str]()
+    scene = Scene(folder, fsync, rng)
+    with scene.running():
+        while sum(victims.values()) < num_kills:
+            victim = rng.choice(VICTIMS)
+            wait(partial(scene.is_alive, victim), f"the {victim} to be there")
+            time.sleep(rng.uniform(0, LONGEST_PAUSE_S) ** 2 / LONGEST_PAUSE_S)
+            if scene.kill(victim):
+                victims[victim] += 1
+            scene.revive()
+        wait(lambda: scene.revive() is None and bool(scene.load.last(2).outcomes[OK]), "answers after the last kill")
+        scene.stop_asking()
+        settled_s = wait(scene.is_settled, "everything to be settled", timeout_s=600)
+        scene.trainer.end(signal.SIGTERM)
+        accounts, counted = scene.accounts()
+    return Outcome(
+        accounts=accounts,
+        counted=counted,
+        victims=victims,
+        requests=scene.load.since(started_s),
+        settled_s=settled_s,
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="What becomes of traces where nothing lives for long")
+    options.add_argument("--kills", type=int, help="default 120, quick 30")
+    options.add_argument(
+        "--fsync", choices=("always", "everysec"), default="always", help="of Redis's append-only file"
+    )
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--quick", action="store_true", help="at most three minutes")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    arguments = options.parse_args()
+    num_kills = arguments.kills or (30 if arguments.quick else 120)
+    os.environ.update(TRAINER_ENVIRONMENT)
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        outcome = run(Path(folder), num_kills=num_kills, fsync=arguments.fsync, seed=arguments.seed)
+    accounts, requests, victims = outcome.accounts, outcome.requests, outcome.victims
+    finish(
+        [
+            ("kills", ", ".join(f"{count} {name}" for name, count in sorted(victims.items()))),
+            ("seconds in all, to settle in the end", f"{time.monotonic() - started_s:.0f}, {outcome.settled_s:.1f}"),
+            ("requests", str(requests)),
+            ("traces", str(accounts)),
+            ("traces in the trainer's own count", str(outcome.counted)),
+        ],
+        [
+            Target("kills", sum(victims.values()), num_kills),
+            Target("lost_silently", accounts.silently_lost, 0, at_least=False),
+            Target("used_twice", accounts.used_twice, 0, at_least=False),
+            Target("counted_by_the_trainer", outcome.counted, accounts.used_in_all, at_least=False),
+            Target("cut_or_changed_answers", requests.outcomes[CUT] + requests.outcomes[CHANGED], 0, at_least=False),
+        ],
+        {
+            "kills": dict(victims),
+            "fsync": arguments.fsync,
+            "seed": arguments.seed,
+            "traces": dataclasses.asdict(accounts),
+            "counted_by_the_trainer": outcome.counted,
+            "requests": dict(requests.outcomes),
+            "settled_s": round(outcome.settled_s, 1),
+        },
+        arguments.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

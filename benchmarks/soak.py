@@ -1,0 +1,302 @@
+"""Whether anything grows that should not: the real loop under steady load, sampled, and the slope of each series.
+
+    make soak MINUTES=10
+    python -m benchmarks.soak [--minutes 10] [--quick] [--json FILE] [--model NAME] [--rate R]
+
+`slipstream serve` (gateway, local engine, recorder, follower), `slipstream train` and a real Redis run as processes of
+their own. Requests come at a fixed rate whatever becomes of the ones before; a request's latency counts from the moment
+at which it was due. A third of them are streams and one in ten clients leaves in the middle of one. No prompt comes
+twice, every tenth comes from a group, domains change: whatever remembers traffic has something to remember. Bounds
+of stream and replay are small, so that both are full long before sampling begins: what is bounded by design has then
+stopped growing. The first fifth of the time is left out for that.
+
+Sampled every second or two: of each process the resident memory, descriptors and threads; pending and undelivered
+entries and the memory of Redis; by stretches of ten seconds the latency's median and 99th percentile. Each series gets
+a slope an hour with a 95% interval (benchmarks/slopes.py). It is flat where the interval reaches down to the tolerance,
+which is a tenth of a percent of the level for memory and Redis, and nothing for everything else.
+
+The model is a toy by default (eight random layers): it makes the most requests, swaps and traces a minute, and leaks
+are of those. `--model` takes a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from benchmarks.common import Target, fill_in, finish, parser
+from benchmarks.slopes import Slope, slope
+from slipstream.models import resolve_model
+from slipstream.processes import Child
+from slipstream.scrape import Sample
+from speculator.checkpoint import model_key, target_fingerprint
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.store import DraftStore
+from speculator.stream import TraceStream, connect
+from tests.toy import make_toy_model
+from trainer.config import ENV_PREFIX
+
+MIB = 1024 * 1024
+STREAM_BYTES = 8 * MIB
+TRAINER = {
+    "STREAM_MAX_BYTES": str(STREAM_BYTES),
+    "REPLAY_MAX_BYTES": str(16 * MIB),
+    "PUBLISH_INTERVAL_S": "5",
+    "PUBLISH_MIN_TOKENS": "500",
+    "CHECKPOINT_INTERVAL_S": "2",
+    "KEEP_VERSIONS": "5",
+}
+WARM_UP_SHARE = 0.2
+STRETCH_S = 10.0
+TOY = "toy"
+READY_S = 180.0
+_MEMORY_TOLERANCE = 0.001
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+
+
+# -- load --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Load:
+    """Requests at a fixed rate; `done` holds (second at which it was due, latency in seconds) of whole answers."""
+
+    url: str
+    model: str
+    rate: float
+    max_tokens: int
+    done: list[tuple[float, float]] = field(default_factory=list)
+    num_sent: int = 0
+    num_left: int = 0
+    """Streams that the client left in the middle."""
+    num_failed: int = 0
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def run(self, started_s: float, duration_s: float) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with (
+            httpx.AsyncClient(base_url=self.url, limits=limits, timeout=60) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            while (due_s := self.num_sent / self.rate) < duration_s:
+                await asyncio.sleep(max(0.0, started_s + due_s - time.monotonic()))
+                group.create_task(self._one(http, self.num_sent, started_s + due_s))
+                self.num_sent += 1
+
+    async def _one(self, http: httpx.AsyncClient, number: int, due_s: float) -> None:
+        body = self._body(number)
+        try:
+            if number % 3 == 0:
+                leaves = number % 30 == 0
+                if not await self._stream(http, body, leaves=leaves):
+                    return
+            else:
+                (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+        except httpx.HTTPError:
+            self.num_failed += 1
+            return
+        self.done.append((due_s, time.monotonic() - due_s))
+
+    async def _stream(self, http: httpx.AsyncClient, body: dict[str, Any], *, leaves: bool) -> bool:
+        """Whether the answer came to its end."""
+        async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            response.raise_for_status()
+            async for _ in response.aiter_raw():
+                if leaves:
+                    self.num_left += 1
+                    return False
+        return True
+
+    def _body(self, number: int) -> dict[str, Any]:
+        text = "".join(self._rng.choices(_ALPHABET, k=self._rng.randrange(20, 120)))
+        group = f"group-{number}" if number % 10 == 0 else ""
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self.max_tokens,
+            "temperature": self._rng.choice([0, 1]),
+            "slipstream": {"domain": f"domain-{number // 500 % 40}", "group_id": group},
+        }
+
+
+# -- samples -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Series:
+    """Values by time; `unit` is for people, `scale` divides the values for the table."""
+
+    unit: str
+    scale: float
+    tolerance: float
+    """Growth an hour that counts as none, as a share of the level."""
+    at_s: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, at_s: float, value: float) -> None:
+        self.at_s.append(at_s)
+        self.values.append(value / self.scale)
+
+
+class Sampler:
+    """Looks at the processes, at Redis and at the gateway's metrics."""
+
+    def __init__(self, processes: dict[str, int], stream: TraceStream, redis: Any, url: str) -> None:
+        self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
+        self._stream, self._redis = stream, redis
+        self._http = httpx.Client(base_url=url, timeout=10)
+        self.series: dict[str, Series] = {}
+        self.metrics: Sample | None = None
+
+    def _add(self, name: str, at_s: float, value: float, unit: str = "", *, is_memory: bool = False) -> None:
+        blank = Series(unit, MIB if is_memory else 1, _MEMORY_TOLERANCE if is_memory else 0.0)
+        self.series.setdefault(name, blank).add(at_s, value)
+
+    def look(self, at_s: float) -> None:
+        for name, process in self._processes.items():
+            with process.oneshot():
+                self._add(f"{name} resident memory", at_s, process.memory_info().rss, "MiB", is_memory=True)
+                self._add(f"{name} descriptors", at_s, process.num_fds())
+                self._add(f"{name} threads", at_s, process.num_threads())
+        lag = self._stream.lag()
+        self._add("stream entries pending", at_s, lag.pending)
+        self._add("stream entries undelivered", at_s, lag.undelivered)
+        self._add("Redis used memory", at_s, self._redis.info("memory")["used_memory"], "MiB", is_memory=True)
+        self.metrics = Sample.parse(at_s, self._http.get("/metrics").text)
+        self._add("traces waiting for Redis", at_s, self.metrics.total("slipstream_traces_pending"))
+
+    def add_latencies(self, done: list[tuple[float, float]], from_s: float, to_s: float) -> None:
+        """By stretches of ten seconds, each at its middle; `done` counts from the same zero as the samples."""
+        for begin_s in np.arange(from_s, to_s - STRETCH_S + 1e-9, STRETCH_S):
+            took = [1000 * latency_s for at_s, latency_s in done if begin_s <= at_s < begin_s + STRETCH_S]
+            if took:
+                for name, share in (("p50", 50), ("p99", 99)):
+                    self._add(f"latency {name}", begin_s + STRETCH_S / 2, float(np.percentile(took, share)), "ms")
+
+    def slopes(self, block_s: float) -> dict[str, Slope]:
+        return {name: slope(one.at_s, one.values, block_s=block_s) for name, one in self.series.items()}
+
+
+# -- the run -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def loop(model_dir: Path, name: str, folder: Path) -> Iterator[tuple[str, dict[str, int], str]]:
+    """(URL of the gateway, pid of each process, URL of Redis) of a loop that runs."""
+    with EmbeddedRedis(folder / "redis") as redis, contextlib.ExitStack() as running:
+        os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()})
+        common = ["--model", str(model_dir), "--redis-url", redis.url, "--store", str(folder / "drafts")]
+        log = folder / "serve.log"
+        options = ["--name", name, "--port", "0", "--capture", "--control-share", "0.1", "--context-length", "512"]
+        options += ["--draft-vocab-size", "24"] if name == TOY else []
+        options += ["--stream-max-bytes", str(STREAM_BYTES)]
+        serve = Child("serve", ["serve", *common, *options], log_path=log, num_threads=1)
+        running.callback(serve.stop)
+        url = _url(serve, log)
+        state = ["--state", str(folder / "state")]
+        train = Child("train", ["train", *common, *state], log_path=folder / "train.log", num_threads=1)
+        running.callback(train.stop)
+        yield url, {"gateway": serve.pid, "trainer": train.pid, "Redis": redis.pid}, redis.url
+        serve.check()
+        train.check()
+
+
+def _url(serve: Child, log: Path) -> str:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        serve.check()
+        for line in log.read_text().splitlines():
+            if '"url": "' in line:
+                return line.partition('"url": "')[2].partition('"')[0]
+        time.sleep(0.2)
+    raise TimeoutError(f"the gateway was not ready after {READY_S:.0f} s")
+
+
+async def observe(load: Load, sampler: Sampler, duration_s: float, every_s: float) -> None:
+    started_s, warm_s = time.monotonic(), WARM_UP_SHARE * duration_s
+    loading = asyncio.create_task(load.run(started_s, duration_s))
+    look_s = warm_s
+    while look_s < duration_s and not loading.done():
+        await asyncio.sleep(max(0.0, started_s + look_s - time.monotonic()))
+        # Off this loop: a slow answer from the gateway must not hold up the requests.
+        await asyncio.to_thread(sampler.look, time.monotonic() - started_s)
+        look_s += every_s
+    await loading
+    sampler.add_latencies([(due_s - started_s, took_s) for due_s, took_s in load.done], warm_s, duration_s)
+
+
+def main() -> None:
+    options = parser("Whether memory, descriptors, pending entries or latency grow under steady load")
+    options.set_defaults(model=TOY)
+    options.add_argument("--minutes", type=float, help="of load; default 10, quick 2")
+    options.add_argument("--rate", type=float, default=8.0, help="requests a second")
+    options.add_argument("--max-tokens", type=int, default=40, help="of each answer")
+    arguments = options.parse_args()
+    fill_in(arguments, {"minutes": (2.0, 10.0)})
+    if arguments.minutes < 2:
+        options.error("--minutes: nothing can be said of fewer than 2")
+    duration_s = 60 * arguments.minutes
+    with tempfile.TemporaryDirectory(prefix="slipstream-soak-") as scratch, contextlib.ExitStack() as opened:
+        folder = Path(scratch)
+        is_toy = arguments.model == TOY
+        model_dir = make_toy_model(folder / TOY) if is_toy else resolve_model(arguments.model)
+        url, pids, redis_url = opened.enter_context(loop(model_dir, arguments.model, folder))
+        client = opened.enter_context(connect(redis_url))
+        key = model_key(model_dir, target_fingerprint(model_dir))
+        stream = TraceStream(client, key, max_bytes=STREAM_BYTES, consumer="soak")
+        sampler = Sampler(pids, stream, client, url)
+        load = Load(url, arguments.model, arguments.rate, arguments.max_tokens)
+        asyncio.run(observe(load, sampler, duration_s, every_s=1.0 if arguments.quick else 2.0))
+        versions = DraftStore(folder / "drafts").latest() or 0
+    _finish(load, sampler, arguments, versions)
+
+
+def _finish(load: Load, sampler: Sampler, arguments: Any, versions: int) -> None:
+    slopes = sampler.slopes(block_s=6 * arguments.minutes)
+    assert sampler.metrics is not None, "looked at least once"
+    swaps = sampler.metrics.total("slipstream_swaps_total", outcome="installed")
+    dropped = sampler.metrics.total("slipstream_traces_dropped_total")
+    rows: list[tuple[str, object]] = [("", f"{'median':>10}  {'an hour':>10}  95% interval")]
+    targets = [Target("failed_requests", load.num_failed, 0, at_least=False)]
+    for name, found in slopes.items():
+        series = sampler.series[name]
+        told = f"{found.level:10.2f}  {found.per_hour:+10.2f}  {found.lower:+.2f} … {found.upper:+.2f} {series.unit}"
+        rows.append((name, told))
+        bound = series.tolerance * found.level
+        title = f"{name.lower().replace(' ', '_')}_growth_lower_bound"
+        targets.append(Target(title, found.lower, bound, at_least=False))
+    rows += [
+        ("requests", f"{load.num_sent}, of which {load.num_left} clients left in the middle"),
+        ("requests a second", round(load.num_sent / (60 * arguments.minutes), 2)),
+        ("draft versions, swaps", f"{versions}, {swaps:.0f}"),
+        ("traces dropped", f"{dropped:.0f}"),
+    ]
+    document = {
+        "model": arguments.model,
+        "minutes": arguments.minutes,
+        "rate": arguments.rate,
+        "requests": load.num_sent,
+        "left": load.num_left,
+        "failed": load.num_failed,
+        "draft_versions": versions,
+        "swaps": swaps,
+        "traces_dropped": dropped,
+        "slopes_per_hour": {name: found.to_dict() for name, found in slopes.items()},
+    }
+    finish(rows, targets, document, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The gateway as a stranger meets it: every documented operation with generated requests, and every other path."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import requests
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import APIOperation, Case, GenerationMode
+
+from serving.gateway.server import serve
+from tests.hostile.bodies import Body
+from tests.hostile.judge import DEADLINE_S, FailureError, Outcome, Tally
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "FOO")
+_HEADER_NAMES = ("accept", "accept-encoding", "content-encoding", "content-type", "origin", "traceparent", "x-a")
+_HEADER_NAMES += ("authorization", "host", "range", "if-none-match", "x-forwarded-for", "x-request-id", "connection")
+_VISIBLE = st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"), min_size=1)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the gateway is, and the keys that open it."""
+
+    url: str
+    keys: tuple[str, ...]
+    openapi: dict[str, Any]
+
+
+@contextmanager
+def running(app: FastAPI, *keys: str) -> Iterator[Site]:
+    """The app on a real port, served by another thread."""
+    started, ending = threading.Event(), threading.Event()
+    url: list[str] = []
+
+    async def run() -> None:
+        async with serve(app, port=0, grace_s=1) as server:
+            url.append(server.url)
+            started.set()
+            await asyncio.to_thread(ending.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert started.wait(20), "the gateway did not start"
+        yield Site(url[0], keys, app.openapi())
+    finally:
+        ending.set()
+        thread.join()
+
+
+def operations(site: Site) -> list[APIOperation[Any, Any, Any]]:
+    return [found.ok() for found in schemathesis.openapi.from_dict(site.openapi).get_all_operations()]
+
+
+def authorisations(site: Site) -> st.SearchStrategy[str | None]:
+    """None, one of the keys, or something that only looks like one; with a key more often than not."""
+    right = st.sampled_from([f"Bearer {key}" for key in site.keys])
+    return right | right | st.none() | st.builds("{} {}".format, st.sampled_from(["Bearer", "Basic", "b"]), _VISIBLE)
+
+
+def fuzz_operations(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> None:
+    """`count` generated requests to each operation, half of them such as the schema allows and half such as not."""
+    with requests.Session() as session:
+        for operation in operations(site):
+            for mode in GenerationMode:
+                # An operation without parameters and body has no request that its schema forbids.
+                with suppress(Unsatisfiable):
+                    _fuzz(operation, mode, site, session, tally, count=count // 2, fixed_seed=fixed_seed)
+
+
+def _fuzz(
+    operation: APIOperation[Any, Any, Any],
+    mode: GenerationMode,
+    site: Site,
+    session: requests.Session,
+    tally: Tally,
+    *,
+    count: int,
+    fixed_seed: int,
+) -> None:
+    @seed(fixed_seed)
+    @_quietly(count)
+    @given(case=operation.as_strategy(generation_mode=mode), key=authorisations(site))
+    def one(case: Case, key: str | None) -> None:
+        headers = {} if key is None else {"authorization": key.encode("latin-1")}
+
+        def attempt() -> Outcome:
+            response = case.call(base_url=site.url, session=session, headers=headers, timeout=DEADLINE_S)
+            return judged(response.status_code, response.content, str(operation.label))
+
+        tally.take(f"{operation.label} {case.body!r}"[:300], attempt)
+
+    one()
+
+
+def _quietly(count: int) -> settings:
+    """Generate only: what fails is counted, and not shrunk."""
+    return settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def fuzz_paths(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> None:
+    """Any method on any path, known and unknown ones and mixtures, with any headers."""
+    known = sorted({*site.openapi["paths"], "/", "/page/index.html", "/openapi.json", "/docs", "/admin", "/v1"})
+    piece = st.sampled_from(sorted({part for path in known for part in path.split("/")})) | _VISIBLE
+    paths = st.sampled_from(known) | st.lists(piece, max_size=6).map(lambda pieces: "/" + "/".join(pieces))
+    headers = st.dictionaries(st.sampled_from(_HEADER_NAMES), _VISIBLE, max_size=4)
+    with httpx.Client(base_url=site.url, timeout=DEADLINE_S) as client:
+
+        @seed(fixed_seed)
+        @_quietly(count)
+        @given(st.sampled_from(_METHODS), paths, headers, authorisations(site), st.binary(max_size=60))
+        def one(method: str, path: str, sent: dict[str, str], key: str | None, body: bytes) -> None:
+            keyed = {} if key is None else {"authorization": key}
+
+            def attempt() -> Outcome:
+                raw = {name: value.encode("latin-1") for name, value in {**sent, **keyed}.items()}
+                try:
+                    request = client.build_request(method, site.url + path, headers=raw, content=body)
+                    response = client.send(request)
+                except (httpx.InvalidURL, httpx.LocalProtocolError, httpx.UnsupportedProtocol):
+                    return "the client library refuses to send it"
+                except httpx.RemoteProtocolError:
+                    return "closed"
+                return judged(response.status_code, response.content, f"{method} {path}")
+
+            tally.take(f"{method} {path}", attempt)
+
+        one()
+
+
+def send_bodies(site: Site, tally: Tally, path: str, bodies: Iterable[Body]) -> None:
+    """With the first of the keys."""
+    with httpx.Client(base_url=site.url, timeout=DEADLINE_S) as client:
+        for name, raw, headers in bodies:
+
+            def attempt(raw: bytes = raw, headers: dict[str, str] = headers) -> Outcome:
+                sent = {"content-type": "application/json", "authorization": f"Bearer {site.keys[0]}", **headers}
+                try:
+                    response = client.post(path, content=raw, headers=sent)
+                except (httpx.WriteError, httpx.RemoteProtocolError):
+                    return "closed"
+                return judged(response.status_code, response.content, path)
+
+            tally.take(f"{path} {name}", attempt)
+
+
+def judged(status: int, content: bytes, what: str) -> Outcome:
+    """The status; raises FailureError for a server error, and for an answer that is cut off by one."""
+    if status >= 500:
+        raise FailureError(f"{what} was answered with {status}: {content[:200]!r}")
+    if b"internal_error" in content:
+        raise FailureError(f"{what} broke off: {content[-200:]!r}")
+    return str(status)

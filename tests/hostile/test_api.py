@@ -1,0 +1,64 @@
+"""No stranger makes a server error or a hang; a small share of what benchmarks/bad_inputs.py sends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+
+from tests.doubles import DoubleEngine
+from tests.hostile import api, bodies, wire
+from tests.hostile.judge import Tally
+from tests.hostile.site import API_KEY, KEYS, full_app
+
+
+@pytest.fixture
+def engine() -> DoubleEngine:
+    return DoubleEngine()
+
+
+@pytest.fixture
+def site(tmp_path: Path, redis_client: redis.Redis, engine: DoubleEngine) -> Iterator[api.Site]:
+    with api.running(full_app(tmp_path, redis_client, engine), *KEYS) as site:
+        yield site
+
+
+def test_generated_requests_to_every_documented_operation(site: api.Site) -> None:
+    tally = Tally("documented operations")
+    api.fuzz_operations(site, tally, count=4)
+    tally.check()
+    # The keys open something, and generated bodies are not all refused before anybody looks at them.
+    assert {"200", "400", "401"} <= tally.outcomes.keys(), tally.outcomes
+
+
+def test_any_method_on_any_path_with_any_header(site: api.Site, engine: DoubleEngine) -> None:
+    tally = Tally("paths")
+    api.fuzz_paths(site, tally, count=150)
+    tally.check()
+    assert {"404", "405"} <= tally.outcomes.keys(), tally.outcomes
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", api.GENERATING)
+def test_table_of_bodies(site: api.Site, path: str) -> None:
+    tally = Tally("bodies")
+    api.send_bodies(site, tally, path, bodies.hostile_bodies(path))
+    choose = random.Random(0).randrange
+    api.send_bodies(site, tally, path, ((str(n), bodies.mutate(path, choose), {}) for n in range(50)))
+    tally.check()
+    assert tally.outcomes.keys() <= {"200", "400", "404", "413", "415"}, tally.outcomes
+
+
+def test_bytes_on_a_socket(site: api.Site) -> None:
+    tally = Tally("socket")
+    choose = random.Random(0).randrange
+    for name, raw in {**wire.HOSTILE, **{f"mutated {n}": wire.mutate(choose) for n in range(50)}}.items():
+        tally.take(name, lambda raw=raw: wire.exchange(site.url, raw))  # type: ignore[misc]
+    tally.check()
+    assert {"200", "400", "closed"} <= tally.outcomes.keys(), tally.outcomes
+    key = {"authorization": f"Bearer {API_KEY}"}
+    assert httpx.post(site.url + wire.PATH, json=bodies.fields(wire.PATH), headers=key).status_code == 200

@@ -1,0 +1,59 @@
+"""Damaged traces and recordings, entries that somebody else put into the stream, nonsense in the pointer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from speculator.errors import StreamError
+from speculator.stream import DraftPointer, TraceStream
+from tests.hostile import traces
+from tests.hostile.judge import Tally
+
+
+def test_mutated_recordings_are_refused_or_their_damage_is_counted(tmp_path: Path) -> None:
+    tally, choose = Tally("recordings"), random.Random(0).randrange
+    path = tmp_path / "mutated.rec"
+    written = traces.recording(path, choose)
+    for number in range(60):
+        raw = traces.mutate(written, choose)
+        tally.take(str(number), lambda raw=raw: traces.read_recording(path, raw))  # type: ignore[misc]
+    tally.check()
+    assert len(tally.outcomes) > 1
+
+
+@pytest.mark.parametrize(("name", "fields"), list(traces.foreign_entries()), ids=lambda value: str(value)[:20])
+def test_an_entry_of_somebody_else_becomes_a_dead_letter(
+    redis_client: redis.Redis, name: str, fields: dict[str, Any]
+) -> None:
+    assert traces.consume(redis_client, fields) == "dead letter"
+
+
+def test_books_that_meet_an_entry_of_somebody_else_say_so_until_it_has_been_read(redis_client: redis.Redis) -> None:
+    stream = TraceStream(redis_client, traces.MODEL_KEY, max_bytes=1000)
+    stream.lag()
+    for trace_id in ("ours", "ours too"):
+        stream.append(b"x", trace_id=trace_id)
+    theirs = redis_client.xadd(traces.KEYS.ledger.traces, {"hello": "world"})
+    redis_client.xtrim(traces.KEYS.ledger.traces, minid=theirs, approximate=False)
+    with pytest.raises(StreamError, match="none of ours"):
+        stream.lag()
+    (entry,) = stream.read(10, 0)
+    stream.dead_letter(entry, "no trace")
+    assert stream.lag().dead_lettered == 1
+    stream.append(b"x", trace_id="another")
+    assert [entry.trace_id for entry in stream.read(10, 0)] == ["another"]
+
+
+def test_nonsense_where_the_pointer_stands_is_an_error_that_a_follower_expects(redis_client: redis.Redis) -> None:
+    tally = Tally("pointers")
+    for name, value in traces.odd_pointers():
+        tally.take(name, lambda value=value: traces.follow(redis_client, value))  # type: ignore[misc]
+    tally.check()
+    redis_client.set(traces.KEYS.desired_draft, "abc")
+    with pytest.raises(StreamError, match="desired_draft"):
+        DraftPointer(redis_client, traces.MODEL_KEY).published()
