@@ -49,6 +49,7 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
 from slipstream.logs import configure_logs
+from slipstream.scrape import Sample
 from speculator.errors import EngineBusyError
 from speculator.sampling import SamplingParams
 from tests.doubles import DoubleEngine
@@ -90,8 +91,8 @@ class QueuedEngine(DoubleEngine):
 
 
 def engine_of(delay_s: float, *, is_bounded: bool) -> QueuedEngine:
-    slots, places = (SLOTS, PLACES) if is_bounded else (1000, 0)
-    return QueuedEngine(slots=slots, max_waiting=max(places, 1), delay_s=delay_s)
+    slots, places = (SLOTS, PLACES) if is_bounded else (1000, 1)
+    return QueuedEngine(slots=slots, max_waiting=places, delay_s=delay_s)
 
 
 # -- the gateway, in a process of its own ------------------------------------------------------------------------
@@ -190,9 +191,8 @@ _COLUMNS = ("response-time", "Response-delay", "offset")
 
 
 def _num_asked(url: str) -> int:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    wanted = f'slipstream_gateway_requests_total{{route="{ROUTE}"'
-    return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(wanted)))
+    scraped = Sample.parse(0, httpx.get(f"{url}/metrics").text)
+    return int(scraped.total("slipstream_gateway_requests_total", route=ROUTE))
 
 
 def _body(stream: bool) -> dict[str, Any]:

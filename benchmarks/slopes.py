@@ -21,10 +21,6 @@ class Slope:
     upper: float
     level: float
 
-    def is_flat(self, tolerance_per_hour: float) -> bool:
-        """Whether no growth beyond the tolerance is shown; a fall is none."""
-        return self.lower <= tolerance_per_hour
-
     def to_dict(self) -> dict[str, float]:
         return {
             name: round(value, 4)
@@ -42,7 +38,7 @@ def slope(at_s: Sequence[float], values: Sequence[float], *, block_s: float, see
 
     The interval is that of a moving-block bootstrap of the residuals: memory and latency come in stretches, and samples
     that repeat their neighbour would make an interval from independent ones far too narrow. `block_s` is the length of
-    the blocks. Raises ValueError where the series is shorter than four blocks.
+    the blocks. Raises ValueError for fewer than 8 samples, or less time than four blocks.
     """
     every = -(-len(at_s) // _MOST_SAMPLES)
     t, y = np.asarray(at_s, float)[::every], np.asarray(values, float)[::every]

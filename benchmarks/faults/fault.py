@@ -31,9 +31,9 @@ class Fault:
     """Puts the fault in, takes it out again, and leaves the loop whole."""
     needs_small_disks: bool = False
     is_slow: bool = False
+    """Left out with --quick."""
     needs_good_draft: bool = False
     """Shows itself only where the draft in service has learnt something, which on a toy target it has not."""
-    """Left out with --quick."""
 
 
 def fault(

@@ -35,7 +35,6 @@ class Window:
     """The requests that were answered, or failed, within a stretch of time."""
 
     requests: Sequence[Request]
-    seconds: float
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -87,7 +86,7 @@ class Load:
         """What ended between two moments of `time.monotonic`; until now, where no end is given."""
         end_s = time.monotonic() if end_s is None else end_s
         ended = [request for request in tuple(self._requests) if start_s <= request.ended_s <= end_s]
-        return Window(requests=ended, seconds=end_s - start_s)
+        return Window(requests=ended)
 
     def last(self, seconds: float) -> Window:
         return self.since(time.monotonic() - seconds)

@@ -43,7 +43,8 @@ def _away(loop: Loop, fault_in_place: AbstractContextManager[None]) -> Observed:
     appended = after.appended - before.appended
     return Observed(
         told=f"{during}; p99 {during.p99_ms:.0f} ms (before {calm.p99_ms:.0f}); {waiting:.0f} traces waited, "
-        f"{after.dropped - before.dropped:.0f} dropped, {appended:.0f} appended in all, 0 lost; "
+        f"{after.dropped - before.dropped:.0f} dropped, {appended:.0f} appended in all, "
+        f"{after.lag.lost - before.lag.lost} lost; "
         f"trained on after {resumed_s:.1f} s",
         checks={
             "no request failed": during.num_failed == 0 and len(during.requests) > 0,

@@ -30,7 +30,7 @@ class WaitingQueue:
     def __contains__(self, sample: Sample) -> bool:
         return sample.sample_id in self._tickets
 
-    def num_bound(self, engine: str | None) -> int:
+    def num_bound(self, engine: str) -> int:
         """How many wait for this engine alone."""
         return self._counts[engine]
 

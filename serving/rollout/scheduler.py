@@ -183,10 +183,6 @@ class Scheduler:
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
     def counts(self) -> Counter[State]:
         return Counter(sample.state for group in self._groups.values() for sample in group.samples)
 
@@ -308,5 +304,5 @@ class Scheduler:
             engine = self._leave(sample)
             stop = None if state is State.FINISHED else (engine, sample.lease)
         self._queue.discard(sample)
-        sample.state, sample.end_reason, sample.engine = state, reason, None
+        sample.state, sample.engine = state, None
         return Ended(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)

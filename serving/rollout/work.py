@@ -87,7 +87,6 @@ class Sample:
     """The number of its newest lease: no other may report."""
     target_version: int | None = None
     """The newest target when its first token was asked for."""
-    end_reason: EndReason | None = None
 
     @property
     def sample_id(self) -> SampleId:

@@ -101,6 +101,13 @@ class DepthControl:
         """The draft need not read what this step commits."""
         return self._policy is not None and self._dormancy.is_asleep
 
+    def reads_prompt_of(self, requests: list[Any]) -> bool:
+        """Whether the draft reads a prefill of these requests; where it does not, they go cold."""
+        reads = self._policy is None or self._dormancy.reads_prompts
+        if not reads:
+            self._dormancy.mark(requests)
+        return reads
+
     def started(self) -> None:
         """A step begins."""
         self._clock.start()

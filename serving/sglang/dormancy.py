@@ -4,6 +4,9 @@ At depth 0 SGLang's draft still reads every committed token, so that it could pr
 learnt nothing, or that has not paid for a while, sleeps instead. What a request commits meanwhile the draft never
 reads, so requests that ran while it slept are cold: they may be drafted for, with little hope, and say nothing about
 how good the draft is. A new version wakes it, and so does time, to have a look at requests that are fresh.
+
+One that has learnt nothing reads no prompts, either: keys and values of random weights are of no use to the version
+that comes after. One that has learnt goes on reading them, since time may wake it at any step.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ class Dormancy:
         self._is_fresh = self.is_asleep = is_fresh
         self._steps = 0
 
+    @property
+    def reads_prompts(self) -> bool:
+        return not self._is_fresh
+
     def step(self, wanted_depth: int) -> None:
         """A decode step for which the policy wants this depth."""
         self._steps = self._steps + 1 if self.is_asleep or wanted_depth == 0 else 0
@@ -37,10 +44,9 @@ class Dormancy:
         self._steps = 0
 
     def mark(self, requests: list[Any]) -> None:
-        """Requests that decode now; while the draft sleeps they go cold."""
-        if self.is_asleep:
-            for request in requests:
-                setattr(request, _COLD, True)
+        """Requests whose tokens the draft does not read now: they go cold."""
+        for request in requests:
+            setattr(request, _COLD, True)
 
     @staticmethod
     def is_cold(request: Any) -> bool:

@@ -35,10 +35,12 @@ PREFILL = Target(f"{_EAGLE}._forward_prefill_batch", ("self", "batch"))
 VERIFY = Target(f"{_EAGLE}.verify", ("self", "batch"))
 VERIFIED = Target(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
 DRAFT = Target(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
-EXTEND_PREFILL = Target(f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch"))
+EXTEND_PREFILL = Target(
+    f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
+)
 EXTEND_DECODE = Target(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
 SKIP_EXTEND = Target(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
-"""Called, not hooked: what SGLang puts in the place of the draft's catch-up."""
+"""Called, not hooked: what SGLang puts in the place of the draft's reading."""
 TREE = Target(f"{_WORKER}.organize_draft_results", ("score_list",))
 EXTEND_GRAPH = Target(
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",

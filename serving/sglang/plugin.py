@@ -44,7 +44,7 @@ def _hook(settings: PluginSettings) -> None:
     add(hooks.VERIFY, _around_verify, "around")
     add(hooks.VERIFIED, _around_verified, "around")
     add(hooks.DRAFT, _around_draft, "around")
-    add(hooks.EXTEND_PREFILL, _after_extend_prefill, "after")
+    add(hooks.EXTEND_PREFILL, _around_extend_prefill, "around")
     add(hooks.EXTEND_DECODE, _around_extend_decode, "around")
     add(hooks.TREE, _after_tree, "after")
     add(hooks.EXTEND_GRAPH, _after_extend_graph, "after")
@@ -94,13 +94,16 @@ def _around_draft(run: Any, draft: Any, forward_batch: Any) -> Any:
     return _runtimes[id(draft)].probe.around_draft(lambda: run(draft, forward_batch))
 
 
+def _around_extend_prefill(
+    run: Any, draft: Any, batch: Any, hidden: Any, next_tokens: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return _runtimes[id(draft)].read_prompt(
+        lambda: run(draft, batch, hidden, next_tokens, *args, **kwargs), batch, next_tokens
+    )
+
+
 def _around_extend_decode(run: Any, draft: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
     return _runtimes[id(draft)].catch_up(lambda: run(draft, batch, result, *args, **kwargs), batch, result)
-
-
-def _after_extend_prefill(result: Any, draft: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    if not batch.forward_mode.is_idle():
-        _runtimes[id(draft)].probe.saw_extended(batch.req_pool_indices)
 
 
 def _after_extend_graph(result: Any, *args: Any, **kwargs: Any) -> None:

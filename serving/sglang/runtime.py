@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -178,6 +179,23 @@ class EngineRuntime:
         if not batch.forward_mode.is_idle():
             self.probe.saw_extended(batch.req_pool_indices)
         return caught_up
+
+    def read_prompt(self, run: Callable[[], Any], batch: Any, next_tokens: torch.Tensor) -> Any:
+        """The draft reads what a prefill has computed, unless there is nothing to gain from it."""
+        is_idle = batch.forward_mode.is_idle()
+        if not is_idle and not self.depth.reads_prompt_of(batch.reqs):
+            return self._unread(batch, next_tokens)
+        read = run()
+        if not is_idle:
+            self.probe.saw_extended(batch.req_pool_indices)
+        return read
+
+    def _unread(self, batch: Any, next_tokens: torch.Tensor) -> Any:
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        unread = EagleDraftInput(bonus_tokens=next_tokens, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
+        self._worker._stub_skipped_draft_extend(batch, SimpleNamespace(next_draft_input=unread))
+        return unread
 
     def released(self, request: Any) -> None:
         if self._capture is not None:

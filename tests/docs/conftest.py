@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.docs.commands import fenced
 from tests.docs.workshop import Workshop, start
 from tests.serving.gateway.keyfile import KeyFile
 from tests.toy import make_toy_model
-from tests.waiting import wait_until
+from tests.waiting import url_in, wait_until
 
 NUM_ANSWERS = 6
 
@@ -44,10 +43,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
         log = folder / "gateway.log"
         words = [*made.meant(served)[1:], "--port", "0"]
         start(folder, log, words, {**os.environ, **made.environment}, running)
-        wait_until(lambda: '"url"' in log.read_text(), timeout_s=90)
-        found = re.search(r'"url": "([^"]+)"', log.read_text())
-        assert found is not None
-        made.gateway_url = found[1]
+        made.gateway_url = url_in(log)
         _answer(made.gateway_url)
         _write_versions(DraftStore(folder / "drafts"), target_fingerprint(model))
         _record(made, folder / "traffic.rec")

@@ -142,7 +142,7 @@ def exchange(url: str, raw: bytes) -> Outcome:
         try:
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)
-        except (ConnectionError, BrokenPipeError):
+        except ConnectionError:
             pass  # It has seen enough and closed: there may still be an answer.
         answer = _read(connection)
     statuses = [line.split(b" ")[1].decode() for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]

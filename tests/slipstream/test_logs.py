@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import structlog
 
 from slipstream.logs import HANDLER, configure_logs
 from speculator.errors import ConfigError
-from tests.waiting import wait_until
+from tests.waiting import url_in, wait_until
 
 MARKER = "xyzzyprompt"
 
@@ -131,12 +130,10 @@ def test_no_text_of_a_request_reaches_anything_but_its_trace(
             stdout=output, stderr=output, env=environment,
         )  # fmt: skip
     try:
-        wait_until(lambda: '"url"' in log.read_text(), timeout_s=90)
-        found = re.search(r'"url": "([^"]+)"', log.read_text())
-        assert found is not None
-        responses, answers = _talk(found[1])
-        wait_until(lambda: "slipstream_traces_appended_total 2.0" in httpx.get(f"{found[1]}/metrics").text)
-        metrics = httpx.get(f"{found[1]}/metrics").text
+        url = url_in(log)
+        responses, answers = _talk(url)
+        wait_until(lambda: "slipstream_traces_appended_total 2.0" in httpx.get(f"{url}/metrics").text)
+        metrics = httpx.get(f"{url}/metrics").text
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

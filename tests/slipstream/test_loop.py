@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from slipstream.scrape import Sample
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.store import DraftStore
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
-from tests.waiting import wait_until
+from tests.waiting import url_in, wait_until
 
 
 @contextlib.contextmanager
@@ -47,11 +46,6 @@ def _metrics(url: str) -> Sample:
     return Sample.parse(0, httpx.get(f"{url}/metrics").text)
 
 
-def _url(log: Path) -> str | None:
-    found = re.search(r'"url": "([^"]+)"', log.read_text()) if log.exists() else None
-    return found[1] if found else None
-
-
 def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_model: Path, tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "redis") as redis:
         common = ("--model", toy_model, "--redis-url", redis.url, "--store", tmp_path / "drafts")
@@ -61,8 +55,7 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_mod
         serve = (*serve, "--vocab-from", tmp_path / "texts.jsonl")
         serve_log, train_log = tmp_path / "serve.log", tmp_path / "train.log"
         with _process(serve_log, *serve) as server:
-            wait_until(lambda: _url(serve_log), timeout_s=90)
-            url = _url(serve_log) or ""
+            url = url_in(serve_log)
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
             def ask(number: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from speculator.stream import DraftPointer
 from tests.serving.sglang_client.conftest import fake_install, started
 from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang_client.test_launcher import is_running
-from tests.waiting import wait_until
+from tests.waiting import url_in, wait_until
 
 __all__ = ["fake_install"]
 
@@ -55,13 +54,6 @@ def serve(
                 process.wait(30)
 
     return run
-
-
-def url_in(log: Path) -> str:
-    wait_until(lambda: '"url"' in log.read_text(), timeout_s=60)
-    found = re.search(r'"url": "([^"]+)"', log.read_text())
-    assert found is not None
-    return found[1]
 
 
 def test_from_an_empty_store_to_answers_and_back(

@@ -53,6 +53,21 @@ def test_a_fresh_draft_is_never_run_until_there_is_another_version() -> None:
     assert {step(control, requests(2)) for _ in range(30)} == {0, 1, 3}
 
 
+def test_prompts_that_only_random_weights_could_read_are_not_read_and_leave_requests_cold() -> None:
+    seen: list[WatchedRound] = []
+    control, unread = make_control(is_fresh=True, seen=seen), requests(1)
+    assert not control.reads_prompt_of(unread)
+    control.renewed(2)
+    assert control.reads_prompt_of(requests(1))
+    while step(control, unread, accepts=True) == 0:
+        pass
+    assert not seen[-1].verifications
+    asleep = make_control()
+    while not asleep.is_asleep:
+        step(asleep, requests(1))
+    assert asleep.reads_prompt_of(requests(1)), "it may be woken at any step"
+
+
 def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
     control, batch = make_control(), requests(1)
     steps = 0
