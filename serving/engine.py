@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 from speculator.sampling import SamplingParams
@@ -78,6 +79,16 @@ class SwapReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetReport:
+    """How a new version of the target came into service."""
+
+    version: int
+    previous: int
+    stall_ms: float
+    """Time that the decode loop spent on it; 0 where the engine moves its target by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineHealth:
     alive: bool
     ready: bool
@@ -128,6 +139,21 @@ class DraftHost(Protocol):
         """Draft at most `depth` proposals a round from the next round on; 0 turns drafting off."""
 
     def health(self) -> EngineHealth: ...
+
+
+class MovesTarget(Protocol):
+    """Serves a target whose weights change while it serves, as in RL. Version 0 is the one that it started with."""
+
+    @property
+    def target_version(self) -> int: ...
+
+    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+        """From now on the target is of this version: that of the weights in `folder`, or, where somebody else moves the
+        weights, of those that are in place already. Blocks the calling thread, never the decode loop.
+
+        Raises RequestError where this engine needs a folder or cannot use one, TargetError for weights that it cannot
+        serve, and EngineError; the target in service then stays.
+        """
 
 
 class Engine(DraftHost, Protocol):

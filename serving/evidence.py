@@ -58,6 +58,7 @@ class WatchedRound(NamedTuple):
     verifications: tuple[Verification, ...]
     is_timed: bool = True
     """False where proposals of others were verified, too: what it took and committed then says nothing of the draft."""
+    target_version: int = 0
 
 
 class Moments(NamedTuple):

@@ -19,6 +19,7 @@ def make_header(
     first_position: int,
     engine_id: str,
     target_fingerprint: str,
+    target_version: int,
 ) -> TraceHeader:
     """A header with a new trace id, created now; `first_position` is the absolute one of the span's first token."""
     return TraceHeader(
@@ -26,6 +27,7 @@ def make_header(
         request_id=request_id,
         engine_id=engine_id,
         target_fingerprint=target_fingerprint,
+        target_version=target_version,
         num_prompt_tokens=num_prompt_tokens,
         first_position=first_position,
         created_ms=time.time_ns() // 1_000_000,

@@ -156,6 +156,8 @@ class DraftFollower:
         watch = self._watch
         if watch is None:
             return
+        while watch.target_moved():
+            self._withdraw("the target has moved")
         version = watch.watched
         if version is None:
             self._look_back(watch)

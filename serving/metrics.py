@@ -33,11 +33,12 @@ VERIFIED_TOKENS = (
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
-TARGET_UNCHANGED = "slipstream_target_unchanged", "1 while the target's weights are those of the start"
+TARGET_UNCHANGED = "slipstream_target_unchanged", "1 while the target's weights are those of the start, or announced"
 
 _GROUPS_LAST_S = 5.0
 """With 32 groups their speedups take some 25 ms to compute, and the live page looks once a second."""
 _STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_TARGET_STALL_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class EngineMetrics:
@@ -121,6 +122,34 @@ class EngineMetrics:
             for position in range(num_proposed):
                 self.proposals.labels(source, str(position + 1)).inc()
                 self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
+
+
+class TargetMetrics:
+    """Of a target that moves."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.version = Gauge(
+            "slipstream_target_version", "Version of the target in service; 0 is that of the start", registry=registry
+        )
+        self.moves = Counter(
+            "slipstream_target_moves",
+            "Announced targets by outcome: installed, refused",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("installed", "refused"):
+            self.moves.labels(outcome)
+        self.stall = Histogram(
+            "slipstream_target_stall_seconds",
+            "Decode time lost to a new target; 0 where the engine moves it by itself",
+            registry=registry,
+            buckets=_TARGET_STALL_BUCKETS_S,
+        )
+
+    def installed(self, version: int, stall_s: float) -> None:
+        self.version.set(version)
+        self.moves.labels("installed").inc()
+        self.stall.observe(stall_s)
 
 
 class ServingCollector(Collector):

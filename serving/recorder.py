@@ -128,6 +128,11 @@ class TraceRecorder:
         with self._changed:
             self._is_distrusted = True
 
+    def trust(self) -> None:
+        """The target has been announced anew: take traces again."""
+        with self._changed:
+            self._is_distrusted = False
+
     def forget(self, tenants: Collection[str]) -> None:
         """Drop what is queued of these tenants. After it has returned, nothing of theirs that was submitted before is
         written any more.

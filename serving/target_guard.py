@@ -1,8 +1,9 @@
-"""Whether the target's weights are still those of the start: nothing of ours writes to them, and this would notice.
+"""Whether the target's weights are still those of the start, or those announced last: this would notice if not.
 
 What an engine says is the target's own text only as long as they are. So when they have changed, by whatever it was,
 the engine says so in its metrics and in its reports, which stops the trainer's publishing (trainer/rollback.py), and
-its traces are no longer recorded: they would teach drafts another model. Only a restart ends that.
+its traces are no longer recorded: they would teach drafts another model. Only a restart ends that, or a new target that
+is announced (serving/targets.py): its weights are the new truth.
 
 Looked at after every swap, and now and then besides. A look reads every weight once.
 """
@@ -10,8 +11,10 @@ Looked at after every swap, and now and then besides. A look reads every weight 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,36 +23,56 @@ from speculator.errors import type_and_place
 
 LOOK_INTERVAL_S = 600.0
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
 class TargetGuard:
-    """A checksum over all weights; used by the draft follower's thread, read by any."""
+    """A checksum over all weights; for any thread."""
 
     def __init__(
         self,
         weights: Callable[[], Iterable[Tensor]],
         *,
         on_change: Callable[[], object] = lambda: None,
+        on_renewal: Callable[[], object] = lambda: None,
         interval_s: float = LOOK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`weights` gives the same tensors in the same order each time; `on_change` is called once."""
-        self._weights, self._on_change = weights, on_change
+        """`weights` gives the same tensors in the same order each time; `on_change` is called when they have
+        changed, once, and `on_renewal` when another target takes the place of one that had.
+        """
+        self._weights, self._on_change, self._on_renewal = weights, on_change, on_renewal
         self._interval_s, self._clock = interval_s, clock
-        self._checksum = self._compute()
+        # A target that is just being moved is not looked at.
+        self._lock = threading.Lock()
+        self._checksum: int | None = self._compute()
+        """None where there was no memory to look at a target that had moved: the next look takes it as it is."""
         self._looked_s = clock()
         self.is_unchanged = True
 
     def look(self) -> bool:
         """Compare now; once they were changed they stay so. Where there is no memory for it, what was known stands."""
+        with self._lock:
+            return self._look()
+
+    def move(self, change: Callable[[], T]) -> T:
+        """Let `change` move the target, and take the weights that it leaves for the right ones."""
+        with self._lock:
+            result = change()
+            self._checksum = self._try_to_compute()
+            was_changed, self.is_unchanged = not self.is_unchanged, True
+        if was_changed:
+            self._on_renewal()
+        return result
+
+    def _look(self) -> bool:
         self._looked_s = self._clock()
-        try:
-            is_same = self._compute() == self._checksum
-        except RuntimeError as error:
-            log.warning("the target's weights could not be looked at: %s", type_and_place(error))
-            return self.is_unchanged
-        if self.is_unchanged and not is_same:
+        found = self._try_to_compute()
+        if self._checksum is None:
+            self._checksum = found
+        if self.is_unchanged and found not in (None, self._checksum):
             self.is_unchanged = False
             log.critical("the target's weights have changed: the text can no longer be trusted, restart the engine")
             self._on_change()
@@ -58,6 +81,13 @@ class TargetGuard:
     def look_at_times(self) -> bool:
         """What is known; compares where the last time is long ago."""
         return self.look() if self._clock() - self._looked_s >= self._interval_s else self.is_unchanged
+
+    def _try_to_compute(self) -> int | None:
+        try:
+            return self._compute()
+        except RuntimeError as error:
+            log.warning("the target's weights could not be looked at: %s", type_and_place(error))
+            return None
 
     def _compute(self) -> int:
         total = 0

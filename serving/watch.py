@@ -26,6 +26,11 @@ The baseline is what the version in service has earned lately. A version that is
 brings its own: the incumbent's would be too easy a measure for the next. One that passes for as good shares the pool
 with those before it: a chain of versions, each a little worse than the last but none of them by enough, is compared
 with the pool and not with the last one, so it cannot creep far.
+
+When the target moves, nothing that was known of any version holds: a draft may accept less because it is worse, or
+because its target is another. So the record begins anew and a trial ends without a verdict; the version stays. A target
+that keeps moving may never let an incumbent be known: then a newer version is tried after `patience_s` all the same. It
+has the gate behind it, and the trainer's second look ahead (trainer/review.py), which both ask about the newest target.
 """
 
 from __future__ import annotations
@@ -114,6 +119,10 @@ class LiveWatch:
         self._returned: tuple[AcceptComparison, float] | None = None
         """After a rollback: the incumbent against its own past, and the change for which the other went."""
         self._waiting_since_s: float | None = None
+        self._target_version = 0
+        self._of_next_target: WatchedRound | None = None
+        self._has_moved = False
+        """Since the incumbent was last known well enough."""
 
     def observe(self, round_: WatchedRound) -> None:
         self._arrived.append(round_)
@@ -134,6 +143,19 @@ class LiveWatch:
         self._trial = self._returned = self._waiting_since_s = None
         self._baseline = Evidence(version)
 
+    def target_moved(self) -> bool:
+        """Whether rounds of another target have come: the record of the version in service then begins anew."""
+        self._drain()
+        first, self._of_next_target = self._of_next_target, None
+        if first is None:
+            return False
+        self._target_version, self._has_moved = first.target_version, True
+        in_service = self._baseline.version if self._trial is None else self._trial.evidence.version
+        self._trial = self._returned = None
+        self._baseline = Evidence(in_service)
+        self._take(self._placed(first))
+        return True
+
     def expect(self) -> None:
         """Some newer version waits to be tried; it may be replaced by a newer one still."""
         if self._waiting_since_s is None:
@@ -145,12 +167,13 @@ class LiveWatch:
         rules = self.rules
         waited_s = 0.0 if self._waiting_since_s is None else self._clock() - self._waiting_since_s
         if self.baseline_verifications >= rules.min_baseline and self._baseline.error() <= rules.baseline_error:
+            self._has_moved = False
             return True
         if self._is_idle(self._baseline):
             return True
         if waited_s < rules.patience_s:
             return False
-        return self.baseline_verifications >= rules.min_baseline
+        return self._has_moved or self.baseline_verifications >= rules.min_baseline
 
     def begin(self, version: int) -> None:
         """A new version is in service, on trial."""
@@ -280,15 +303,21 @@ class LiveWatch:
         return Verdict(outcome=outcome, reason=reason, numbers=numbers, is_better=is_better)
 
     def _drain(self) -> None:
-        while self._arrived:
+        """Up to the first round of another target."""
+        while self._arrived and self._of_next_target is None:
             round_ = self._arrived.popleft()
-            placed = round_._replace(
-                verifications=tuple(
-                    verification._replace(stratum=self._strata.place(verification.stratum))
-                    for verification in round_.verifications
-                )
+            if round_.target_version == self._target_version:
+                self._take(self._placed(round_))
+            else:
+                self._of_next_target = round_
+
+    def _placed(self, round_: WatchedRound) -> WatchedRound:
+        return round_._replace(
+            verifications=tuple(
+                verification._replace(stratum=self._strata.place(verification.stratum))
+                for verification in round_.verifications
             )
-            self._take(placed)
+        )
 
     def _take(self, round_: WatchedRound) -> None:
         """A round of a version that is neither in service nor on trial was launched before the swap."""

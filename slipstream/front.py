@@ -13,18 +13,20 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer
 from serving.gateway.upstream import Upstream
+from serving.metrics import TargetMetrics
 from serving.sglang.client import SglangClient
 from serving.sglang.collector import SglangCollector
+from serving.targets import TargetDesk
 from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError
 
 
 def check_settings(settings: GatewaySettings) -> None:
     """Raises ConfigError for a setting that has no effect in front of SGLang."""
-    for name in ("default_max_tokens", "max_prompt_tokens"):
+    for name in ("default_max_tokens", "max_prompt_tokens", "targets_dir"):
         if name in settings.model_fields_set:
             variable = f"{ENV_PREFIX}{name.upper()}"
-            raise ConfigError(f"{variable} is for --engine local, SGLang has a limit of its own: unset it")
+            raise ConfigError(f"{variable} is for --engine local, SGLang has its own way: unset it")
 
 
 async def serve_in_front(
@@ -42,7 +44,8 @@ async def serve_in_front(
         collector(registry=registry)
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
     upstream = Upstream(url)
-    app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts)
+    targets = TargetDesk(client, TargetMetrics(registry), folder=None)
+    app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets)
     try:
         await serve_until_signal(
             GatewayServer(app, listener), model=client.info.model, draft_version=client.draft_version, beside=beside

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from serving.engine import EngineHealth
 from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.hotswap import SwapLog
-from serving.metrics import EngineMetrics, ServingCollector, VerdictCollector
+from serving.metrics import EngineMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.recorder import RecorderStats
 from serving.sglang.client import EngineReport
 from serving.sglang.collector import SglangCollector
@@ -47,6 +47,7 @@ UNITS = {
     "rounds": "rounds",
     "verifications": "verifications",
     "swaps": "swaps",
+    "moves": "moves",
     "verdicts": "trials",
     "reviews": "versions",
     "requests": "requests",
@@ -89,7 +90,7 @@ LABELS = {
     "status": "HTTP status codes that the gateway sends; 499: the client left",
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
     "`personal_email`, `personal_card`, `personal_iban`, `personal_phone`; with SGLang also `budget`, "
-    "`aborted`, `retracted`, `nothing_computed`, `inconsistent`",
+    "`aborted`, `retracted`, `nothing_computed`, `inconsistent`, `target_moved`",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`",
     "set": "`held_out`, `golden`",
@@ -213,6 +214,8 @@ def _registries() -> dict[str, CollectorRegistry]:
     registries[LOCAL].register(ServingCollector(SpeedupMeter(), lambda: recorder))
     registries[LOCAL].register(VerdictCollector(SwapLog))
     registries[SGLANG].register(SglangCollector(lambda: EngineReport.parse({}), lambda: 0))
+    for name in (LOCAL, SGLANG):
+        TargetMetrics(registries[name])
     TrainerMetrics(registries[TRAINER])
     return registries
 

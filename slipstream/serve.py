@@ -25,11 +25,12 @@ from serving.hotswap import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
-from serving.metrics import EngineMetrics, ServingCollector, VerdictCollector
+from serving.metrics import EngineMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
 from serving.target_guard import TargetGuard
+from serving.targets import TargetDesk
 from serving.watch import LiveWatch
 from slipstream.exposure import check_exposure
 from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
@@ -97,7 +98,11 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         watch = LiveWatch(version)
         target = _load_target(config)
         engine = _build_engine(options, store, target, version, fingerprint, registry, recorder, watch)
-        guard = TargetGuard(target.weights, on_change=partial(_target_changed, engine, recorder))
+        guard = TargetGuard(
+            target.weights,
+            on_change=partial(_target_changed, engine, recorder),
+            on_renewal=partial(_target_renewed, engine, recorder),
+        )
         engine.start()
         opened.callback(engine.stop)
         privacy = _privacy(engine, recorder, Erasures(opened.enter_context(connect(options.redis_url)), key), options)
@@ -106,7 +111,11 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             pointer,
             engine_id=config.engine_id,
             on_swap=lambda report: guard.look(),
-            status=lambda: {"target_ok": int(guard.look_at_times()), **privacy.look()},
+            status=lambda: {
+                "target_ok": int(guard.look_at_times()),
+                "target_version": engine.target_version,
+                **privacy.look(),
+            },
             watch=watch,
             lifecycle=store.lifecycle,
         )
@@ -114,7 +123,9 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         follower.start()
         opened.callback(follower.stop)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        server = GatewayServer(create_app(engine, settings=settings, registry=registry, drafts=drafts), listener)
+        targets = TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir, around=guard.move)
+        app = create_app(engine, settings=settings, registry=registry, drafts=drafts, targets=targets)
+        server = GatewayServer(app, listener)
         asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
 
 
@@ -193,6 +204,12 @@ def _target_changed(engine: LocalEngine, recorder: TraceRecorder | None) -> None
     engine.metrics.target_unchanged.set(0)
     if recorder is not None:
         recorder.distrust()
+
+
+def _target_renewed(engine: LocalEngine, recorder: TraceRecorder | None) -> None:
+    engine.metrics.target_unchanged.set(1)
+    if recorder is not None:
+        recorder.trust()
 
 
 def _close_recorder(recorder: TraceRecorder) -> None:

@@ -134,17 +134,21 @@ def target_fingerprint(model_dir: Path) -> str:
 
     Raises ConfigError when the folder has no safetensors model.
     """
-    config = _read_config(model_dir)
     digest = hashlib.sha256()
-    essentials = {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
-    digest.update(json.dumps(essentials, sort_keys=True).encode())
-    for path in sorted(set(_weight_files(model_dir).values())):
+    digest.update(json.dumps(target_essentials(model_dir), sort_keys=True).encode())
+    for path in sorted(set(weight_files(model_dir).values())):
         try:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise ConfigError(f"cannot read the target's weights: {error}") from error
     return digest.hexdigest()
+
+
+def target_essentials(model_dir: Path) -> dict[str, Any]:
+    """What config.json says about the computation. Raises ConfigError where it cannot be read."""
+    config = _read_config(model_dir)
+    return {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
 
 
 def model_name(model_dir: Path) -> str:
@@ -169,7 +173,7 @@ def read_target_tensor(model_dir: Path, name: str) -> Tensor:
 
     Raises ConfigError when the target does not have it.
     """
-    files = _weight_files(model_dir)
+    files = weight_files(model_dir)
     if name == _LM_HEAD and name not in files:
         name = _EMBEDDING
     if name not in files:
@@ -190,8 +194,8 @@ def _read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
-def _weight_files(model_dir: Path) -> dict[str, Path]:
-    """The file of every tensor, for one file and for several with an index."""
+def weight_files(model_dir: Path) -> dict[str, Path]:
+    """The file of every tensor, for one file and for several with an index. Raises ConfigError."""
     try:
         index = model_dir / "model.safetensors.index.json"
         if index.exists():

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from speculator.errors import TraceError, UnknownSchemaError
+from speculator.errors import TraceError
 from speculator.model import NUM_AUX_LAYERS
 from speculator.sampling import SamplingParams
-from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, TraceHeader, VerifyRounds, check_trace
+from speculator.trace import MAX_TOP_K, Trace, TraceHeader, VerifyRounds, check_schema, check_trace
 
 Features = Literal["float8", "bfloat16"]
 
@@ -185,11 +185,7 @@ def _metadata(data: bytes) -> dict[str, str]:
 def _decode_header(metadata: dict[str, str]) -> TraceHeader:
     text = metadata.get("header", "")
     try:
-        version = msgspec.json.decode(text, type=_SchemaVersion).schema_version
-        if version != SCHEMA_VERSION:
-            raise UnknownSchemaError(
-                f"the trace has schema version {version}; this code reads version {SCHEMA_VERSION}"
-            )
+        check_schema(msgspec.json.decode(text, type=_SchemaVersion).schema_version)
         return msgspec.json.decode(text, type=TraceHeader)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise TraceError(f"the trace header is not valid: {error}") from error

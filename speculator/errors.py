@@ -7,6 +7,7 @@ SlipstreamError
 ├── DraftError             a draft version is unusable; the version in service stays
 │   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
 │   └── DraftMismatchError   made for another target or another draft vocabulary
+├── TargetError            new weights for the target are unusable; those in service stay
 ├── StoreError             the draft store cannot be read or written
 │   ├── UnknownDraftError    it holds no such version
 │   └── VersionTakenError    it has a version of that number, or had one
@@ -49,6 +50,10 @@ class DraftFileError(DraftError):
 
 class DraftMismatchError(DraftError):
     """The draft belongs to another target or to another draft vocabulary."""
+
+
+class TargetError(SlipstreamError):
+    """The target cannot be moved to the weights that were announced."""
 
 
 class StoreError(SlipstreamError):

@@ -55,6 +55,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """Git commit of the code that wrote it, or the package's version."""
     target_fingerprint: str
+    target_version: int = 0
+    """The newest that it has learnt from; 0 is the target that the fingerprint names."""
     weights_sha256: str
     config_sha256: str
     d2t_sha256: str
@@ -78,6 +80,7 @@ class DraftStore:
         parent: int | None,
         target_fingerprint: str,
         info: dict[str, Any],
+        target_version: int = 0,
         actor: str = "trainer",
         number: int | None = None,
     ) -> Manifest:
@@ -100,6 +103,7 @@ class DraftStore:
                     created_ms=time.time_ns() // 1_000_000,
                     source=_source(),
                     target_fingerprint=target_fingerprint,
+                    target_version=target_version,
                     weights_sha256=_sha256(folder / _WEIGHTS),
                     config_sha256=_sha256(folder / _CONFIG),
                     d2t_sha256=d2t_sha256(weights["d2t"]),

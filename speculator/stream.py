@@ -23,6 +23,7 @@ __all__ = ["DraftPointer", "StreamEntry", "StreamKeys", "StreamLag", "TraceStrea
 MAX_BLOCK_MS = 2000
 ENGINE_TTL_S = 30
 EXPIRE_EVERY_S = 5.0
+ANNOUNCEMENT_TTL_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,9 @@ class StreamKeys:
 
     def depth(self, engine_id: str) -> str:
         return self._key(f"depth:{engine_id}")
+
+    def target_version(self, process: str) -> str:
+        return self._key(f"target_version:{process}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +338,16 @@ class DraftPointer:
     def set_depth(self, engine_id: str, depth: int) -> None:
         """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
         self._redis.set(self._keys.depth(engine_id), depth)
+
+    @redis_errors
+    def announce_target(self, process: str, version: int) -> None:
+        """Tell an engine's process ("host:pid") that its target is of this version now; the next one starts anew."""
+        self._redis.set(self._keys.target_version(process), version, ex=ANNOUNCEMENT_TTL_S)
+
+    @redis_errors
+    def announced_target(self, process: str) -> int | None:
+        key = self._keys.target_version(process)
+        return _number(self._redis.get(key), key)
 
     @redis_errors
     def depth_limit(self, engine_id: str) -> int | None:

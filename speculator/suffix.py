@@ -76,6 +76,8 @@ class SuffixConfig:
     max_groups: int = 16
     """A tenant's groups; the one that was used least recently is dropped."""
     max_tenants: int = 16
+    max_target_age: int = 4
+    """Changes of the target after which a tenant's windows go: text of a policy that moves ages by steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,8 @@ class Tenant:
         """Answers to one prompt each, by the group's name."""
         self.calibration = Calibration()
         self.born_s = time.monotonic()
+        self.target_age = 0
+        """Changes of the target since the first text."""
 
 
 class SuffixDrafter:
@@ -152,6 +156,13 @@ class SuffixDrafter:
     def expire(self, ttl_s: float) -> None:
         """Drop a tenant's windows, whole, when the first text in them may be so old."""
         self.forget([name for name, tenant in self._tenants.items() if time.monotonic() - tenant.born_s > ttl_s])
+
+    def target_moved(self) -> None:
+        """Drop a tenant's windows, whole, when the first text in them is of a target that is too far away."""
+        for tenant in self._tenants.values():
+            tenant.target_age += 1
+        max_age = self._config.max_target_age
+        self.forget([name for name, tenant in self._tenants.items() if tenant.target_age > max_age])
 
 
 class SuffixRequest:

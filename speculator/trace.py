@@ -20,7 +20,9 @@ from speculator.errors import TraceError, UnknownSchemaError
 from speculator.model import NUM_AUX_LAYERS
 from speculator.sampling import SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_SCHEMAS = (1, SCHEMA_VERSION)
+"""Version 1 knew no target versions: its traces are of version 0, the target that the lineage began with."""
 # Sizes that a damaged header must not be able to exceed: no rows cost no bytes, but their width costs memory.
 MAX_TOP_K = 4096
 NO_DRAFT = 0
@@ -42,6 +44,8 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = "default"
     group_id: str = ""
     domain: str = ""
+    target_version: int = 0
+    """Everything in the trace is of this one: an answer that goes on under another is cut where that came."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -99,13 +103,17 @@ _INT32_END = 1 << 31
 def check_trace(trace: Trace) -> None:
     """Raise TraceError, saying what is wrong, unless the trace keeps every promise of the classes above."""
     header = trace.header
-    if header.schema_version != SCHEMA_VERSION:
-        raise UnknownSchemaError(
-            f"the trace has schema version {header.schema_version}; this code reads version {SCHEMA_VERSION}"
-        )
+    check_schema(header.schema_version)
     _check_header(header)
     _check_arrays(trace)
     _check_rounds(trace)
+
+
+def check_schema(version: int) -> None:
+    """Raise UnknownSchemaError for a schema version that this code does not read."""
+    if version not in READABLE_SCHEMAS:
+        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        raise UnknownSchemaError(f"the trace has schema version {version}; this code reads versions {readable}")
 
 
 def _require(ok: bool | np.bool_, message: str) -> None:
@@ -123,6 +131,7 @@ def _check_header(header: TraceHeader) -> None:
     _require(header.num_prompt_tokens >= 0, "num_prompt_tokens is negative")
     _require(0 <= header.first_position < _INT32_END, "first_position is out of range")
     _require(header.created_ms >= 0, "created_ms is negative")
+    _require(0 <= header.target_version < _INT32_END, "target_version is out of range")
     sampling = header.sampling
     _require(math.isfinite(sampling.temperature) and sampling.temperature >= 0, "temperature is not finite and ≥ 0")
     _require(0 < sampling.top_p <= 1, "top_p is not in (0, 1]")

@@ -122,7 +122,14 @@ class Candidates:
         def carry_out() -> int:
             assert decision is not None, "rank 0 has decided"
             tokens = training.learnt_tokens
-            version = publisher.carry_out(decision, averaged, parent=training.version, learnt_tokens=tokens, info=info)
+            version = publisher.carry_out(
+                decision,
+                averaged,
+                parent=training.version,
+                learnt_tokens=tokens,
+                target_version=self._intake.target_version,
+                info=info,
+            )
             return version or _NO_VERSION
 
         version = self._ranks.lead(carry_out)

@@ -50,6 +50,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Whom the weights were learnt from; None in checkpoints that do not say."""
     vetoed_since_s: float | None = None
     """Of `Patience`."""
+    target_version: int = 0
+    """The newest of which a trace has come."""
 
     @property
     def trace_ids(self) -> list[str]:

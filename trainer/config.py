@@ -58,6 +58,9 @@ class TrainerConfig(BaseSettings):
     """How much more often a badly accepted trace is drawn, and how much less a well accepted one; 1: all alike."""
     max_draft_lag: int = Field(default=4, ge=0)
     """Versions behind the published one up to which proposals count fully (α); nothing counts from twice that on."""
+    max_target_lag: int = Field(default=4, ge=0)
+    """Target versions behind the newest up to which a trace counts fully; then it is drawn less often, and it is
+    forgotten at twice that."""
 
     draft_vocab_size: int = Field(default=DEFAULT_DRAFT_VOCAB_SIZE, ge=1)
     """Of a new lineage; an existing one keeps its own."""

@@ -6,11 +6,14 @@ replay at once. Golden and held-out traces are done with as far as Redis is conc
 A trace whose text is here already, or was refused, is done with at once: it needs no step, and it does not count for
 drift, or one client that repeats itself could raise an alarm. "Here" is about this rank: where several train together,
 one text may have a place in each.
+
+When the target moves, drafts are judged by traces of the newest version alone: what was held out of older ones, and the
+golden set, are learnt from, and the next traces take their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -59,6 +62,10 @@ class Intake:
         self.held_out, self.golden = held_out, golden
         self.num_traces, self.new_tokens = progress.num_traces, progress.new_tokens
         self.num_repeated = progress.num_repeated
+        self._ranks = ranks
+        self.target_version = progress.target_version
+        """The newest of which a trace has come to any rank."""
+        self._follow(self.target_version)
         self.domains = DomainNames(config.max_domains, progress.domains)
         self.drift = DriftMonitor(progress.drift)
         self._priorities = progress.replay or {}
@@ -78,7 +85,9 @@ class Intake:
     def read(self, block_ms: int) -> Arrivals:
         """Take as many traces as the replay has room for, and what leaves the held-out pool for them."""
         room = self._replay.room
-        arrived = [(stored, self._take(stored)) for stored in (self._source.read(room, block_ms) if room else ())]
+        new = self._source.read(room, block_ms) if room else []
+        self._follow_newest(new)
+        arrived = [(stored, self._take(stored)) for stored in new]
         for stored in self._source.take_found():
             self._restore(stored)
         admissions = [admission for _, admission in arrived]
@@ -92,6 +101,29 @@ class Intake:
             ),
             traces=[stored for stored, _ in arrived],
         )
+
+    def _follow_newest(self, arrived: Sequence[Stored]) -> None:
+        """Before anything is placed: what comes of a newer target judges drafts for it."""
+        newest = max((stored.provenance.target_version for stored in arrived), default=0)
+        version, previous = self._ranks.max(newest), self.target_version
+        if version > previous:
+            self.target_version = version
+            num_forgotten = self._follow(version)
+            log.info("the target has moved", version=version, previous=previous, num_forgotten=num_forgotten)
+
+    def _follow(self, version: int) -> int:
+        """How many traces are too old to be learnt from."""
+        too_old = self._replay.follow_target(version)
+        self._source.mark_used(too_old)
+        old = [*self.held_out.forget(lambda one: one.target_version < version)]
+        golden = self.golden.forget(lambda one: one.target_version < version)
+        # An operator's recording judges what it can, and is never learnt from.
+        for stored in [*old, *(golden if self._config.golden is None else ())]:
+            self._offer(stored)
+        if old or golden:
+            self.held_out.is_young = True
+        self._metrics.target_version.set(version)
+        return len(too_old)
 
     def renew_golden(self) -> int:
         """Learn from the golden traces from now on, and fill the set with those that come next; how many they were."""
@@ -131,7 +163,7 @@ class Intake:
         admission = self._place(stored)
         if admission is not Admission.NEW:
             self._source.mark_used([stored])
-        if admission in (Admission.REPEATED, Admission.REFUSED, Admission.NO_ROOM):
+        if admission in (Admission.REPEATED, Admission.REFUSED, Admission.NO_ROOM, Admission.OLD_TARGET):
             self.num_repeated += admission is Admission.REPEATED
             return admission
         self.num_traces += 1
@@ -146,7 +178,7 @@ class Intake:
         text_hash = stored.provenance.text_hash
         if text_hash in self.golden or text_hash in self.held_out:
             admission = Admission.REPEATED
-        elif self._replay.knows(stored):
+        elif self._replay.knows(stored) or stored.provenance.target_version < self.target_version:
             return self._offer(stored)
         elif self.golden.wants(stored):
             self.golden.keep(stored)

@@ -181,6 +181,11 @@ class TrainerMetrics:
         self.checkpoint_seconds = Gauge(
             "slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint", registry=registry
         )
+        self.target_version = Gauge(
+            "slipstream_trainer_target_version",
+            "Newest version of the target of which a trace has come",
+            registry=registry,
+        )
         self.published_version = Gauge(
             "slipstream_trainer_published_version", "Draft version last published", registry=registry
         )

@@ -33,6 +33,7 @@ class Provenance:
     """Completion tokens that were proposals of the draft."""
     num_proposed_by_version: tuple[tuple[int, int], ...]
     """(draft version, proposals), by version; empty where nothing was proposed."""
+    target_version: int = 0
 
     @property
     def acceptance(self) -> float | None:
@@ -75,6 +76,7 @@ def provenance_of(trace: Trace) -> Provenance:
         text_hash=hashlib.blake2b(token_ids.tobytes(), digest_size=_HASH_BYTES).digest(),
         num_completion_tokens=trace.num_completion_tokens,
         num_accepted=int(rounds.num_accepted.sum()),
+        target_version=header.target_version,
         num_proposed_by_version=tuple(
             (version, count) for version, count in sorted(proposed.items()) if count and version != NO_DRAFT
         ),

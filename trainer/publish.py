@@ -72,7 +72,14 @@ class Publisher:
         return states.last_good() or version
 
     def carry_out(
-        self, decision: GateDecision, draft: Eagle3Draft, *, parent: int, learnt_tokens: int, info: dict[str, Any]
+        self,
+        decision: GateDecision,
+        draft: Eagle3Draft,
+        *,
+        parent: int,
+        learnt_tokens: int,
+        target_version: int,
+        info: dict[str, Any],
     ) -> int | None:
         """Store the draft where the gate lets it, to be announced; returns its version. None where nothing was stored.
 
@@ -85,7 +92,8 @@ class Publisher:
                 self._judged_tokens = learnt_tokens
                 self._note(decision)
                 return None
-            version = self._write(draft, parent, {**info, "gate": msgspec.to_builtins(decision)}, decision)
+            info = {**info, "gate": msgspec.to_builtins(decision)}
+            version = self._write(draft, parent, target_version, info, decision)
             self._note(decision, version=version)
         except SlipstreamError as error:
             self.failed(error)
@@ -110,12 +118,15 @@ class Publisher:
         self._metrics.publish_errors.inc()
         log.error("draft not published", error=str(error))
 
-    def _write(self, draft: Eagle3Draft, parent: int, info: dict[str, Any], decision: GateDecision) -> int:
+    def _write(
+        self, draft: Eagle3Draft, parent: int, target_version: int, info: dict[str, Any], decision: GateDecision
+    ) -> int:
         manifest = self._store.write(
             draft_state(draft),
             draft_config_json(draft.config),
             parent=parent,
             target_fingerprint=self._fingerprint,
+            target_version=target_version,
             info=info,
         )
         admit(

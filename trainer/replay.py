@@ -21,7 +21,7 @@ from trainer.memory import Memory
 from trainer.priority import TenantMix, capped_shares
 from trainer.provenance import Provenance, Stored
 from trainer.reservoir import Slot, sampling_key
-from trainer.staleness import proposal_weight
+from trainer.staleness import proposal_weight, version_weight
 
 # Texts that were discarded and would spoil a batch again; the oldest are forgotten.
 _MAX_REFUSED = 1000
@@ -40,6 +40,8 @@ class Admission(StrEnum):
     """Its text was discarded before."""
     NO_ROOM = "no_room"
     """Larger than what the waiting traces leave of the memory."""
+    OLD_TARGET = "old_target"
+    """Too many target versions behind (trainer/staleness.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +71,15 @@ class Replay:
         recent_share: float,
         max_tenant_share: float,
         max_draft_lag: int,
+        max_target_lag: int = 0,
         rng: random.Random,
         seed: int = 0,
     ) -> None:
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_tenant_share = max_tenant_share
-        self._max_draft_lag = max_draft_lag
+        self._max_draft_lag, self._max_target_lag = max_draft_lag, max_target_lag
+        self._target_version = 0
         self._rng = rng
         self._seed = seed
         self._waiting: deque[Slot] = deque()
@@ -134,6 +138,8 @@ class Replay:
         text_hash = stored.provenance.text_hash
         if text_hash in self._refused:
             return Admission.REFUSED
+        if not self._freshness(stored.provenance):
+            return Admission.OLD_TARGET
         if (known := self._by_text.get(text_hash)) is not None:
             self._renew(known, stored)
             return Admission.REPEATED
@@ -148,6 +154,11 @@ class Replay:
         if stored.provenance.text_hash not in self._by_text:
             self._memory.keep(self._place(stored, domain, priority))
             self._make_room()
+
+    def follow_target(self, version: int) -> list[Stored]:
+        """The newest target is of this version now; removes, and returns, the traces that are too old for it."""
+        self._target_version = version
+        return self.forget(lambda provenance: not self._freshness(provenance))
 
     def draw(self, num_tokens: int, *, published: int) -> Draw:
         """Different traces for one batch, of about `num_tokens` bases: a new one where there is one, and old ones by
@@ -214,7 +225,8 @@ class Replay:
 
     def _renew(self, slot: Slot, stored: Stored) -> None:
         """Newer proposals on a text that is here; it stays whose it was, so that nobody can take another's place."""
-        if slot.learnt and stored.num_bytes <= slot.num_bytes:
+        is_older = stored.provenance.target_version < slot.stored.provenance.target_version
+        if slot.learnt and stored.num_bytes <= slot.num_bytes and not is_older:
             self._memory.renew(slot, stored)
 
     def _make_room(self) -> None:
@@ -227,7 +239,7 @@ class Replay:
         """Tokens by tenant as they would be drawn without a cap."""
         masses: defaultdict[str, float] = defaultdict(float)
         for slot in self._memory:
-            masses[slot.tenant] += slot.priority * slot.num_tokens
+            masses[slot.tenant] += self._weight(slot) * slot.num_tokens
         return masses
 
     def _tenant_shares(self) -> dict[str, float]:
@@ -241,12 +253,19 @@ class Replay:
         masses, shares = self._masses(), self._tenant_shares()
         slots = list(self._memory)
         race = [
-            (self._rng.expovariate(slot.priority * shares[slot.tenant] / masses[slot.tenant]), index)
+            (self._rng.expovariate(self._weight(slot) * shares[slot.tenant] / masses[slot.tenant]), index)
             for index, slot in enumerate(slots)
         ]
         heapq.heapify(race)
         while race:
             yield slots[heapq.heappop(race)[1]]
+
+    def _weight(self, slot: Slot) -> float:
+        """Above 0: what is too old is not kept."""
+        return slot.priority * self._freshness(slot.stored.provenance)
+
+    def _freshness(self, provenance: Provenance) -> float:
+        return version_weight(self._target_version - provenance.target_version, max_lag=self._max_target_lag)
 
     def _proposal_weight(self, slot: Slot, published: int) -> float:
         return proposal_weight(

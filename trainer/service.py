@@ -166,7 +166,8 @@ class Trainer:
         """Take new traces into the replay, as many as it has room for, after forgetting what is to be forgotten."""
         self._forget()
         arrivals = self.intake.read(block_ms)
-        self._candidates.review.arrived(arrivals.traces)
+        newest = self.intake.target_version
+        self._candidates.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
         num_news, num_repeated_tokens = self.ranks.sum([arrivals.is_news, arrivals.num_repeated_tokens])
         repeated = int(self._config.max_passes * num_repeated_tokens)
         since_news = max(self._training.tokens_since_news - repeated, 0)
@@ -244,6 +245,7 @@ class Trainer:
             golden=intake.golden_trace_ids,
             tenants=training.tenants,
             vetoed_since_s=self._candidates.patience.since_s,
+            target_version=intake.target_version,
         )
         self._shelf.sync(progress.trace_ids)
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
@@ -328,6 +330,7 @@ class Trainer:
             recent_share=config.replay_recent_share,
             max_tenant_share=config.max_tenant_share,
             max_draft_lag=config.max_draft_lag,
+            max_target_lag=config.max_target_lag,
             rng=rng,
             seed=config.seed,
         )

@@ -4,6 +4,10 @@ Committed text has the target's distribution whoever drafted, so distillation us
 proposals are off-policy, and their importance weights grow wild with the distance between then and now: a proposal at
 most α versions old counts fully, and fades to nothing at 2α. (ROLL Flash, arXiv 2510.11345, drops whole samples older
 than α; here only the proposals go.) The age is measured where the sample is used, against the version published then.
+
+A target that moves is another matter: what an older one committed was drawn from a distribution that is no longer asked
+for, labels included. There the whole trace ages, with an α of its own: it is drawn less often, by the same weight, and
+forgotten where that is 0.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def corrupted(payload: bytes, rng: random.Random) -> dict[str, bytes]:
     return {
         "no trace": rng.randbytes(len(payload)),
         "truncated": payload[: rng.randrange(len(payload))],
-        "schema 9": payload.replace(b'schema_version\\":1', b'schema_version\\":9'),
+        "schema 9": payload.replace(b'schema_version\\":2', b'schema_version\\":9'),
         "of target 000…": encode_trace(dataclasses.replace(trace, header=other)),
         "NaN features": safetensors.torch.save(not_finite, metadata),
     }

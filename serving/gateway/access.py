@@ -51,6 +51,7 @@ ACCESS = {
     # The page without its figures: it asks for a key itself.
     "/": Access.OPEN,
     "/page/{name}": Access.OPEN,
+    "/v1/target-version": Access.ADMIN,
     "/admin/drafts": Access.ADMIN,
     "/admin/drafts/events": Access.ADMIN,
     "/admin/drafts/rollback": Access.ADMIN,

@@ -22,6 +22,7 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.pages import page_routes
 from serving.gateway.passthrough import Passage, passthrough_routes
 from serving.gateway.status import status_routes
+from serving.gateway.target import Targets, target_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
 
@@ -32,15 +33,21 @@ async def _routing_error(request: Request, failure: Exception) -> Response:
 
 
 def create_app(
-    engine: Engine, *, settings: GatewaySettings, registry: CollectorRegistry = REGISTRY, drafts: Drafts | None = None
+    engine: Engine,
+    *,
+    settings: GatewaySettings,
+    registry: CollectorRegistry = REGISTRY,
+    drafts: Drafts | None = None,
+    targets: Targets | None = None,
 ) -> FastAPI:
-    """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too.
+    """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too, and
+    with `targets` the one that moves the target.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
-    routers = [chat_routes(gateway), completion_routes(gateway), *_admin(drafts, settings)]
+    routers = [chat_routes(gateway), completion_routes(gateway), *_admin(drafts, targets, settings)]
     return _assemble(routers, engine, gateway.settings, gateway.metrics, registry, drafts, shows_tokens=True)
 
 
@@ -51,15 +58,17 @@ def create_passthrough_app(
     settings: GatewaySettings,
     registry: CollectorRegistry = REGISTRY,
     drafts: Drafts | None = None,
+    targets: Targets | None = None,
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft."""
     passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry))
-    routers = [passthrough_routes(passage), *_admin(drafts, settings)]
+    routers = [passthrough_routes(passage), *_admin(drafts, targets, settings)]
     return _assemble(routers, host, settings, passage.metrics, registry, drafts, shows_tokens=False)
 
 
-def _admin(drafts: Drafts | None, settings: GatewaySettings) -> list[APIRouter]:
-    return [] if drafts is None else [admin_routes(drafts, settings)]
+def _admin(drafts: Drafts | None, targets: Targets | None, settings: GatewaySettings) -> list[APIRouter]:
+    routers = [] if drafts is None else [admin_routes(drafts, settings)]
+    return routers if targets is None else [*routers, target_routes(targets, settings)]
 
 
 def _assemble(

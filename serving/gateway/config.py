@@ -40,6 +40,8 @@ class GatewaySettings(BaseSettings):
     """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
     auth_elsewhere: bool = False
     """1 where something in front lets in the right clients alone; a port that others reach needs keys otherwise."""
+    targets_dir: Path | None = None
+    """Folder below which POST /v1/target-version may name new weights for the target; nowhere where it is not set."""
     admin_key: SecretStr | None = Field(default=None, min_length=16)
     """What opens /admin; nothing does where it is not set."""
     admin_key_file: Path | None = None

@@ -19,9 +19,18 @@ def span_of(generation: Generation, context_window: int) -> tuple[int, int]:
 
 
 def build_trace(
-    generation: Generation, aux_hidden: Tensor, *, start: int, engine_id: str, target_fingerprint: str
+    generation: Generation,
+    aux_hidden: Tensor,
+    *,
+    start: int,
+    engine_id: str,
+    target_fingerprint: str,
+    target_version: int,
 ) -> Trace:
-    """The trace of a finished generation whose span begins at `start` and has features `aux_hidden` [T, 3d]."""
+    """The trace of a generation that has ended, or is cut here.
+
+    Its span begins at `start` and has features `aux_hidden` [T, 3d].
+    """
     length = len(aux_hidden)
     num_kept = generation.topk[0].ids.shape[1]
     ids = np.full((length, num_kept), -1, np.int32)
@@ -42,6 +51,7 @@ def build_trace(
             first_position=start,
             engine_id=engine_id,
             target_fingerprint=target_fingerprint,
+            target_version=target_version,
         ),
         token_ids=np.array(generation.tokens[start : start + length], np.int32),
         aux_hidden=aux_hidden,

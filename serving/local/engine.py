@@ -15,18 +15,20 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import torch
 from torch import Tensor
 
-from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport
+from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
 from serving.estimate import PlannedSpeedup
 from serving.evidence import Verification, WatchedRound
 from serving.local.capture import build_trace, span_of
 from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft, StagedDraft
 from serving.local.generation import Generation
+from serving.local.moving import StagedTarget
 from serving.local.proposer import Planner
 from serving.local.rounds import RoundReport, RoundRunner
 from serving.local.target import Target
@@ -52,11 +54,22 @@ class _Swap:
     report: Future[SwapReport]
 
 
+@dataclass(frozen=True)
+class _Move:
+    version: int
+    staged: StagedTarget
+    report: Future[TargetReport]
+
+
 class LocalEngine:
     """Implements `serving.engine.Engine` over a Hugging Face model directory.
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
     round says about the draft; neither may block. `planner` takes the place of the one that the settings ask for.
+
+    When the target moves, a running answer goes on under the new weights with the keys and values of the old: as in a
+    partial rollout, it was begun under one policy and is ended under another. Its trace ends where the change came, so
+    no trace has labels of two targets. A prompt that is only being read is read anew.
     """
 
     def __init__(
@@ -95,6 +108,7 @@ class LocalEngine:
         self.estimated_speedup = PlannedSpeedup()
         self._control = ControlShare(config.control_share)
         self._depth = config.depth
+        self._target_version = 0
         self._num_steps = 0
         self._running: list[Generation] = []
         self._prefilling: Generation | None = None
@@ -102,6 +116,7 @@ class LocalEngine:
         self._wake = threading.Condition()
         self._waiting: deque[Generation] = deque()
         self._swap: _Swap | None = None
+        self._move: _Move | None = None
         self._errands: deque[tuple[Callable[[SuffixDrafter], None], Future[None]]] = deque()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -126,6 +141,10 @@ class LocalEngine:
     @property
     def draft_version(self) -> int:
         return self._draft.version
+
+    @property
+    def target_version(self) -> int:
+        return self._target_version
 
     def health(self) -> EngineHealth:
         alive = self._thread.is_alive() and self._failure is None
@@ -181,6 +200,19 @@ class LocalEngine:
         except Exception:
             self.metrics.swaps.labels("failed").inc()
             raise
+
+    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+        if folder is None:
+            raise RequestError("this engine needs the path of the new weights", param="path")
+        with span("stage_target", version=version):
+            move = _Move(version, self._target.stage(folder), Future())
+        with self._wake:
+            self._refuse_if_dead()
+            if self._move is not None:
+                raise EngineBusyError("the target is being moved already")
+            self._move = move
+            self._wake.notify()
+        return move.report.result()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -249,13 +281,14 @@ class LocalEngine:
     def _wait_for_work(self) -> bool:
         with self._wake:
             busy = self._running or self._prefilling
-            while not (busy or self._waiting or self._swap or self._errands or self._stopping):
+            while not (busy or self._waiting or self._swap or self._move or self._errands or self._stopping):
                 self._wake.wait()
             return not self._stopping
 
     def _step(self) -> None:
         self._num_steps += 1
         self._install_staged()
+        self._install_target()
         self._run_errands()
         self._drop_aborted()
         self._admit()
@@ -284,6 +317,28 @@ class LocalEngine:
         swap.report.set_result(
             SwapReport(version=self._draft.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
         )
+
+    def _install_target(self) -> None:
+        """New weights between two steps. Half of them must not serve: a failure here ends the engine."""
+        with self._wake:
+            move = self._move
+        if move is None:
+            return
+        previous, started = self._target_version, time.perf_counter()
+        for generation in self._running:
+            self._record_trace(generation)
+            generation.capture = False
+        if self._prefilling is not None:
+            self._prefilling.begin_anew()
+        self._target.install(move.staged)
+        self._target_version = move.version
+        self._planner.renew()
+        if self._suffixes is not None:
+            self._suffixes.target_moved()
+        with self._wake:
+            self._move = None
+        stall_ms = 1000 * (time.perf_counter() - started)
+        move.report.set_result(TargetReport(version=move.version, previous=previous, stall_ms=stall_ms))
 
     def _run_errands(self) -> None:
         with self._wake:
@@ -391,6 +446,7 @@ class LocalEngine:
     def _watched(self, report: RoundReport, depth: int, is_control: bool) -> WatchedRound:
         return WatchedRound(
             version=self._draft.version,
+            target_version=self._target_version,
             batch=report.batch,
             drafted=not is_control,
             seconds=report.seconds,
@@ -412,16 +468,20 @@ class LocalEngine:
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:
-            # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
-            teaches = len(generation.tokens) - generation.num_prompt_tokens > 1
-            if self._on_trace is not None and generation.capture and not generation.aborted and teaches:
-                started = time.perf_counter()
-                trace = self._trace_of(generation)
-                self._on_trace(trace)
-                seconds = time.perf_counter() - started
-                self.metrics.capture_seconds.inc(seconds)
-                record(generation.parent, "capture", seconds, tokens=trace.num_tokens)
+            self._record_trace(generation)
             self._free_slot(generation)
+
+    def _record_trace(self, generation: Generation) -> None:
+        """Of a generation that has ended, or goes on under another target."""
+        # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
+        teaches = len(generation.tokens) - generation.num_prompt_tokens > 1
+        if self._on_trace is not None and generation.capture and not generation.aborted and teaches:
+            started = time.perf_counter()
+            trace = self._trace_of(generation)
+            self._on_trace(trace)
+            seconds = time.perf_counter() - started
+            self.metrics.capture_seconds.inc(seconds)
+            record(generation.parent, "capture", seconds, tokens=trace.num_tokens)
 
     def _trace_of(self, generation: Generation) -> Trace:
         start, end = span_of(generation, self._config.context_window)
@@ -431,6 +491,7 @@ class LocalEngine:
             start=start,
             engine_id=self._config.engine_id,
             target_fingerprint=self._fingerprint,
+            target_version=self._target_version,
         )
 
     def _free_slot(self, generation: Generation) -> None:
@@ -448,12 +509,15 @@ class LocalEngine:
             self._stopping = True
             unfinished = [*self._running, *self._waiting, *([self._prefilling] if self._prefilling else [])]
             swap, self._swap = self._swap, None
+            move, self._move = self._move, None
             errands, self._errands = self._errands, deque()
             self._waiting.clear()
         for generation in unfinished:
             generation.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
         if swap is not None:
             swap.report.set_exception(EngineDeadError("the engine stopped before the swap"))
+        if move is not None:
+            move.report.set_exception(EngineDeadError("the engine stopped before the target moved"))
         for _, done in errands:
             # Its texts are gone with it.
             done.set_result(None)

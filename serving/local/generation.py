@@ -89,6 +89,11 @@ class Generation:
     def tokens_left(self) -> int:
         return self.request.max_tokens - self.num_completion_tokens
 
+    def begin_anew(self) -> None:
+        """Forget what was read of the prompt."""
+        self.num_prefilled = self.num_pairs_read = 0
+        self.topk.clear()
+
     def commit(self, emitted: list[int], num_accepted: int, proposer: Source = "target") -> None:
         """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk.
 

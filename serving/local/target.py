@@ -20,9 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.decoder import Decoder, fusible
+from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import PackedLinear, pack_linears
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
+from speculator.weights import read_layout, read_weights
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +50,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_mask)
 
 
 class Target:
-    """A frozen causal language model with `num_slots` × `context_length` positions of cache.
+    """A causal language model, frozen but for `install`, with `num_slots` × `context_length` positions of cache.
 
     `fused=False` keeps Hugging Face's modelling where our own pass would run: the reference of tests and benchmarks.
     Raises ConfigError when the directory holds no model that this engine can run.
@@ -66,6 +68,7 @@ class Target:
         fused: bool = True,
     ) -> None:
         self._model = _load(model_dir, dtype, device)
+        self._layout = read_layout(model_dir)
         config = self._model.config
         self.eos_token_ids = _eos_token_ids(model_dir, config)
         self.config: dict[str, Any] = config.to_dict()
@@ -83,6 +86,7 @@ class Target:
             self._run = _HuggingFaceDecoder(self._model, aux_layers)
         if device == "cpu":
             pack_linears(self._model)
+        self._tensors = list(all_tensors(self._model, self._run))
         self.cache = KVSlots(
             num_layers=num_layers,
             num_slots=num_slots,
@@ -112,6 +116,18 @@ class Target:
                 yield from () if module.bias is None else (module.bias,)
         # Without the tables that a pass may compute anew, such as those of rotary embeddings that stretch.
         yield from self._model.state_dict().values()
+
+    def stage(self, folder: Path) -> StagedTarget:
+        """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
+        model = bare_copy(self._model, read_weights(folder, self._layout), self.embed.dtype)
+        run = Decoder(model, ()) if isinstance(self._run, Decoder) else self._run
+        if self.device.type == "cpu":
+            pack_linears(model)
+        return StagedTarget(tuple(all_tensors(model, run)))
+
+    def install(self, staged: StagedTarget) -> None:
+        """Copy staged weights over those in service, in place. What fails half-way leaves no target at all."""
+        copy_over(self._tensors, staged)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] → [..., V]."""

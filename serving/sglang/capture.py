@@ -89,6 +89,8 @@ class Capture:
         self._queue: queue.SimpleQueue[_Prefill | _Verified | _End | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._held_bytes = 0  # queued copies and the rows of open spans
+        self.target_version = 0
+        """Set when a new target is announced: what was begun under another is not recorded."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Requests whose trace was not made, by reason; what was never to be captured is not among them."""
         self._thread = threading.Thread(target=self._assemble, name="slipstream-assembler", daemon=True)
@@ -194,7 +196,8 @@ class Capture:
                 sampling=sampling_of(request.sampling_params),
                 policy=policy,
                 constrained=is_constrained(request),
-            )
+            ),
+            target_version=self.target_version,
         )
 
     def _reduced(self, logits: Tensor) -> dict[str, Tensor]:
@@ -276,6 +279,8 @@ class Capture:
         ticket.span = None
         with self._lock:
             self._held_bytes -= span.num_bytes
+        if span.target_version != self.target_version:
+            ticket.dropped = ticket.dropped or "target_moved"
         if ticket.dropped:
             self.dropped[ticket.dropped] += 1
             return

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import httpx
 import structlog
 
-from serving.engine import EngineHealth, EngineInfo, SwapReport
+from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
 from speculator.stream import ENGINE_TTL_S
 
@@ -35,6 +36,8 @@ class Pointer(Protocol):
     def engines(self) -> dict[str, dict[str, str]]: ...
 
     def set_depth(self, engine_id: str, depth: int) -> None: ...
+
+    def announce_target(self, process: str, version: int) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,9 @@ class EngineReport:
     verdicts: Mapping[str, int]
     """How trials of versions ended."""
     last_verdict: str
+    target_version: int | None
+    process: str
+    """"host:pid" of the scheduler."""
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> EngineReport:
@@ -126,6 +132,8 @@ class EngineReport:
             watched=whole("watched"),
             verdicts=counts("verdicts"),
             last_verdict=fields.get("last_verdict", ""),
+            target_version=whole("target_version"),
+            process=fields.get("process", ""),
         )
 
 
@@ -219,6 +227,26 @@ class SglangClient:
                     version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
                 )
         raise EngineError(f"SGLang did not take draft version {version} within {self._swap_timeout_s:.0f} s")
+
+    @property
+    def target_version(self) -> int:
+        return (self._report.target_version if self._report is not None else None) or 0
+
+    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+        """As the protocol says: SGLang's weights were updated by its own means, and the plugin is told of it."""
+        if folder is not None:
+            raise RequestError("SGLang moves its target by its own means: leave the path out", param="path")
+        report = self._read_report()
+        if report is None or not report.process:
+            raise EngineError("the plugin does not report")
+        previous = report.target_version or 0
+        self._pointer.announce_target(report.process, version)
+        deadline = time.monotonic() + self._swap_timeout_s
+        while time.monotonic() < deadline and not self._stop.wait(_SWAP_POLL_S):
+            report = self._read_report()
+            if report is not None and report.target_version == version:
+                return TargetReport(version=version, previous=previous, stall_ms=0.0)
+        raise EngineError(f"SGLang did not take target version {version} within {self._swap_timeout_s:.0f} s")
 
     def look(self) -> None:
         """One look at SGLang and at its report."""

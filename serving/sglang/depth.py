@@ -40,6 +40,7 @@ class _Asked(NamedTuple):
 @dataclass(eq=False)
 class _Round:
     version: int
+    target_version: int
     batch: int
     depth: int
     is_control: bool
@@ -80,6 +81,8 @@ class DepthControl:
         self.limit: int | None = None
         """Set by the operator; None leaves the choice to the policy."""
         self.depth = 0
+        self.target_version = 0
+        """Set by the follower's thread when a new target is announced."""
         self.num_verifications = self.num_verified_tokens = 0
         """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
 
@@ -119,7 +122,9 @@ class DepthControl:
             self._dormancy.mark(requests)
         cold = tuple(self._dormancy.is_cold(request) for request in requests)
         asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
-        round_ = _Round(self._version, len(requests), depth, self._is_control, self.is_asleep, cold, asked)
+        round_ = _Round(
+            self._version, self.target_version, len(requests), depth, self._is_control, self.is_asleep, cold, asked
+        )
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)
@@ -205,6 +210,7 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int], *, drafted: 
     rows = zip(done.requests, accepted, done.cold, strict=True) if drafted and done.depth > 0 else ()
     return WatchedRound(
         version=done.version,
+        target_version=done.target_version,
         batch=done.batch,
         drafted=drafted,
         seconds=seconds,

@@ -31,6 +31,9 @@ class LazyPointer:
     def depth_limit(self, engine_id: str) -> int | None:
         return self._connected().depth_limit(engine_id)
 
+    def announced_target(self, process: str) -> int | None:
+        return self._connected().announced_target(process)
+
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         self._connected().report_engine(engine_id, status)
 

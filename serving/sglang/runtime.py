@@ -82,7 +82,11 @@ class EngineRuntime:
             ),
             alone=self._agreement.is_alone,
         )
-        self._guard = TargetGuard(partial(_weights, target.model), on_change=self._distrust_traces)
+        self._guard = TargetGuard(
+            partial(_weights, target.model), on_change=self._distrust_traces, on_renewal=self._trust_traces
+        )
+        self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self._target_version = 0
         num_slots = worker.req_to_token_pool.req_to_token.shape[0]
         self.probe = DraftProbe(
             num_slots=num_slots,
@@ -268,7 +272,24 @@ class EngineRuntime:
         if self._recorder is not None:
             self._recorder.distrust()
 
+    def _trust_traces(self) -> None:
+        if self._recorder is not None:
+            self._recorder.trust()
+
+    def _follow_target(self) -> None:
+        """SGLang's target has been moved by whoever announces it: its weights are the right ones from now on."""
+        announced = self._pointer.announced_target(self._process) if self._is_writer else None
+        if announced is not None and announced > self._target_version:
+            self._guard.move(partial(self._take_target, announced))
+            log.info("slipstream: the target is of version %d now", announced)
+
+    def _take_target(self, version: int) -> None:
+        self._target_version = self.depth.target_version = version
+        if self._capture is not None:
+            self._capture.target_version = version
+
     def _status(self) -> dict[str, str | int | float]:
+        self._follow_target()
         self.depth.limit = self._pointer.depth_limit(self._engine_id)
         swaps, speedup = self._follower.log, self.meter.measure()
         status: dict[str, str | int | float] = {
@@ -280,7 +301,8 @@ class EngineRuntime:
             "verifications": self.depth.num_verifications,
             "verified_tokens": self.depth.num_verified_tokens,
             "target_ok": int(self._guard.look_at_times()),
-            "process": f"{socket.gethostname()}:{os.getpid()}",
+            "target_version": self._target_version,
+            "process": self._process,
             **self._erasures.look(),
         }
         status |= self.depth.explanation() | self.depth.tally.report()

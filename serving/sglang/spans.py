@@ -73,6 +73,8 @@ class Span:
     """Owned by the thread that assembles traces."""
 
     request: SpanRequest
+    target_version: int = 0
+    """In service when the request was first read."""
     rows: list[Rows] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     num_bytes: int = 0
@@ -119,6 +121,7 @@ class Span:
                 first_position=start,
                 engine_id=engine_id,
                 target_fingerprint=target_fingerprint,
+                target_version=self.target_version,
             ),
             token_ids=np.array(tokens[start : start + length], np.int32),
             aux_hidden=features,

@@ -138,9 +138,10 @@ class Scene:
         self.watch = LiveWatch(self.engine.draft_version, WatchRules(max_verifications=1000))
         self.follower = DraftFollower(self.engine, self.pointer, engine_id="e", watch=self.watch, lifecycle=self.states)
 
-    def serve(self, length: float = 2.0, count: int = 2000) -> None:
+    def serve(self, length: float = 2.0, count: int = 2000, *, target_version: int = 0) -> None:
         """Rounds of the version in service."""
-        serve(self.watch, self._rounds(length), count)
+        of_target = (round_._replace(target_version=target_version) for round_ in self._rounds(length))
+        serve(self.watch, of_target, count)
 
     def _rounds(self, length: float) -> Iterator[WatchedRound]:
         return rounds(self._rng, self.engine.draft_version, {CHAT: length})
@@ -198,6 +199,37 @@ def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:
     scene.pointer.version = 3
     scene.follower.follow()
     assert scene.engine.draft_version == 3, "the incumbent is still known"
+
+
+def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
+    scene.on_trial()
+    scene.serve(1.0, 200, target_version=1)
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.watch.watched) == (2, None)
+    assert scene.follower.log.verdicts == {"promoted": 0, "rolled_back": 0, "withdrawn": 1}
+    assert scene.follower.log.last_verdict == "version 2 withdrawn: the target has moved"
+    assert scene.watch.baseline_verifications == 200, "a new record, of the version that stayed"
+    scene.serve(1.0, 2000, target_version=1)
+    scene.pointer.version = 3
+    scene.follower.follow()
+    assert scene.watch.watched == 3
+    scene.serve(1.0, 1000, target_version=1)
+    scene.follower.follow()
+    assert scene.states.state(3) is State.PROMOTED, "as good as the one before it, on this target"
+
+
+def test_an_incumbent_that_a_moving_target_keeps_unknown_is_not_waited_for_for_ever(scene: Scene) -> None:
+    now_s = [0.0]
+    scene.watch._clock = lambda: now_s[0]
+    scene.serve(count=100)
+    scene.pointer.version = 2
+    for step in range(3):
+        scene.follower.follow()
+        scene.serve(count=100, target_version=step + 1)
+    assert scene.engine.draft_version == 1
+    now_s[0] = scene.watch.rules.patience_s
+    scene.follower.follow()
+    assert (scene.engine.draft_version, scene.watch.watched) == (2, 2)
 
 
 def test_the_rollback_waits_for_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

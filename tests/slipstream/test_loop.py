@@ -21,6 +21,7 @@ from deploy.grafana.live import LIVE
 from slipstream.scrape import Sample
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.store import DraftStore
+from tests.moved import moved_model
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
 from tests.waiting import url_in, wait_until
 
@@ -46,7 +47,15 @@ def _metrics(url: str) -> Sample:
     return Sample.parse(0, httpx.get(f"{url}/metrics").text)
 
 
-def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_model: Path, tmp_path: Path) -> None:
+ADMIN_KEY = "xyzzy-canary-of-the-admin-key"
+
+
+def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in the end the target moves."""
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_TARGETS_DIR", str(tmp_path / "targets"))
     with EmbeddedRedis(tmp_path / "redis") as redis:
         common = ("--model", toy_model, "--redis-url", redis.url, "--store", tmp_path / "drafts")
         train = ("train", *common, "--state", tmp_path / "state")
@@ -92,6 +101,17 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(toy_mod
             assert final.total("slipstream_swaps_total", outcome="failed") == 0
             assert final.total("slipstream_traces_dropped_total") == 0
             assert final.total("slipstream_speedup_measured_ratio") > 0
+            moved_model(toy_model, tmp_path / "targets" / "step-5")
+            announced = httpx.post(
+                f"{url}/v1/target-version",
+                headers={"authorization": f"Bearer {ADMIN_KEY}"},
+                json={"version": 5, "path": "step-5"},
+            )
+            assert announced.json()["version"] == 5, announced.text
+            assert ask(0) != first
+            moved = _metrics(url)
+            assert moved.total("slipstream_target_version") == 5
+            assert moved.total("slipstream_target_unchanged") == 1
 
 
 def _accounted(redis_url: str, store: Path, model: Path) -> int:

@@ -127,9 +127,29 @@ def test_an_unknown_schema_version_is_refused_by_name() -> None:
         encode_trace(dataclasses.replace(make_trace(), header=make_header(schema_version=99)))
 
 
+def test_traces_from_before_there_were_target_versions_are_read_and_written_again() -> None:
+    data = encode_trace(make_trace())
+    length = struct.unpack("<Q", data[:8])[0]
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    header = json.loads(metadata["header"]) | {"schema_version": 1}
+    del header["target_version"]
+    metadata["header"] = json.dumps(header)
+    old = decode_trace(safetensors.torch.save(safetensors.torch.load(data), metadata))
+    assert (old.header.schema_version, old.header.target_version) == (1, 0)
+    assert decode_trace(encode_trace(old)).header == old.header
+    assert decode_trace(encode_trace(make_trace(target_version=7))).header.target_version == 7
+
+
 @pytest.mark.parametrize(
     "header",
-    [{"schema_version": "1"}, {"created_ms": None}, {"sampling": {"top_p": 7}}, {"trace_id": ""}, {"tenant": 3}],
+    [
+        {"schema_version": "1"},
+        {"created_ms": None},
+        {"sampling": {"top_p": 7}},
+        {"trace_id": ""},
+        {"tenant": 3},
+        {"target_version": -1},
+    ],
 )
 def test_a_wrong_header_is_refused(header: dict[str, Any]) -> None:
     with pytest.raises(TraceError):

@@ -28,6 +28,7 @@ from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago, bearer
 from tests.serving.gateway.passage import passing
 from tests.serving.gateway.test_admin import DeskDouble
+from tests.serving.gateway.test_target import TargetsDouble
 from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
 
 ADMIN_KEY = "xyzzy-canary-of-the-admin-key"
@@ -36,7 +37,13 @@ CHAT_BODY: dict[str, Any] = {"model": "double", "messages": HELLO, "max_tokens":
 
 def local_app(keys: KeyFile | None, engine: DoubleEngine | None = None, **settings: Any) -> FastAPI:
     given = GatewaySettings(keys_file=None if keys is None else keys.path, admin_key=SecretStr(ADMIN_KEY), **settings)
-    return create_app(engine or DoubleEngine(), settings=given, registry=CollectorRegistry(), drafts=DeskDouble())
+    return create_app(
+        engine or DoubleEngine(),
+        settings=given,
+        registry=CollectorRegistry(),
+        drafts=DeskDouble(),
+        targets=TargetsDouble(),
+    )
 
 
 def passthrough_app(keys: KeyFile) -> FastAPI:
@@ -44,13 +51,22 @@ def passthrough_app(keys: KeyFile) -> FastAPI:
     settings = GatewaySettings(keys_file=keys.path, admin_key=SecretStr(ADMIN_KEY))
     upstream = Upstream("http://127.0.0.1:1")
     return create_passthrough_app(
-        DoubleEngine(), upstream, settings=settings, registry=CollectorRegistry(), drafts=DeskDouble()
+        DoubleEngine(),
+        upstream,
+        settings=settings,
+        registry=CollectorRegistry(),
+        drafts=DeskDouble(),
+        targets=TargetsDouble(),
     )
 
 
 def routes() -> list[tuple[str, str]]:
     found = create_app(
-        DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry(), drafts=DeskDouble()
+        DoubleEngine(),
+        settings=GatewaySettings(),
+        registry=CollectorRegistry(),
+        drafts=DeskDouble(),
+        targets=TargetsDouble(),
     ).routes
     assert all(isinstance(route, Route) for route in found)
     return sorted((method, route.path) for route in found for method in route.methods or () if method != "HEAD")
@@ -82,6 +98,8 @@ def answer(app: FastAPI, method: str, path: str, headers: Any) -> httpx.Response
     body = (
         {"reason": "r"}
         if path.startswith("/admin")
+        else {"version": 2}
+        if path == "/v1/target-version"
         else CHAT_BODY
         if path == CHAT
         else {"model": "double", "prompt": "p"}
@@ -93,7 +111,7 @@ def answer(app: FastAPI, method: str, path: str, headers: Any) -> httpx.Response
 
 def test_the_table_has_every_route_and_no_other() -> None:
     assert {path for _, path in ROUTES} == set(ACCESS)
-    assert len({*ROUTES}) == 20
+    assert len({*ROUTES}) == 21
 
 
 WHO: dict[str, Any] = {
@@ -148,12 +166,12 @@ def test_every_route_opens_for_its_keys_alone(method: str, path: str, which: Any
 def test_a_refused_request_reaches_nothing(method: str, path: str, keys: KeyFile) -> None:
     if ACCESS[path] is Access.OPEN:
         return
-    engine, desk = DoubleEngine(), DeskDouble()
+    engine, desk, targets = DoubleEngine(), DeskDouble(), TargetsDouble()
     settings = GatewaySettings(keys_file=keys.path, admin_key=SecretStr(ADMIN_KEY))
-    app = create_app(engine, settings=settings, registry=CollectorRegistry(), drafts=desk)
+    app = create_app(engine, settings=settings, registry=CollectorRegistry(), drafts=desk, targets=targets)
     for headers in ({}, bearer("secret-of-revoked")):
         assert answer(app, method, path, headers).status_code in (401, 403)
-    assert (engine.requests, desk.threads) == ([], set())
+    assert (engine.requests, desk.threads, targets.announced) == ([], set(), [])
 
 
 def test_a_new_route_is_closed_until_it_is_in_the_table(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:

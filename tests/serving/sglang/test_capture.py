@@ -339,3 +339,21 @@ def test_policies_of_requests() -> None:
     assert not policy_of({"slipstream": {"capture": False}}).capture
     assert policy_of({"slipstream": {"tenant": "t"}}).tenant == "t"
     assert policy_of({"slipstream": "nonsense"}).tenant == "default"
+
+
+def test_what_was_begun_under_another_target_is_not_recorded() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    prefill(capture, [first])
+    first.output_ids = [10]
+    capture.target_version = 2
+    verify(capture, [first], [3], [[21, 22]], [0])
+    prefill(capture, [second])
+    second.output_ids = [11]
+    verify(capture, [second], [2], [[23, 24]], [0])
+    end(capture, first)
+    end(capture, second)
+    settle(capture)
+    assert [(trace.header.request_id, trace.header.target_version) for trace in traces] == [("b", 2)]
+    assert capture.dropped == {"target_moved": 1}

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,33 @@ def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene)
     scene.alive[0] = False
     state = scene.client.health()
     assert (state.alive, state.detail) == (False, "SGLang has ended")
+
+
+def test_a_moved_target_is_announced_to_the_process_that_serves(scene: Scene) -> None:
+    reports: dict[str, str | int | float] = {**REPORT, "target_version": 4, "process": "host:17"}
+    scene.pointer.report_engine(ENGINE, reports)
+
+    def plugin() -> None:
+        wait_until(lambda: scene.pointer.announced_target("host:17") == 6)
+        scene.pointer.report_engine(ENGINE, {**reports, "target_version": 6})
+
+    thread = threading.Thread(target=plugin)
+    thread.start()
+    report = scene.client.move_target(6, None)
+    thread.join()
+    assert (report.version, report.previous, scene.client.target_version) == (6, 4, 6)
+    assert scene.pointer.announced_target("host:18") is None, "the next process begins anew"
+    with pytest.raises(RequestError, match="path"):
+        scene.client.move_target(7, Path("step"))
+
+
+def test_a_target_that_nobody_takes_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="does not report"):
+        scene.client.move_target(6, None)
+    scene.pointer.report_engine(ENGINE, {**REPORT, "process": "host:17"})
+    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.2)
+    with pytest.raises(EngineError, match="did not take"):
+        scene.client.move_target(6, None)
 
 
 @pytest.fixture

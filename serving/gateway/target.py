@@ -1,0 +1,58 @@
+"""`POST /v1/target-version`: the target has moved, or is to move, for whoever has the admin key (see `access`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+
+from serving.engine import TargetReport
+from serving.gateway.body import read_body
+from serving.gateway.config import GatewaySettings
+from serving.gateway.errors import ApiError, unavailable
+from serving.gateway.schema import request_body
+from speculator.errors import EngineBusyError, StreamError, TargetError
+
+MAX_VERSION = 999_999_999
+
+
+class Targets(Protocol):
+    """What the endpoint needs of `serving.targets.TargetDesk`."""
+
+    def announce(self, version: int, path: str | None) -> TargetReport: ...
+
+
+class TargetVersionBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Annotated[int, Field(ge=1, le=MAX_VERSION)]
+    """Newer than the one in service: the training step, for instance."""
+    path: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Folder with the new weights, below the one that is allowed; left out where the engine moves by itself."""
+
+
+def target_routes(targets: Targets, settings: GatewaySettings) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/target-version", openapi_extra=request_body(TargetVersionBody))
+    async def announce(request: Request) -> Response:
+        """Answers once the new target is in service: {version, previous, stall_ms}."""
+        body = await read_body(request, TargetVersionBody, max_bytes=settings.max_body_bytes)
+        report = await run_in_threadpool(_announce, targets, body)
+        return Response(msgspec.json.encode(report), media_type="application/json")
+
+    return router
+
+
+def _announce(targets: Targets, body: TargetVersionBody) -> TargetReport:
+    try:
+        return targets.announce(body.version, body.path)
+    except TargetError as error:
+        raise ApiError(409, str(error), code="target_refused") from error
+    except EngineBusyError as error:
+        raise ApiError(409, "The target is being moved already.", code="target_is_moving") from error
+    except StreamError as error:
+        raise unavailable(str(error), code="target_unavailable") from error

@@ -1,0 +1,237 @@
+"""A target that moves: what is served after it, what runs on through it, what its traces say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from serving.engine import TargetReport
+from serving.local.engine import LocalEngine
+from serving.local.target import Target
+from speculator.errors import EngineDeadError, RequestError, TargetError
+from speculator.suffix import SuffixConfig, SuffixDrafter
+from tests.moved import WEIGHTS, moved_model
+from tests.serving.local.harness import Harness, toy_engine
+from tests.toy import make_toy_model
+from tests.waiting import wait_until
+
+PROMPTS = ("hello", "a b c", "some longer prompt than one chunk")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def new_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return moved_model(model_dir, tmp_path_factory.mktemp("moved") / "1")
+
+
+@pytest.fixture(scope="module")
+def old(model_dir: Path) -> Iterator[Harness]:
+    with toy_engine(model_dir) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def new(new_dir: Path) -> Iterator[Harness]:
+    with toy_engine(new_dir) as running:
+        yield running
+
+
+def tokens_of(harness: Harness, *prompts: str) -> list[list[int]]:
+    return [answer.token_ids for answer in harness.ask(*map(harness.request, prompts))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("family", "fused"), [("llama", True), ("qwen3", True), ("llama", False)])
+def test_moved_weights_compute_what_loaded_ones_do(
+    tmp_path: Path, dtype: torch.dtype, family: str, fused: bool
+) -> None:
+    model_dir = make_toy_model(tmp_path / "0", family=family)
+    new_dir = moved_model(model_dir, tmp_path / "1")
+
+    def loaded(folder: Path) -> Target:
+        return Target(folder, num_slots=1, context_length=16, cache_margin=1, dtype=dtype, fused=fused)
+
+    def computed(target: Target) -> torch.Tensor:
+        hidden, aux = target.forward(torch.tensor([[5, 6, 7]]), first_slot=0, starts=[0])
+        return torch.cat([target.logits(hidden).flatten(), aux.flatten()])
+
+    target, before = loaded(model_dir), computed(loaded(model_dir))
+    places = [tensor.data_ptr() for tensor in target._model.state_dict().values()]
+    target.install(target.stage(new_dir))
+    assert torch.equal(computed(target), computed(loaded(new_dir)))
+    assert not torch.equal(computed(target), before)
+    assert [tensor.data_ptr() for tensor in target._model.state_dict().values()] == places
+    target.install(target.stage(model_dir))
+    assert torch.equal(computed(target), before)
+
+
+def test_after_the_change_the_text_is_that_of_a_fresh_engine(
+    model_dir: Path, new_dir: Path, old: Harness, new: Harness
+) -> None:
+    with toy_engine(model_dir) as harness:
+        assert tokens_of(harness, *PROMPTS) == tokens_of(old, *PROMPTS)
+        report = harness.engine.move_target(3, new_dir)
+        assert (report.version, report.previous, harness.engine.target_version) == (3, 0, 3)
+        assert tokens_of(harness, *PROMPTS) == tokens_of(new, *PROMPTS) != tokens_of(old, *PROMPTS)
+        wait_until(lambda: len(harness.traces) == 6)
+        assert [trace.header.target_version for trace in harness.traces] == [0, 0, 0, 3, 3, 3]
+        assert {trace.header.target_fingerprint for trace in harness.traces} == {"toy"}
+
+
+class MovesAt:
+    """Moves the target between two given steps, whatever thread calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.engine, self.report = folder, Future[LocalEngine](), Future[TargetReport]()
+        self._has_begun = False
+
+    def now(self) -> None:
+        """Called on the engine's thread: the next step begins with the new weights."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        engine = self.engine.result()
+        threading.Thread(target=lambda: self.report.set_result(engine.move_target(1, self._folder))).start()
+        wait_until(lambda: engine._move is not None)
+
+
+def test_running_requests_go_on_and_their_traces_end_at_the_change(
+    model_dir: Path, new_dir: Path, old: Harness
+) -> None:
+    moves, num_rounds, versions = MovesAt(new_dir), [0], []
+
+    def count(round_: object) -> None:
+        num_rounds[0] += 1
+        versions.append(round_.target_version)  # type: ignore[attr-defined]
+        if num_rounds[0] == 10:
+            moves.now()
+
+    with toy_engine(model_dir, on_round=count) as harness:
+        moves.engine.set_result(harness.engine)
+        answers = harness.ask(*map(harness.request, PROMPTS))
+        assert moves.report.result().stall_ms > 0
+        wait_until(lambda: harness.engine.health().num_running == 0)
+    begun = {trace.header.request_id: trace for trace in harness.traces}
+    assert sorted(begun) == sorted(PROMPTS), "one trace of each"
+    assert versions[:10] == [0] * 10
+    assert set(versions[10:]) == {1}
+    for prompt, answer, whole in zip(PROMPTS, answers, tokens_of(old, *PROMPTS), strict=True):
+        trace = begun[prompt]
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 40)
+        assert trace.header.target_version == 0
+        count_old = trace.num_completion_tokens
+        assert 0 < count_old < 39
+        assert trace.token_ids[-count_old:].tolist() == answer.token_ids[:count_old] == whole[:count_old]
+        wait_until(lambda: len(old.traces) % 3 == 0)
+        theirs = next(one for one in old.traces if one.header.request_id == prompt)
+        rows = trace.num_tokens
+        np.testing.assert_array_equal(trace.target_topk_ids, theirs.target_topk_ids[:rows])
+        assert torch.equal(trace.aux_hidden, theirs.aux_hidden[:rows])
+        assert (trace.rounds.position < trace.header.first_position + rows).all()
+    assert any(answer.token_ids != whole for answer, whole in zip(answers, tokens_of(old, *PROMPTS), strict=True))
+
+
+def test_a_prompt_that_is_being_read_is_read_anew(
+    model_dir: Path, new_dir: Path, new: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = MovesAt(new_dir)
+    with toy_engine(model_dir) as harness:
+        moves.engine.set_result(harness.engine)
+        read = harness.engine._runner.prefill
+
+        def read_and_move(*args: object, **kwargs: object) -> None:
+            read(*args, **kwargs)  # type: ignore[arg-type]
+            moves.now()
+
+        monkeypatch.setattr(harness.engine._runner, "prefill", read_and_move)
+        assert tokens_of(harness, PROMPTS[2]) == tokens_of(new, PROMPTS[2])
+        wait_until(lambda: harness.traces)
+    theirs = next(trace for trace in new.traces if trace.header.request_id == PROMPTS[2])
+    assert harness.traces[0].header.target_version == 1
+    assert torch.equal(harness.traces[0].aux_hidden, theirs.aux_hidden)
+    np.testing.assert_array_equal(harness.traces[0].target_topk_ids, theirs.target_topk_ids)
+
+
+def edited(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        weights = safetensors.torch.load_file(folder / WEIGHTS)
+        change(weights)
+        safetensors.torch.save_file(weights, folder / WEIGHTS)
+
+    return write
+
+
+def another_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+
+
+def linked_from_elsewhere(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder.parent / "elsewhere")
+    (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere")
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (edited(lambda weights: weights.pop(NORM)), "missing or extra.*model.norm"),
+        (edited(lambda weights: weights.update(extra=torch.ones(2))), "missing or extra.*extra"),
+        (edited(lambda weights: weights.update({NORM: torch.ones(31)})), "shape"),
+        (edited(lambda weights: weights[NORM].fill_(torch.nan)), "not finite"),
+        (edited(lambda weights: weights.update({NORM: weights[NORM].int()})), "not finite"),
+        (another_config, "another architecture"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100]), "safetensors"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "safetensors"),
+        (linked_from_elsewhere, "outside"),
+    ],
+)
+def test_a_refused_change_leaves_everything_as_it_was(
+    old: Harness, new_dir: Path, tmp_path: Path, spoil: Callable[[Path], object], reason: str
+) -> None:
+    before = tokens_of(old, PROMPTS[0])
+    folder = moved_model(new_dir, tmp_path / "2")
+    spoil(folder)
+    with pytest.raises(TargetError, match=reason):
+        old.engine.move_target(1, folder)
+    assert old.engine.target_version == 0
+    assert tokens_of(old, PROMPTS[0]) == before
+
+
+def test_this_engine_needs_a_folder(old: Harness) -> None:
+    with pytest.raises(RequestError, match="path"):
+        old.engine.move_target(1, None)
+
+
+def test_half_a_target_never_serves(model_dir: Path, new_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_engine(model_dir) as harness:
+        monkeypatch.setattr(harness.engine._target, "_tensors", harness.engine._target._tensors[:-1])
+        with pytest.raises(EngineDeadError):
+            harness.engine.move_target(1, new_dir)
+        wait_until(lambda: not harness.engine.health().alive)
+
+
+def test_text_of_old_targets_is_not_proposed_for_ever() -> None:
+    suffixes = SuffixDrafter(SuffixConfig(max_target_age=2))
+    text = list(range(10, 40))
+    suffixes.start([1], tenant="a").commit(text)
+    for _ in range(2):
+        suffixes.target_moved()
+        assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tokens == tuple(text[8:12])
+    suffixes.target_moved()
+    assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tokens == ()

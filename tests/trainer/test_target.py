@@ -1,0 +1,165 @@
+"""A target that moves, seen from the trainer: what is forgotten, drawn less often, judged by, and written down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from speculator.codec import encode_trace
+from speculator.store import DraftStore
+from speculator.stream import TraceStream
+from speculator.trace import Trace
+from tests.trainer.examples import config_for, promote, record
+from tests.trainer.stored import stored_of
+from tests.trainer.test_replay import BASES, draw, fill, ids, replay_of
+from trainer.checkpoint import load_checkpoint
+from trainer.replay import Admission
+from trainer.service import Trainer
+
+Start = Callable[..., Trainer]
+
+
+def at(version: int, name: str) -> object:
+    return stored_of(name, target_version=version)
+
+
+# -- the replay ----------------------------------------------------------------------------------------------------
+
+
+def test_traces_of_a_target_that_is_far_away_are_forgotten_and_not_taken() -> None:
+    replay = replay_of(max_target_lag=2)
+    fill(replay, [stored_of(str(version), target_version=version) for version in range(4)])
+    replay.add(stored_of("waits", target_version=0), domain="default")
+    gone = replay.follow_target(4)
+    assert sorted(stored.trace_id for stored in gone) == ["0", "waits"], "2α versions behind, waiting or not"
+    assert replay.add(stored_of("late", target_version=0), domain="default") is Admission.OLD_TARGET
+    assert replay.add(stored_of("new", target_version=4), domain="default") is Admission.NEW
+    assert sorted(replay.members) == ["1", "2", "3"]
+
+
+def test_traces_beyond_alpha_are_drawn_less_often() -> None:
+    replay = replay_of(max_target_lag=2)
+    fill(replay, [stored_of(f"{version}-{n}", target_version=version) for version in (1, 2, 4) for n in range(4)])
+    replay.follow_target(4)
+    drawn = Counter(name[0] for _ in range(600) for name in ids(draw(replay, 1)))
+    assert 0.4 < drawn["1"] / drawn["4"] < 0.62, "3 versions behind: half the weight"
+    assert 0.8 < drawn["2"] / drawn["4"] < 1.25, "2 versions behind: the whole weight"
+    assert BASES > 0
+
+
+def test_an_old_targets_trace_does_not_take_the_place_of_a_newer_one_of_the_same_text() -> None:
+    replay = replay_of(max_target_lag=2)
+    fill(replay, [stored_of("new", text="same", target_version=2)])
+    for version, expected in ((1, "new"), (3, "newer")):
+        name = {1: "old", 3: "newer"}[version]
+        replay.add(stored_of(name, text="same", target_version=version), domain="default")
+        assert list(replay.members) == [expected]
+
+
+# -- the whole trainer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stream(redis_client: redis.Redis) -> TraceStream:
+    return TraceStream(redis_client, "toy", max_bytes=10**8)
+
+
+@pytest.fixture
+def start(model_dir: Path, tmp_path: Path, redis_url: str, stream: TraceStream) -> Start:
+    """Half of all texts are held out, and two are golden."""
+    changes = {"holdout_share": 0.5, "golden_traces": 2, "max_tenant_share": 1.0, "max_target_lag": 1}
+    return lambda **more: Trainer(
+        config_for(model_dir, tmp_path, redis_url=redis_url, **{**changes, **more}), CollectorRegistry()
+    )
+
+
+def of_version(traces: list[Trace], version: int) -> list[Trace]:
+    """Their own texts, too: a repetition would go where the first one went."""
+    return [
+        dataclasses.replace(
+            trace,
+            token_ids=(trace.token_ids + version) % 40,
+            header=msgspec.structs.replace(
+                trace.header, trace_id=f"{version}-{trace.header.trace_id}", target_version=version
+            ),
+        )
+        for trace in traces
+    ]
+
+
+def send(stream: TraceStream, traces: list[Trace]) -> None:
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+
+def versions_of(kept: object) -> set[int]:
+    return {stored.provenance.target_version for stored in kept}  # type: ignore[attr-defined]
+
+
+def test_drafts_are_judged_by_the_newest_target_alone(start: Start, stream: TraceStream, traces: list[Trace]) -> None:
+    trainer = start()
+    send(stream, of_version(traces, 0))
+    trainer.read(block_ms=0)
+    assert versions_of(trainer.intake.held_out) == versions_of(trainer.intake.golden) == {0}
+    num_old = len(trainer.intake.held_out) + len(trainer.intake.golden)
+    send(stream, of_version(traces[:4], 1))
+    trainer.read(block_ms=0)
+    judges = [*trainer.intake.held_out, *trainer.intake.golden]
+    assert versions_of(judges) == {1}
+    assert num_old > 0
+    learnt_from = {stored.trace_id for stored in trainer._replay.waiting}
+    assert len(learnt_from) + len(judges) == len(traces) + 4, "what judged before is learnt from"
+    # One that comes late is no judge any more.
+    send(stream, of_version(traces, 0)[:1])
+    trainer.read(block_ms=0)
+    assert versions_of([*trainer.intake.held_out, *trainer.intake.golden]) == {1}
+    send(stream, of_version(traces, 5))
+    trainer.read(block_ms=0)
+    assert versions_of(trainer._replay.waiting) <= {5}
+    assert trainer.metrics._registry.get_sample_value("slipstream_trainer_target_version") == 5
+    trainer.close()
+
+
+def test_the_version_is_in_the_manifest_and_survives_a_restart(
+    start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.shadow.decide", promote)
+    trainer = start()
+    send(stream, of_version(traces, 3))
+    trainer.read(block_ms=0)
+    trainer.step()
+    trainer.publish()
+    store = DraftStore(tmp_path / "store")
+    newest = store.latest()
+    assert newest is not None
+    assert [store.manifest(version).target_version for version in (1, newest)] == [0, 3]
+    trainer.close()
+    saved = load_checkpoint(tmp_path / "state")
+    assert saved is not None
+    assert saved[1].target_version == 3
+    again = start()
+    assert again.intake.target_version == 3
+    send(stream, of_version(traces, 1))
+    again.read(block_ms=0)
+    assert versions_of(again._replay.waiting) <= {3}
+    assert versions_of([*again.intake.held_out, *again.intake.golden]) == {3}
+    again.close()
+
+
+def test_an_operators_recording_of_another_version_judges_no_more_and_is_not_learnt_from(
+    start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path
+) -> None:
+    trainer = start(golden=record(tmp_path / "golden.rec", traces[:2]))
+    assert len(trainer.intake.golden) == 2
+    send(stream, of_version(traces[2:], 1))
+    trainer.read(block_ms=0)
+    assert len(trainer.intake.golden) == 0
+    assert versions_of([*trainer._replay.waiting, *trainer.intake.held_out]) == {1}
+    trainer.close()
