@@ -30,15 +30,22 @@ class CapturePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One sample to generate. `prompt_token_ids` is the whole prompt, chat template applied."""
+    """One sample to generate. `prompt_token_ids` is the whole prompt, chat template applied.
+
+    An answer that was begun elsewhere goes on where the last `num_answered` tokens of the prompt are its own: its text
+    and stop strings go on from theirs, and `max_tokens` counts what is still to come.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    num_answered: int = 0
     max_tokens: int
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: bool = False
+    """Whether its chunks say how likely their tokens were."""
     policy: CapturePolicy = field(default_factory=CapturePolicy)
 
 
@@ -57,6 +64,10 @@ class Chunk:
     `text` is what may be shown now (incomplete characters and possible stop strings are held back), and `pieces` are
     the same text by tokens, where the engine can tell; `token_ids` are the committed tokens; `num_accepted` of them
     were proposals of the draft. The last chunk has a finish reason.
+
+    `logprobs`, where the request wants them, are of the tokens under the distribution that they were sampled from: of
+    the target after temperature, top-k and top-p, whatever the draft proposed. That is the behaviour policy, which the
+    importance weights of reinforcement learning have in their denominator. Greedy tokens have 0: nothing else could be.
     """
 
     text: str
@@ -64,6 +75,7 @@ class Chunk:
     pieces: tuple[Piece, ...] = ()
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +117,8 @@ class EngineInfo:
     context_length: int
     """Prompt and completion tokens together."""
     max_depth: int
+    num_slots: int = 1
+    """Requests that decode together."""
 
 
 class Tokenizer(Protocol):

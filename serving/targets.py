@@ -1,6 +1,6 @@
 """A target that moves while it serves: who may name new weights, and who else has to know of them.
 
-    announced ──▶ newer? ──▶ folder allowed? ──▶ engine: read, verified, copied in place ──▶ everybody else is told
+    announced ──▶ newer? ──▶ folder allowed? ──▶ engine: read, verified, copied in place
                     └────────────┴─── refused: the target in service stays ────┘
 
 The fingerprint is the lineage's for good: that of the target it began with, which says what architecture, shapes and
@@ -10,7 +10,7 @@ vocabulary its drafts are for. A target that moves keeps all of these, and its v
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -28,7 +28,7 @@ class TargetDesk:
     """One engine's target; for any thread, one change at a time.
 
     `folder` is where weights may lie; without it no path is taken. `around` runs the change (see
-    `serving.target_guard.TargetGuard.move`); each of `listeners` is told a version that has come into service.
+    `serving.target_guard.TargetGuard.move`).
     """
 
     def __init__(
@@ -38,11 +38,9 @@ class TargetDesk:
         *,
         folder: Path | None,
         around: Callable[[_Move], TargetReport] = lambda move: move(),
-        listeners: Iterable[Callable[[int], object]] = (),
     ) -> None:
         self._host, self._metrics, self._around = host, metrics, around
         self._folder = None if folder is None else folder.resolve()
-        self._listeners = tuple(listeners)
         self._moving = threading.Lock()
 
     def announce(self, version: int, path: str | None) -> TargetReport:
@@ -59,8 +57,6 @@ class TargetDesk:
             self._moving.release()
         self._metrics.installed(version, report.stall_ms / 1000)
         log.info("target in service", version=version, previous=report.previous, stall_ms=round(report.stall_ms, 2))
-        for listener in self._listeners:
-            listener(version)
         return report
 
     def _move(self, version: int, path: str | None) -> TargetReport:

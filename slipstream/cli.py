@@ -19,6 +19,7 @@ from slipstream import (
     drafts_cli,
     keys_cli,
     replay_cli,
+    rollout_cli,
     serve_cli,
     services_cli,
     tenants_cli,
@@ -41,6 +42,7 @@ app.command()(services_cli.sglang)
 app.command()(services_cli.gateway)
 app.command()(train_cli.train)
 app.command()(replay_cli.replay)
+app.command()(rollout_cli.rollout)
 app.command()(doctor_cli.doctor)
 app.add_typer(draft_cli.app, name="draft")
 app.add_typer(drafts_cli.app, name="drafts")

@@ -23,10 +23,12 @@ from speculator.errors import ConfigError
 
 def check_settings(settings: GatewaySettings) -> None:
     """Raises ConfigError for a setting that has no effect in front of SGLang."""
-    for name in ("default_max_tokens", "max_prompt_tokens", "targets_dir"):
-        if name in settings.model_fields_set:
-            variable = f"{ENV_PREFIX}{name.upper()}"
+    for name in settings.model_fields_set:
+        variable = f"{ENV_PREFIX}{name.upper()}"
+        if name in ("default_max_tokens", "max_prompt_tokens", "targets_dir"):
             raise ConfigError(f"{variable} is for --engine local, SGLang has its own way: unset it")
+        if name.startswith("rollout_"):
+            raise ConfigError(f"{variable} is for --engine local, which alone has rollouts: unset it")
 
 
 async def serve_in_front(

@@ -17,7 +17,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
+from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector
+from serving.gateway.rollouts.book import RolloutBook
+from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.hotswap import SwapLog
 from serving.metrics import EngineMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.recorder import RecorderStats
@@ -50,6 +53,8 @@ UNITS = {
     "moves": "moves",
     "verdicts": "trials",
     "reviews": "versions",
+    "samples": "samples",
+    "leases": "leases",
     "requests": "requests",
     "refusals": "requests",
     "running": "requests",
@@ -90,13 +95,15 @@ LABELS = {
     "status": "HTTP status codes that the gateway sends; 499: the client left",
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
     "`personal_email`, `personal_card`, `personal_iban`, `personal_phone`; with SGLang also `budget`, "
-    "`aborted`, `retracted`, `nothing_computed`, `inconsistent`, `target_moved`",
+    "`aborted`, `retracted`, `nothing_computed`, `inconsistent`, `target_moved`; of rollouts the words in the help "
+    "text",
     "outcome": "the words in the help text",
-    "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`",
+    "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`, `rewards`",
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
-    "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`",
+    "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`; of rollouts `waiting`, `running`, "
+    "`paused`",
 }
 """What keeps the number of each label's values small."""
 
@@ -207,6 +214,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     GatewayMetrics(registries[GATEWAY])
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[GATEWAY].register(HealthCollector(lambda: health))
+    registries[GATEWAY].register(RolloutCollector(RolloutBook([], GatewaySettings())))
     EngineMetrics(registries[LOCAL])
     recorder = RecorderStats(
         captured=0, appended=0, dropped_by_reason={}, pending=0, bytes_appended=0, tokens_appended=0

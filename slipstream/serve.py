@@ -37,6 +37,7 @@ from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.erasures import Erasures
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
+from speculator.rewards import RewardStream
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
 
@@ -124,7 +125,15 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         opened.callback(follower.stop)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         targets = TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir, around=guard.move)
-        app = create_app(engine, settings=settings, registry=registry, drafts=drafts, targets=targets)
+        rewards = RewardStream(opened.enter_context(connect(options.redis_url)), key) if recorder else None
+        app = create_app(
+            engine,
+            settings=settings,
+            registry=registry,
+            drafts=drafts,
+            targets=targets,
+            send_rewards=rewards.append if rewards else None,
+        )
         server = GatewayServer(app, listener)
         asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
 

@@ -21,6 +21,7 @@ from speculator.codec import read_header
 from speculator.erasures import Erasures
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.removal import Remover
+from speculator.rewards import RewardStream
 from speculator.rewrite import remove_from_recording
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
@@ -80,6 +81,7 @@ class Eraser:
     def _remove(self, *, dry_run: bool) -> dict[str, Any]:
         return {
             "redis": asdict(Remover(self.client, self.model_key).remove(self._is_theirs, dry_run=dry_run)),
+            "rewards": RewardStream(self.client, self.model_key).remove(self.tenant, dry_run=dry_run),
             "trainer_files": remove_files(self.state, self._is_theirs, dry_run=dry_run),
             "recordings": {
                 str(path): asdict(remove_from_recording(path, self._is_theirs, dry_run=dry_run))
@@ -128,6 +130,7 @@ class Eraser:
             actor=self.actor,
             tenant=self.tenant,
             **document["redis"],
+            rewards=document["rewards"],
             trainer_files=document["trainer_files"],
             from_recordings=sum(recording["removed"] for recording in recordings),
             drafts=[draft["version"] for draft in document["drafts"]],
@@ -171,7 +174,8 @@ def sentences(document: Mapping[str, Any]) -> str:
     verb = "would go" if document["dry_run"] else "removed"
     lines = [
         f"tenant {document['tenant']}, {verb}: {found['stream']} traces in the stream, {found['dead_letters']} dead "
-        f"letters ({found['unreadable']} unreadable), {document['trainer_files']} files of the trainer",
+        f"letters ({found['unreadable']} unreadable), rewards of {document['rewards']} groups, "
+        f"{document['trainer_files']} files of the trainer",
         *(
             f"  {path}: {counts['removed']} of {counts['removed'] + counts['kept']} traces"
             for path, counts in document["recordings"].items()

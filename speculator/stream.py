@@ -63,6 +63,10 @@ class StreamKeys:
         return self._key("erasures")
 
     @property
+    def rewards(self) -> str:
+        return self._key("rewards")
+
+    @property
     def trainers(self) -> str:
         """Hash: the last report of each trainer process by its name."""
         return self._key("trainers")

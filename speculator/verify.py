@@ -47,6 +47,15 @@ def served_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
+def served_logprobs(logits: Tensor, params: SamplingParams, tokens: Tensor) -> list[float]:
+    """Log-probabilities [P] of `tokens` [P] under the served distributions of logits [P, V]; 0 where it is greedy."""
+    if params.temperature == 0:
+        return [0.0] * len(tokens)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logprobs = served_logits(logits.to(wide), params).log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+
+
 def gumbel_noise(seed: int, position: int, size: int, *, device: torch.device | str = "cpu") -> Tensor:
     """Standard Gumbel noise [size] float64 of one position of one request; the same on every machine.
 

@@ -59,6 +59,7 @@ class DoubleEngine:
     model: str = "double"
     context_length: int = 512
     max_depth: int = 8
+    num_slots: int = 8
     tokens_per_chunk: int = 4
     """One committed token and as many accepted proposals as fit."""
     delay_s: float = 0.0
@@ -88,7 +89,12 @@ class DoubleEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo(model=self.model, context_length=self.context_length, max_depth=self.max_depth)
+        return EngineInfo(
+            model=self.model,
+            context_length=self.context_length,
+            max_depth=self.max_depth,
+            num_slots=self.num_slots,
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         self.requests.append(request)

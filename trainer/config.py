@@ -56,6 +56,8 @@ class TrainerConfig(BaseSettings):
     """Of memory and of the training mix, for one tenant where there are others; 1 sets no cap."""
     max_priority: float = Field(default=2.0, ge=1)
     """How much more often a badly accepted trace is drawn, and how much less a well accepted one; 1: all alike."""
+    max_reward_weight: float = Field(default=2.0, ge=1)
+    """The same of the samples of a rollout by their rewards, within their group; 1: rewards have no effect."""
     max_draft_lag: int = Field(default=4, ge=0)
     """Versions behind the published one up to which proposals count fully (α); nothing counts from twice that on."""
     max_target_lag: int = Field(default=4, ge=0)

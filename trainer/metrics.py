@@ -55,6 +55,9 @@ class TrainerMetrics:
         self.stream_errors = Counter(
             "slipstream_trainer_stream_errors", "Redis calls that failed", ["operation"], registry=registry
         )
+        self.rewards = Counter(
+            "slipstream_trainer_rewarded_samples", "Samples of rollouts whose rewards were read", registry=registry
+        )
         self.steps = Counter(
             "slipstream_trainer_steps", "Optimiser steps; skipped = not finite, or no label", ["outcome"],
             registry=registry,
@@ -256,7 +259,7 @@ class TrainerMetrics:
         for metric, labels in (
             (self.traces, ("admitted", "duplicate", "dead_lettered", "erased", "expired")),
             (self.forgotten, ("erased", "expired")),
-            (self.stream_errors, ("read", "ack", "lag", "recent", "take_over", "dead_letter", "erasures")),
+            (self.stream_errors, ("read", "ack", "lag", "recent", "take_over", "dead_letter", "erasures", "rewards")),
             (self.steps, ("applied", "skipped")),
             (self.admissions, (*Admission, "passed_over")),
             (self.gate_decisions, (outcome.value for outcome in Outcome)),

@@ -25,6 +25,7 @@ class Provenance:
     """`text_hash` is the same for the same token ids, whoever sent them; no text can be read from it."""
 
     tenant: str
+    request_id: str
     domain: str
     created_ms: int
     text_hash: bytes
@@ -71,6 +72,7 @@ def provenance_of(trace: Trace) -> Provenance:
     token_ids = np.ascontiguousarray(trace.token_ids, dtype="<i4")
     return Provenance(
         tenant=header.tenant,
+        request_id=header.request_id,
         domain=header.domain,
         created_ms=header.created_ms,
         text_hash=hashlib.blake2b(token_ids.tobytes(), digest_size=_HASH_BYTES).digest(),

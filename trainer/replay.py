@@ -74,7 +74,9 @@ class Replay:
         max_target_lag: int = 0,
         rng: random.Random,
         seed: int = 0,
+        reward_weight: Callable[[Provenance], float] = lambda _: 1.0,
     ) -> None:
+        """`reward_weight`: how much more often than others a trace is drawn (trainer/rewards.py)."""
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_tenant_share = max_tenant_share
@@ -82,6 +84,7 @@ class Replay:
         self._target_version = 0
         self._rng = rng
         self._seed = seed
+        self._reward_weight = reward_weight
         self._waiting: deque[Slot] = deque()
         self._memory = Memory(max_bytes=max_bytes, recent_share=recent_share, max_tenant_share=max_tenant_share)
         self._by_text: dict[bytes, Slot] = {}
@@ -246,7 +249,7 @@ class Replay:
         return capped_shares(self._masses(), self._max_tenant_share)
 
     def _sample(self) -> Iterator[Slot]:
-        """Learnt traces in a random order, without repetition, by priority and within the tenants' shares.
+        """Learnt traces in a random order, without repetition, by priority and reward and within the tenants' shares.
 
         Exponential races (Efraimidis and Spirakis 2006): the next slot is slot i with probability wᵢ / Σ w.
         """
@@ -262,7 +265,8 @@ class Replay:
 
     def _weight(self, slot: Slot) -> float:
         """Above 0: what is too old is not kept."""
-        return slot.priority * self._freshness(slot.stored.provenance)
+        provenance = slot.stored.provenance
+        return slot.priority * self._reward_weight(provenance) * self._freshness(provenance)
 
     def _freshness(self, provenance: Provenance) -> float:
         return version_weight(self._target_version - provenance.target_version, max_lag=self._max_target_lag)

@@ -17,6 +17,7 @@ from speculator.erasures import Erasures
 from speculator.labels import draft_ids_by_target_id
 from speculator.redis_client import connect
 from speculator.removal import Remover
+from speculator.rewards import RewardStream
 from speculator.spans import span
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream
@@ -33,6 +34,7 @@ from trainer.intake import Intake
 from trainer.metrics import TrainerMetrics
 from trainer.pressure import tokens_owed, training_pressure
 from trainer.replay import Replay
+from trainer.rewards import RewardWeights
 from trainer.shares import joined, share_of
 from trainer.shelf import Shelf, shelf_folder
 from trainer.source import TraceSource, consumer_name
@@ -78,6 +80,8 @@ class Trainer:
         self._redis = connect(config.redis_url)
         self._store = DraftStore(config.store_dir)
         rng = random.Random(config.seed + self.ranks.rank)
+        rewards = RewardStream(self._redis, config.model_key)
+        self._rewards = RewardWeights(rewards, bound=config.max_reward_weight, metrics=self.metrics)
         self._replay = self._new_replay(rng)
         self._training = Training(
             config,
@@ -165,6 +169,7 @@ class Trainer:
     def read(self, *, block_ms: int) -> None:
         """Take new traces into the replay, as many as it has room for, after forgetting what is to be forgotten."""
         self._forget()
+        self._rewards.look()
         arrivals = self.intake.read(block_ms)
         newest = self.intake.target_version
         self._candidates.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
@@ -333,6 +338,7 @@ class Trainer:
             max_target_lag=config.max_target_lag,
             rng=rng,
             seed=config.seed,
+            reward_weight=self._rewards.weight,
         )
 
     def _to_example(self) -> Callable[[Trace], Example]:

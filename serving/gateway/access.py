@@ -40,6 +40,11 @@ _TRANSFER_S = 120.0
 ACCESS = {
     "/v1/chat/completions": Access.GENERATE,
     "/v1/completions": Access.GENERATE,
+    # What a rollout has said is for the tenant that asked: a key that only reads sees none of it.
+    "/v1/rollouts": Access.GENERATE,
+    "/v1/rollouts/{rollout_id}": Access.GENERATE,
+    "/v1/rollouts/{rollout_id}/samples": Access.GENERATE,
+    "/v1/rollouts/{rollout_id}/rewards": Access.GENERATE,
     "/v1/models": Access.READ,
     "/v1/models/{model:path}": Access.READ,
     "/openapi.json": Access.READ,

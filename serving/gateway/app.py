@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -21,10 +22,14 @@ from serving.gateway.live import Live, live_routes
 from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.pages import page_routes
 from serving.gateway.passthrough import Passage, passthrough_routes
+from serving.gateway.rollouts.book import RolloutBook
+from serving.gateway.rollouts.metrics import RolloutCollector
+from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.status import status_routes
 from serving.gateway.target import Targets, target_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
+from serving.rollout.engines import InProcessEngine
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
@@ -39,16 +44,26 @@ def create_app(
     registry: CollectorRegistry = REGISTRY,
     drafts: Drafts | None = None,
     targets: Targets | None = None,
+    send_rewards: SendRewards | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too, and
-    with `targets` the one that moves the target.
+    with `targets` the one that moves the target. Rewards of rollouts go to `send_rewards`.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
-    routers = [chat_routes(gateway), completion_routes(gateway), *_admin(drafts, targets, settings)]
-    return _assemble(routers, engine, gateway.settings, gateway.metrics, registry, drafts, shows_tokens=True)
+    book = _rollouts(gateway)
+    registry.register(RolloutCollector(book))
+    routers = [
+        chat_routes(gateway),
+        completion_routes(gateway),
+        rollout_routes(gateway, book, send_rewards),
+        *_admin(drafts, targets, settings, on_moved=book.driver.set_target_version),
+    ]
+    return _assemble(
+        routers, engine, gateway.settings, gateway.metrics, registry, drafts, shows_tokens=True, beside=book.running
+    )
 
 
 def create_passthrough_app(
@@ -66,9 +81,29 @@ def create_passthrough_app(
     return _assemble(routers, host, settings, passage.metrics, registry, drafts, shows_tokens=False)
 
 
-def _admin(drafts: Drafts | None, targets: Targets | None, settings: GatewaySettings) -> list[APIRouter]:
+def _rollouts(gateway: Gateway) -> RolloutBook:
+    """On the engine that interactive requests have as well."""
+    interactive, settings = gateway.interactive, gateway.settings
+    engine = InProcessEngine(
+        "local",
+        gateway.engine,
+        share=settings.rollout_slots_share,
+        num_interactive=lambda: interactive.num_samples,
+    )
+    book = RolloutBook([engine], settings)
+    interactive.on_change = book.driver.wake
+    return book
+
+
+def _admin(
+    drafts: Drafts | None,
+    targets: Targets | None,
+    settings: GatewaySettings,
+    *,
+    on_moved: Callable[[int], object] = lambda version: None,
+) -> list[APIRouter]:
     routers = [] if drafts is None else [admin_routes(drafts, settings)]
-    return routers if targets is None else [*routers, target_routes(targets, settings)]
+    return routers if targets is None else [*routers, target_routes(targets, settings, on_moved)]
 
 
 def _assemble(
@@ -80,11 +115,19 @@ def _assemble(
     drafts: Drafts | None,
     *,
     shows_tokens: bool,
+    beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> FastAPI:
+    """`beside` runs while the app is served."""
     registry.register(HealthCollector(host.health))
     live = Live(host, registry, shows_tokens=shows_tokens)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with live.lifespan(app), beside():
+            yield
+
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
-    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=live.lifespan)
+    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes()):
         # One flat list, in which the gate finds what the router will choose; these routers add nothing to their routes.
         app.router.routes.extend(router.routes)

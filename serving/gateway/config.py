@@ -36,6 +36,18 @@ class GatewaySettings(BaseSettings):
     stream_interval_ms: int = Field(default=0, ge=0, le=10_000)
     """Milliseconds between the events of a stream, so that they do not show which tokens were guessed right; 0 sends
     text as it comes."""
+    rollout_slots_share: float = Field(default=0.75, gt=0, le=1)
+    """Of the engine's slots, what rollouts may hold (at least one slot), as far as other requests leave it free."""
+    rollout_chunk_tokens: int = Field(default=128, ge=1)
+    """After so many tokens it is decided anew which samples of rollouts run."""
+    rollout_max_samples: int = Field(default=16_384, ge=1)
+    """Of all rollouts together, those that ended and are kept included; beyond it, status 429."""
+    rollout_max_tokens: int = Field(default=8_388_608, ge=1)
+    """The same of tokens, prompts and what may be generated: about 40 bytes of memory each."""
+    rollout_grace_s: float = Field(default=60.0, ge=0)
+    """A rollout that no client has asked about for so long is cancelled."""
+    rollout_keep_s: float = Field(default=600.0, ge=0)
+    """For so long after its end a rollout can be read again, and rewarded; less where others need the room."""
     keys_file: Path | None = None
     """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
     auth_elsewhere: bool = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serving.engine import Engine
 from serving.gateway.config import GatewaySettings
+from serving.gateway.interactive import Interactive
 from serving.gateway.metrics import GatewayMetrics
 
 
@@ -14,3 +15,4 @@ class Gateway:
     engine: Engine
     settings: GatewaySettings
     metrics: GatewayMetrics
+    interactive: Interactive = field(default_factory=Interactive)

@@ -97,13 +97,14 @@ class Generation:
         sample = self.samples[index]
         # The protocol promises an iterator that can be closed: that is how a request is aborted.
         chunks = cast(AsyncGenerator[Chunk, None], self._gateway.engine.generate(request))
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if chunk.finish_reason == "abort":
-                    raise EngineError("the engine aborted the request")
-                self._note_first_token(chunk)
-                sample.add(chunk)
-                await on_chunk(index, chunk)
+        with self._gateway.interactive.sample():
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.finish_reason == "abort":
+                        raise EngineError("the engine aborted the request")
+                    self._note_first_token(chunk)
+                    sample.add(chunk)
+                    await on_chunk(index, chunk)
         if sample.finish_reason is None:
             raise EngineError("the engine's stream ended without a finish reason")
 
@@ -153,7 +154,7 @@ def plan(
     policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        room = _completion_tokens(len(prompt), max_tokens, gateway.engine.info, gateway.settings, prompt_param)
+        room = completion_tokens(len(prompt), max_tokens, gateway.engine.info, gateway.settings, prompt_param)
         requests += [
             GenerateRequest(
                 request_id=f"{exchange.request_id}-{len(requests) + sample}",
@@ -172,7 +173,7 @@ def plan(
     return Generation(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens, route=route)
 
 
-def _completion_tokens(
+def completion_tokens(
     num_prompt_tokens: int, asked: int | None, info: EngineInfo, settings: GatewaySettings, prompt_param: str
 ) -> int:
     """How many tokens the engine may add to a prompt."""

@@ -10,13 +10,18 @@ from speculator.errors import RequestError
 
 def check_limits(info: EngineInfo, settings: GatewaySettings, *, model: str, num_samples: int) -> None:
     """`num_samples` counts prompts times `n`. Raises ApiError (404) or RequestError."""
-    if model != info.model:
-        message = f"This server does not serve the model {model[:100]!r}: ask for {info.model!r}."
-        raise ApiError(404, message, code="model_not_found", param="model")
+    check_model(info, model)
     limit = settings.max_samples
     if num_samples > limit:
         message = f"{num_samples} samples asked of one request (prompts times 'n'), at most {limit}: split the request."
         raise RequestError(message, param="n")
+
+
+def check_model(info: EngineInfo, model: str) -> None:
+    """Raises ApiError (404)."""
+    if model != info.model:
+        message = f"This server does not serve the model {model[:100]!r}: ask for {info.model!r}."
+        raise ApiError(404, message, code="model_not_found", param="model")
 
 
 def check_prompt_tokens(settings: GatewaySettings, num_tokens: int, *, param: str) -> None:

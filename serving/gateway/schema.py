@@ -123,15 +123,16 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
         raise invalid("prompt_type", "must be a string, token ids, or a non-empty list of either")
     if type(value[0]) is int:
         return (_token_ids(value),)
-    return tuple(_prompt(each, index) for index, each in enumerate(value))
+    return tuple(prompt_of(each, index) for index, each in enumerate(value))
 
 
-def _prompt(value: object, index: int) -> Prompt:
+def prompt_of(value: object, *within: int) -> Prompt:
+    """A string or token ids."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise invalid("prompt_type", "must be a string or a list of token ids", index)
-    return _token_ids(value, index)
+        raise invalid("prompt_type", "must be a string or a list of token ids", *within)
+    return _token_ids(value, *within)
 
 
 def _token_ids(values: list[object], *within: int) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ def _token_ids(values: list[object], *within: int) -> tuple[int, ...]:
 
 
 _STRINGS_SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
+TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
 _PART_SCHEMA = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -165,7 +166,7 @@ Prompts = Annotated[
     tuple[Prompt, ...],
     PlainValidator(_prompts),
     WithJsonSchema(
-        {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA, _TOKENS_SCHEMA, {"type": "array", "items": _TOKENS_SCHEMA}]}
+        {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA, TOKENS_SCHEMA, {"type": "array", "items": TOKENS_SCHEMA}]}
     ),
 ]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]

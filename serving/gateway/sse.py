@@ -1,4 +1,4 @@
-"""An answer as server-sent events.
+"""An answer as server-sent events, or as lines of JSON.
 
 Nothing is sent before the engine's first event, so a failure up to there is an ordinary error response. A failure
 after it becomes a last event `{"error": ...}` without `[DONE]`: OpenAI's client raises for that, and for nothing else
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 from starlette.responses import Response
@@ -34,14 +35,28 @@ def event(data: object) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+@dataclass(frozen=True)
+class Framing:
+    """How a stream is cut into objects."""
+
+    media_type: str
+    frame: Callable[[object], bytes]
+    silence: bytes
+    """Says nothing, and shows that the connection lives."""
+
+
+EVENTS = Framing("text/event-stream", event, b":\n\n")
+LINES = Framing("application/x-ndjson", lambda data: msgspec.json.encode(data) + b"\n", b"\n")
+
+
 class EventStream(Response):
     """Sends what `produce` emits while it runs; stops it when the client leaves."""
 
-    def __init__(self, exchange: Exchange, produce: Produce) -> None:
+    def __init__(self, exchange: Exchange, produce: Produce, framing: Framing = EVENTS) -> None:
         # Proxies that buffer would turn the stream into one late block.
-        super().__init__(headers={"x-accel-buffering": "no"}, media_type="text/event-stream")
+        super().__init__(headers={"x-accel-buffering": "no"}, media_type=framing.media_type)
         del self.headers["content-length"]
-        self._exchange, self._produce = exchange, produce
+        self._exchange, self._produce, self._frame = exchange, produce, framing.frame
         self._started = False
         self._sending = asyncio.Lock()
 
@@ -81,7 +96,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": block, "more_body": False})
 
     async def _end_failed(self, send: Send, failure: Exception) -> None:
-        last = event(self._exchange.fail(failure).envelope())
+        last = self._frame(self._exchange.fail(failure).envelope())
         # Who does not read is not waited for.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_EVENT_S):

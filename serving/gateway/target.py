@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Protocol
 
 import msgspec
@@ -34,7 +35,8 @@ class TargetVersionBody(BaseModel):
     """Folder with the new weights, below the one that is allowed; left out where the engine moves by itself."""
 
 
-def target_routes(targets: Targets, settings: GatewaySettings) -> APIRouter:
+def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callable[[int], object]) -> APIRouter:
+    """`on_moved` is told, on the event loop, a version that has come into service."""
     router = APIRouter()
 
     @router.post("/v1/target-version", openapi_extra=request_body(TargetVersionBody))
@@ -42,6 +44,7 @@ def target_routes(targets: Targets, settings: GatewaySettings) -> APIRouter:
         """Answers once the new target is in service: {version, previous, stall_ms}."""
         body = await read_body(request, TargetVersionBody, max_bytes=settings.max_body_bytes)
         report = await run_in_threadpool(_announce, targets, body)
+        on_moved(report.version)
         return Response(msgspec.json.encode(report), media_type="application/json")
 
     return router

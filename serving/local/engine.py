@@ -132,6 +132,7 @@ class LocalEngine:
             model=self._config.model_name,
             context_length=self._target.context_length,
             max_depth=self._config.max_depth,
+            num_slots=self._config.num_slots,
         )
 
     @property
@@ -168,7 +169,7 @@ class LocalEngine:
         arrived: asyncio.Queue[Chunk] = asyncio.Queue()
         generation = Generation(
             request,
-            AnswerText(self._tokenizer, request.stop),
+            AnswerText(self._tokenizer, request.stop, begun=_begun(request)),
             lambda chunk: _hand_over(loop, arrived, chunk),
             self._target.eos_token_ids,
             capture=self._on_trace is not None and request.policy.capture,
@@ -527,6 +528,11 @@ def _planner(config: LocalEngineConfig) -> Planner:
     if config.min_confidence is not None:
         return FixedPlanner(config.min_confidence)
     return RoundPlanner(max_depth=config.max_depth)
+
+
+def _begun(request: GenerateRequest) -> tuple[int, ...]:
+    """The prompt's last tokens that belong to the answer."""
+    return request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:

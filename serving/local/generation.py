@@ -10,7 +10,7 @@ Position bookkeeping, for a request with n committed tokens x₀ … xₙ₋₁:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,10 +94,17 @@ class Generation:
         self.num_prefilled = self.num_pairs_read = 0
         self.topk.clear()
 
-    def commit(self, emitted: list[int], num_accepted: int, proposer: Source = "target") -> None:
+    def commit(
+        self,
+        emitted: list[int],
+        num_accepted: int,
+        proposer: Source = "target",
+        *,
+        logprobs: Sequence[float] = (),
+    ) -> None:
         """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk.
 
-        The first `num_accepted` are accepted proposals of `proposer`.
+        The first `num_accepted` are accepted proposals of `proposer`; `logprobs` are of all, where they are wanted.
         """
         taken: list[int] = []
         for index, token in enumerate(emitted):
@@ -123,5 +130,6 @@ class Generation:
                 token_ids=tuple(taken),
                 num_accepted=min(num_accepted, len(taken)),
                 finish_reason=self.finish_reason,
+                logprobs=tuple(logprobs[: len(taken)]),
             )
         )

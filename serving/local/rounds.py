@@ -21,7 +21,7 @@ from serving.local.reading import DraftReader
 from serving.local.target import Target
 from speculator.planner import Plan
 from speculator.trace import NO_DRAFT
-from speculator.verify import count_accepted, emit
+from speculator.verify import count_accepted, emit, served_logprobs
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class RoundRunner:
         if generation.capture and first_kept < end:
             self._keep_topk(generation, first_kept, self._target.logits(hidden_1Td[0, first_kept - start :]))
         if end == generation.num_prompt_tokens:
-            generation.commit(self._emit(generation, self._target.logits(hidden_1Td[0, -1:])), 0)
+            logits_1V = self._target.logits(hidden_1Td[0, -1:])
+            first = self._emit(generation, logits_1V)
+            generation.commit(first, 0, logprobs=_logprobs(generation, logits_1V, first))
 
     @torch.inference_mode()
     def run(self, generations: Sequence[Generation], depth: int) -> RoundReport:
@@ -159,7 +161,9 @@ class RoundRunner:
                 self._keep_topk(generation, start, logits_BP1V[slot, : count + 1])
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
-            generation.commit(emitted[: count + 1], count, "head" if chain.suffix is None else "suffix")
+            taken = emitted[: count + 1]
+            logprobs = _logprobs(generation, logits_BP1V[slot, : count + 1], taken)
+            generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
             accepted.append(count)
         return accepted
 
@@ -190,3 +194,10 @@ class RoundRunner:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         top = logits.log_softmax(-1, dtype=wide).topk(min(self._capture_topk, logits.shape[-1]), -1)
         generation.topk.append(TopK(position, top.indices.int().cpu().numpy(), top.values.half().cpu().numpy()))
+
+
+def _logprobs(generation: Generation, logits_PV: Tensor, tokens: list[int]) -> list[float]:
+    """Of P tokens that the target emitted, for a request that wants to know."""
+    if not generation.request.logprobs:
+        return []
+    return served_logprobs(logits_PV, generation.source.sampling, torch.tensor(tokens, device=logits_PV.device))

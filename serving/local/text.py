@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ class LocalTokenizer:
 class AnswerText:
     """Turns committed tokens into text that is safe to show, and finds stop strings.
 
-    Held back: bytes of an unfinished character, and a tail that may still become a stop string.
+    Held back: bytes of an unfinished character, and a tail that may still become a stop string. An answer that was
+    `begun` elsewhere has shown what could be shown of those tokens; what was held back then is shown here.
     """
 
-    def __init__(self, tokenizer: LocalTokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: LocalTokenizer, stop: tuple[str, ...], begun: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop
@@ -61,6 +63,9 @@ class AnswerText:
         self._held: deque[tuple[int, Source]] = deque()  # where each token's text ends; those shown are gone
         self._last_source: Source = "target"
         self.stopped = False
+        for token_id in begun:
+            self.push(token_id, "target")
+        self.take()
 
     def push(self, token_id: int, source: Source) -> None:
         """Add one token; sets `stopped` when the text now contains a stop string, and cuts the text before it."""

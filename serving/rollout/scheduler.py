@@ -43,7 +43,7 @@ class Policy:
 
 class Scheduler:
     def __init__(self, policy: Policy, *, target_version: int = 0) -> None:
-        self._policy, self._version = policy, target_version
+        self._policy, self.target_version = policy, target_version
         self._groups: dict[str, Group] = {}
         self._num_groups = 0
         self._queue = WaitingQueue()
@@ -78,9 +78,9 @@ class Scheduler:
             raise RequestError(f"no sample {sample_id.number} of a group {sample_id.group_id}", param="sample_id")
         return group.samples[sample_id.number]
 
-    def cancel(self, group_id: str) -> list[Ended]:
+    def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[Ended]:
         """End all of a group that has not ended. Raises RequestError for a group that is not known."""
-        return [self._end(sample, State.ABORTED, "cancelled") for sample in self._under_way(self._group(group_id))]
+        return [self._end(sample, State.ABORTED, reason) for sample in self._under_way(self._group(group_id))]
 
     def forget(self, group_id: str) -> None:
         """Drop a group that has ended. Raises RequestError while it has not."""
@@ -106,8 +106,8 @@ class Scheduler:
 
     def promised_tokens(self, engine: str) -> int:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
-        host = self._hosts[engine]
-        return sum(host.promise(sample) for sample in host.running.values())
+        host = self._hosts.get(engine)
+        return sum(host.promise(sample) for sample in host.running.values()) if host else 0
 
     def engine_lost(self, engine: str) -> list[SampleId]:
         """What ran there waits again with the tokens that were reported, and what was to run there may run anywhere."""
@@ -163,9 +163,9 @@ class Scheduler:
 
     def announce_target(self, version: int) -> list[Ended]:
         """A newer target: samples that are too old for it end, with their tokens or without, as their group asks."""
-        if version <= self._version:
-            raise RequestError(f"target version {version} is not newer than {self._version}", param="version")
-        self._version = version
+        if version <= self.target_version:
+            raise RequestError(f"target version {version} is not newer than {self.target_version}", param="version")
+        self.target_version = version
         old = [sample for sample in self._all_under_way() if is_stale(sample, version)]
         return [
             self._end(sample, State.STALE if sample.group.request.when_stale == "return" else State.ABORTED, "stale")
@@ -230,7 +230,7 @@ class Scheduler:
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
         if sample.target_version is None:
-            sample.target_version = self._version
+            sample.target_version = self.target_version
         if self._policy.placement.keeps_groups:
             self._bind(sample.group, engine)
         request = sample.group.request

@@ -17,7 +17,7 @@ MAX_SAMPLES = 1024
 """Of one group."""
 
 WhenStale = Literal["return", "abort"]
-EndReason = Literal["stop", "length", "stale", "deadline", "cancelled"]
+EndReason = Literal["stop", "length", "stale", "deadline", "cancelled", "refused"]
 
 
 class SampleId(NamedTuple):
@@ -35,7 +35,7 @@ class State(StrEnum):
     STALE = "stale"
     """Too old for the newest target; its tokens are handed back, marked as such."""
     ABORTED = "aborted"
-    """Cancelled, past its deadline, or too old where the caller wants no old samples."""
+    """Cancelled, past its deadline, refused by an engine, or too old where the caller wants no old samples."""
 
     @property
     def has_ended(self) -> bool:

@@ -30,6 +30,7 @@ WITHOUT_JSON = {
     "slipstream gateway": "a service",
     "slipstream train": "a service",
     "slipstream traces export": "prints JSON lines",
+    "slipstream rollout": "prints JSON lines",
 }
 
 

@@ -165,11 +165,12 @@ def test_options_of_the_other_engine_are_refused(
     assert says in refused("serve", *common, *python, *words)
 
 
+@pytest.mark.parametrize("name", ["DEFAULT_MAX_TOKENS", "ROLLOUT_KEEP_S"])
 def test_a_gateway_setting_without_effect_is_refused(
-    refused: Refused, toy_model: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, refused: Refused, toy_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLIPSTREAM_GATEWAY_DEFAULT_MAX_TOKENS", "64")
-    assert "DEFAULT_MAX_TOKENS" in refused("serve", "--engine", "sglang", "--model", toy_model)
+    monkeypatch.setenv(f"SLIPSTREAM_GATEWAY_{name}", "64")
+    assert name in refused("serve", "--engine", "sglang", "--model", toy_model)
 
 
 def test_no_sglang(refused: Refused, toy_model: Path) -> None:

@@ -25,6 +25,7 @@ from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.erasures import Erasures
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.rewards import GroupRewards, RewardStream
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
 from speculator.tenants import counts_of
@@ -156,10 +157,13 @@ def test_nothing_is_left_of_an_erased_tenant(
     wait_until(lambda: ANNA in counts_of(store.manifest(store.latest() or 1).info).tokens, timeout_s=60)
     wait_until(lambda: deployment.stream.lag().dead_lettered == 1)
     waiting = _engine(deployment, of(traces, ANNA)[0])
+    rewards = RewardStream(deployment.client, deployment.key)
+    rewards.append([GroupRewards(tenant=tenant, group_id="g", rewards={0: 1.0}) for tenant in (ANNA, BO)])
 
     code, planned = deployment.erase(ANNA, "--recording", recording)
     assert (code, planned["dry_run"]) == (0, True)
     assert planned["redis"] == {"stream": 7, "dead_letters": 1, "unreadable": 0}
+    assert planned["rewards"] == 1
     assert (planned["trainer_files"], planned["recordings"][str(recording)]["removed"]) == (6, 6)
     assert all(map(deployment.has, traces))
 
@@ -169,6 +173,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     assert done["trainers"] == {"trainer-0": True}
     assert done["engines"] == {"engine e": True}
     assert done["redis"] == {"stream": 8, "dead_letters": 1, "unreadable": 0}, "one more was on its way"
+    assert [group.tenant for group in rewards.read("0", 10)[0]] == [BO]
     assert [deployment.has(trace) for trace in traces] == [trace.header.tenant == BO for trace in traces]
     with RecordingReader(recording) as reader:
         assert reader.header.note == "kept"
@@ -183,7 +188,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     event = [event for event in store.lifecycle.events.tail(100) if event.kind == "erase"][-1]
     assert event.actor.startswith("operator:")
     assert event.fields["tenant"] == ANNA
-    assert event.fields["stream"] == 8
+    assert (event.fields["stream"], event.fields["rewards"]) == (8, 1)
     assert set(learnt) == set(event.fields["drafts"])
 
     # The engine has gone; its report would stay for half a minute.

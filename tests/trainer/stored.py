@@ -33,6 +33,7 @@ def stored_of(trace_id: str, *, num_tokens: int = 24, text: str | None = None, *
     """A trace whose text is its id unless `text` says otherwise. Its tensors are those of every other of its length."""
     values: dict[str, Any] = {
         "tenant": "default",
+        "request_id": trace_id,
         "domain": "",
         "created_ms": 0,
         "text_hash": hashlib.blake2b((text or trace_id).encode(), digest_size=16).digest(),

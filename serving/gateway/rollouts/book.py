@@ -1,0 +1,197 @@
+"""The rollouts that this gateway knows: those under way, and for a while those that have ended.
+
+    submit ──▶ running ──(every sample has ended)──▶ ended ──(kept for a while, or no room)──▶ forgotten
+                  └──(DELETE, or no client for a while)──▶ cancelled, and so ended
+
+A rollout belongs to a tenant, and to everybody else it does not exist. What its samples said is kept as the lines that
+clients get, in the order in which they ended: a client that lost its connection asks for those after the last it has.
+Nothing is written to a disk: a gateway that is started again knows none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from uuid import uuid4
+
+import structlog
+
+from serving.gateway.config import GatewaySettings
+from serving.gateway.errors import ApiError
+from serving.gateway.rollouts.rollout import Rollout
+from serving.rollout.division import Division
+from serving.rollout.driver import Driver
+from serving.rollout.engines import RolloutEngine
+from serving.rollout.order import ContextAware
+from serving.rollout.results import GroupWork, SampleResult
+from serving.rollout.scheduler import Policy
+from serving.rollout.work import EndReason, State
+from speculator.errors import RequestError
+
+log = structlog.get_logger(__name__)
+
+_TICK_S = 0.1
+_MAX_FORGOTTEN = 10_000
+"""Rollouts of which it is still said that they were forgotten."""
+_RETRY_S = 5
+
+
+class RolloutBook:
+    """Owned by the event loop; `running` does what time asks for."""
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        settings: GatewaySettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._clock = settings, clock
+        division = Division(chunk_tokens=settings.rollout_chunk_tokens)
+        policy = Policy(order=ContextAware(), division=division)
+        self.driver = Driver(engines, policy, on_ended=self._ended, clock=clock)
+        self._rollouts: dict[tuple[str, str], Rollout] = {}
+        self._by_key: dict[str, Rollout] = {}
+        self._forgotten: deque[tuple[str, str]] = deque(maxlen=_MAX_FORGOTTEN)
+        self.ended: Counter[EndReason] = Counter()
+        """Samples since the start."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        ticking = asyncio.create_task(self._tick_on())
+        try:
+            yield
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            await self.driver.close()
+
+    @property
+    def now_s(self) -> float:
+        """On the clock of deadlines."""
+        return self._clock()
+
+    # -- what clients ask for -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def new_key() -> str:
+        return uuid4().hex
+
+    def submit(self, tenant: str, rollout_id: str, key: str, groups: dict[str, GroupWork]) -> Rollout:
+        """Begin a rollout whose groups are called `key`/name. Raises ApiError (409, 429, 503) or RequestError."""
+        if (tenant, rollout_id) in self._rollouts:
+            message = f"There is a rollout {rollout_id} already: ask for its samples, or choose another id."
+            raise ApiError(409, message, code="rollout_exists", param="id")
+        if not self.driver.has_engine:
+            raise ApiError(503, "No engine runs: retry later.", code="engine_unavailable", retry_after_s=_RETRY_S)
+        rollout = Rollout(
+            tenant=tenant,
+            rollout_id=rollout_id,
+            key=key,
+            groups=groups,
+            created_s=int(time.time()),
+            seen_s=self._clock(),
+        )
+        self._make_room(rollout)
+        self._rollouts[tenant, rollout_id] = self._by_key[key] = rollout
+        self.driver.submit(groups.values())
+        return rollout
+
+    def find(self, tenant: str, rollout_id: str) -> Rollout:
+        """A sign of life from its client. Raises ApiError (404, 410)."""
+        rollout = self._rollouts.get((tenant, rollout_id))
+        if rollout is None:
+            if (tenant, rollout_id) in self._forgotten:
+                message = "This rollout has ended and is kept no more."
+                raise ApiError(410, message, code="rollout_forgotten", param="rollout_id")
+            raise ApiError(404, "There is no such rollout.", code="rollout_not_found", param="rollout_id")
+        rollout.seen_s = self._clock()
+        return rollout
+
+    def cancel(self, rollout: Rollout) -> None:
+        """End what has not ended; nothing where all has."""
+        rollout.is_cancelled = rollout.is_cancelled or rollout.ended_s is None
+        self.driver.cancel(work.request.group_id for work in rollout.groups.values())
+
+    @contextmanager
+    def reading(self, rollout: Rollout) -> Iterator[None]:
+        """While a client is connected to its stream."""
+        rollout.num_readers += 1
+        try:
+            yield
+        finally:
+            rollout.num_readers -= 1
+            rollout.seen_s = self._clock()
+
+    def counts_of(self, rollout: Rollout) -> Counter[State]:
+        counts = Counter(rollout.ends.values())
+        for work in rollout.groups.values():
+            of_group = self.driver.counts_of(work.request.group_id)
+            counts.update({state: count for state, count in of_group.items() if not state.has_ended})
+        return counts
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Cancel what nobody asks about any more, forget what has ended long ago, and have the driver look around."""
+        now_s = self._clock()
+        for rollout in list(self._rollouts.values()):
+            if rollout.ended_s is not None:
+                if now_s - rollout.ended_s > self._settings.rollout_keep_s and not rollout.num_readers:
+                    self._forget(rollout)
+            elif not rollout.num_readers and now_s - rollout.seen_s > self._settings.rollout_grace_s:
+                log.info("rollout_abandoned", rollout=rollout.key, num_ended=len(rollout.lines))
+                self.cancel(rollout)
+        self.driver.tick()
+
+    async def _tick_on(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self.tick()
+            except Exception:
+                # A mistake of ours; what it left undone, the next tick does.
+                log.exception("rollout_tick_failed")
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _ended(self, result: SampleResult) -> None:
+        self.ended[result.reason] += 1
+        key, _, name = result.sample_id.group_id.partition("/")
+        rollout = self._by_key[key]
+        if len(rollout.lines) + 1 == rollout.num_samples:
+            rollout.ended_s = self._clock()
+        rollout.add(name, result)
+
+    def _make_room(self, rollout: Rollout) -> None:
+        """Those that ended first go first. Raises ApiError (429), or RequestError for what has never room."""
+        samples, tokens = self._settings.rollout_max_samples, self._settings.rollout_max_tokens
+        if rollout.num_samples > samples or rollout.num_tokens > tokens:
+            message = (
+                f"{rollout.num_samples} samples with up to {rollout.num_tokens} tokens, prompts included; at most "
+                f"{samples} and {tokens} here: split the rollout."
+            )
+            raise RequestError(message, param="groups", code="rollout_too_large")
+        known = [*self._rollouts.values()]
+        over_samples = sum(one.num_samples for one in known) + rollout.num_samples - samples
+        over_tokens = sum(one.num_tokens for one in known) + rollout.num_tokens - tokens
+        given_up = []
+        for one in sorted((one for one in known if one.ended_s is not None), key=lambda one: one.ended_s or 0.0):
+            if over_samples <= 0 and over_tokens <= 0:
+                break
+            if not one.num_readers:
+                given_up.append(one)
+                over_samples -= one.num_samples
+                over_tokens -= one.num_tokens
+        if over_samples > 0 or over_tokens > 0:
+            message = "As many samples are under way here as may be: retry later."
+            raise ApiError(429, message, code="rollouts_full", retry_after_s=_RETRY_S)
+        for one in given_up:
+            self._forget(one)
+
+    def _forget(self, rollout: Rollout) -> None:
+        del self._rollouts[rollout.tenant, rollout.rollout_id], self._by_key[rollout.key]
+        self._forgotten.append((rollout.tenant, rollout.rollout_id))

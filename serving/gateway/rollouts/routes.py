@@ -1,0 +1,163 @@
+"""`/v1/rollouts`: begin, follow, cancel, reward. All of it is the tenant's own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from serving.engine import Tokenizer
+from serving.gateway.body import read_body
+from serving.gateway.context import Gateway
+from serving.gateway.errors import ApiError, unavailable
+from serving.gateway.generation import completion_tokens
+from serving.gateway.limits import check_model
+from serving.gateway.rollouts.book import RolloutBook
+from serving.gateway.rollouts.rewards import rewards_of
+from serving.gateway.rollouts.rollout import Rollout
+from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
+from serving.gateway.rollouts.stream import described, streamed
+from serving.gateway.schema import INT64_MAX, request_body
+from serving.gateway.telemetry import Exchange, exchange_of
+from serving.rollout.results import GroupWork
+from serving.rollout.work import GroupRequest
+from speculator.errors import RequestError, StreamError
+from speculator.rewards import GroupRewards
+from speculator.sampling import SamplingParams
+
+ROUTE = "/v1/rollouts"
+_CURSOR = {
+    "parameters": [
+        {
+            "name": "after",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "integer", "minimum": 0, "default": 0},
+            "description": "How many samples the client has: the `next` of a stream that ended.",
+        }
+    ]
+}
+
+SendRewards = Callable[[Sequence[GroupRewards]], object]
+"""Hands rewards on to the trainer; blocks, and raises StreamError."""
+
+
+def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendRewards | None) -> APIRouter:
+    """Without `send_rewards` nothing is learnt here, and rewards are refused."""
+    router = APIRouter(prefix=ROUTE)
+    settings = gateway.settings
+
+    def find(request: Request, rollout_id: str) -> Rollout:
+        return book.find(exchange_of(request).tenant, rollout_id)
+
+    def stream(request: Request, rollout: Rollout, after: int) -> Response:
+        return streamed(request, book, rollout, after=after, limit_s=settings.max_request_s)
+
+    @router.post("", openapi_extra=request_body(RolloutBody))
+    async def create_rollout(request: Request) -> Response:
+        """Samples come back as they end: lines of JSON, or events where `Accept` asks for `text/event-stream`."""
+        body = await read_body(request, RolloutBody, max_bytes=settings.max_body_bytes)
+        check_model(gateway.engine.info, body.model)
+        prompts = await asyncio.to_thread(_tokenised, gateway.engine.tokenizer, body.groups)
+        exchange, key = exchange_of(request), book.new_key()
+        groups = {
+            group.id or str(number): _work(gateway, book, exchange, body, number, prompt, key)
+            for number, (group, prompt) in enumerate(zip(body.groups, prompts, strict=True))
+        }
+        return stream(request, book.submit(exchange.tenant, body.id or key, key, groups), 0)
+
+    @router.get("/{rollout_id}")
+    async def show_rollout(request: Request, rollout_id: str) -> Response:
+        return _json(described(book, find(request, rollout_id)))
+
+    @router.get("/{rollout_id}/samples", openapi_extra=_CURSOR)
+    async def follow_rollout(request: Request, rollout_id: str) -> Response:
+        """The samples from number `after` on, those to come included."""
+        rollout = find(request, rollout_id)
+        return stream(request, rollout, _cursor(request.query_params.get("after", "0"), len(rollout.lines)))
+
+    @router.delete("/{rollout_id}")
+    async def cancel_rollout(request: Request, rollout_id: str) -> Response:
+        """What has ended can be read for a while yet."""
+        rollout = find(request, rollout_id)
+        book.cancel(rollout)
+        return _json(described(book, rollout))
+
+    @router.post("/{rollout_id}/rewards", openapi_extra=request_body(RewardsBody))
+    async def reward_rollout(request: Request, rollout_id: str) -> Response:
+        """All of them are taken, or none where one is wrong; a later one takes an earlier one's place."""
+        rollout = find(request, rollout_id)
+        body = await read_body(request, RewardsBody, max_bytes=settings.max_body_bytes)
+        rewards = rewards_of(rollout, body)
+        if send_rewards is None:
+            raise ApiError(409, "This server records no traces, so rewards have no effect.", code="nothing_recorded")
+        try:
+            await run_in_threadpool(send_rewards, rewards)
+        except StreamError as error:
+            raise unavailable(str(error), code="rewards_unavailable") from error
+        return _json({"object": "rollout.rewards", "id": rollout_id, "num_rewards": len(body.rewards)})
+
+    return router
+
+
+def _json(document: object) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _cursor(text: str, num_ended: int) -> int:
+    """Raises RequestError for what is no number, or more than there is."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise RequestError("after must be a whole number", param="after")
+    if int(text) > num_ended:
+        raise RequestError(f"only {num_ended} samples have ended: ask for those after at most that", param="after")
+    return int(text)
+
+
+def _tokenised(tokenizer: Tokenizer, groups: Sequence[GroupBody]) -> list[Sequence[int]]:
+    """In a thread: a rollout may have as much text as a body holds."""
+    return [_token_ids(tokenizer, group) for group in groups]
+
+
+def _token_ids(tokenizer: Tokenizer, group: GroupBody) -> Sequence[int]:
+    if group.messages is not None:
+        return tokenizer.encode_chat([message.for_template() for message in group.messages])
+    assert group.prompt is not None
+    return tokenizer.encode(group.prompt) if isinstance(group.prompt, str) else group.prompt
+
+
+def _work(
+    gateway: Gateway,
+    book: RolloutBook,
+    exchange: Exchange,
+    body: RolloutBody,
+    number: int,
+    prompt: Sequence[int],
+    key: str,
+) -> GroupWork:
+    """Raises RequestError where the prompt is empty or does not fit."""
+    group = body.groups[number]
+    group_id = f"{key}/{group.id or number}"
+    max_tokens = completion_tokens(
+        len(prompt), group.max_tokens, gateway.engine.info, gateway.settings, f"groups[{number}].prompt"
+    )
+    return GroupWork(
+        request=GroupRequest(
+            group_id=group_id,
+            prompt_token_ids=tuple(prompt),
+            seeds=tuple(group.seeds or (secrets.randbelow(INT64_MAX) for _ in range(group.num_samples))),
+            max_tokens=max_tokens,
+            priority=group.priority,
+            deadline_s=None if group.deadline_s is None else book.now_s + group.deadline_s,
+            max_staleness=group.max_staleness,
+            when_stale=group.when_stale,
+        ),
+        sampling=SamplingParams(temperature=group.temperature, top_p=group.top_p, top_k=group.top_k),
+        stop=group.stop,
+        ignore_eos=group.ignore_eos,
+        logprobs=body.logprobs,
+        policy=body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture, group_id=group_id),
+    )

@@ -1,0 +1,113 @@
+"""The bodies of `/v1/rollouts`, as strictly typed as the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from serving.engine import CapturePolicy
+from serving.gateway.schema import (
+    INT32_MAX,
+    INT64_MAX,
+    TOKENS_SCHEMA,
+    Count,
+    Message,
+    Prompt,
+    Stop,
+    Strict,
+    invalid,
+    prompt_of,
+)
+from serving.rollout.work import MAX_SAMPLES
+
+MAX_GROUPS = 1024
+"""Of one rollout."""
+_MAX_REWARD = 1e9
+_MAX_DEADLINE_S = 7 * 24 * 3600.0
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Seed = Annotated[int, Field(ge=0, le=INT64_MAX)]
+OnePrompt = Annotated[
+    Prompt,
+    PlainValidator(prompt_of),
+    WithJsonSchema({"anyOf": [{"type": "string"}, TOKENS_SCHEMA]}),
+]
+
+
+class GroupBody(Strict):
+    """One prompt and how often it is answered. A line of the file of `slipstream rollout` is one."""
+
+    id: Name | None = None
+    """Default: its number in the list, from 0."""
+    prompt: OnePrompt | None = None
+    """Text or token ids; or `messages`."""
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    """Samples; default: as many as there are seeds, or 1."""
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES)] | None = None
+    """One a sample; default: drawn at random, and each sample says its own."""
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    stop: Stop = ()
+    ignore_eos: bool = False
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Higher goes first."""
+    deadline_s: Annotated[float, Field(gt=0, le=_MAX_DEADLINE_S)] | None = None
+    """From now on; what has not ended by then is aborted."""
+    max_staleness: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Target versions that may come out while a sample is under way; default: any number."""
+    when_stale: Literal["return", "abort"] = "return"
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt_missing", "give either 'prompt' or 'messages'", "prompt")
+        if self.seeds is not None and self.n is not None and self.n != len(self.seeds):
+            raise invalid("seeds_count", f"{len(self.seeds)} seeds for {self.n} samples", "seeds")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.seeds) if self.seeds is not None else self.n or 1
+
+
+class RolloutCapture(Strict):
+    """The `slipstream` object: the groups say themselves what belongs together."""
+
+    capture: bool = True
+    domain: str = Field(default="", max_length=64)
+
+    def policy(self, *, tenant: str, may_capture: bool, group_id: str) -> CapturePolicy:
+        return CapturePolicy(capture=self.capture and may_capture, tenant=tenant, group_id=group_id, domain=self.domain)
+
+
+class RolloutBody(Strict):
+    model: str
+    id: Name | None = None
+    """By which it is asked about; default: one is made. One that is known already is refused: nothing runs twice."""
+    groups: Annotated[list[GroupBody], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)]
+    logprobs: bool = True
+    slipstream: RolloutCapture = RolloutCapture()
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        seen: set[str] = set()
+        for number, group in enumerate(self.groups):
+            name = group.id or str(number)
+            if name in seen:
+                raise invalid("duplicate", f"there is a group {name!r} before it", "groups", number, "id")
+            seen.add(name)
+        return self
+
+
+class RewardBody(Strict):
+    group_id: Name
+    sample: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
+    reward: Annotated[float, Field(ge=-_MAX_REWARD, le=_MAX_REWARD)]
+
+
+class RewardsBody(Strict):
+    rewards: Annotated[list[RewardBody], Field(min_length=1, max_length=16_384, fail_fast=True)]

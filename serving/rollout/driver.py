@@ -1,0 +1,320 @@
+"""Runs groups of samples on engines, as the scheduler says: the I/O around `serving/rollout/scheduler.py`.
+
+One task a lease reads its engine's stream and reports every chunk; when the scheduler says stop, the stream is closed,
+and the sample goes on elsewhere as a request for its prompt and its tokens so far. All state is changed on the event
+loop, between two awaits, so what a lease says after it was ended counts for nothing, and nothing is counted twice.
+
+What it waits for: chunks. What unblocks it: `submit`, a chunk, an engine that comes back (asked at every `tick`), slots
+that become free (`wake`). When it is behind, samples wait in the scheduler; how many may is the caller's to bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import structlog
+
+from serving.engine import Chunk, GenerateRequest
+from serving.rollout.engines import RolloutEngine
+from serving.rollout.results import Answer, GroupWork, SampleResult
+from serving.rollout.scheduler import Policy, Scheduler
+from serving.rollout.work import Ended, Lease, SampleId, State
+from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
+
+log = structlog.get_logger(__name__)
+
+MAX_FAILURES = 3
+"""An engine that lives and fails so often in a row on one sample will not do better."""
+
+
+class Driver:
+    """Owned by one event loop. `on_ended` hears of each sample once, when it has ended; it must not block."""
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        policy: Policy,
+        *,
+        on_ended: Callable[[SampleResult], object],
+        clock: Callable[[], float] = time.monotonic,
+        target_version: int = 0,
+    ) -> None:
+        """Deadlines of groups are on `clock`."""
+        self._engines = {engine.name: engine for engine in engines}
+        assert len(self._engines) == len(engines), "two engines have one name"
+        self._on_ended, self._clock = on_ended, clock
+        self._scheduler = Scheduler(policy, target_version=target_version)
+        self._works: dict[str, GroupWork] = {}
+        self._num_left: dict[str, int] = {}
+        self._answers: dict[SampleId, Answer] = {}
+        self._live: dict[int, tuple[Lease, asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._lost: set[str] = set()
+        self._resting: set[str] = set()
+        """Engines that are asked again after the next tick: one that was busy would be busy again at once."""
+        self.num_tokens = 0
+        """Generated and reported."""
+        self.num_begun = 0
+        self.num_resumed = 0
+        """Leases of samples that had run before, here or elsewhere."""
+        self.num_lost = 0
+        """Leases of engines that died with them."""
+
+    # -- what callers do ----------------------------------------------------------------------------------------------
+
+    def submit(self, works: Iterable[GroupWork]) -> None:
+        """Raises RequestError for the id of a group that is still under way; those before it are then."""
+        for work in works:
+            self._scheduler.submit(work.request)
+            group_id, num_samples = work.request.group_id, len(work.request.seeds)
+            self._works[group_id] = work
+            self._num_left[group_id] = num_samples
+            self._answers |= {SampleId(group_id, number): Answer() for number in range(num_samples)}
+        self.wake()
+
+    def cancel(self, group_ids: Iterable[str]) -> None:
+        """End what has not ended of these groups; those that are known no more have."""
+        for group_id in group_ids:
+            if group_id in self._works:
+                self._end_all(self._scheduler.cancel(group_id))
+        self.wake()
+
+    def set_target_version(self, version: int) -> None:
+        """The target is a newer one: samples that are too old for it end, and the engines are stopped on them.
+
+        Engines have to serve the new target by then: what is begun from now on carries its number. Nothing
+        happens where this is not news.
+        """
+        if version > self._scheduler.target_version:
+            self._end_all(self._scheduler.announce_target(version))
+            self.wake()
+
+    @property
+    def counts(self) -> Counter[State]:
+        """Samples by state, of all groups under way."""
+        return self._scheduler.counts()
+
+    def counts_of(self, group_id: str) -> Counter[State]:
+        """The same of one group; nothing of one that has ended."""
+        numbers = range(len(self._works[group_id].request.seeds)) if group_id in self._works else ()
+        return Counter(self._scheduler.sample(SampleId(group_id, number)).state for number in numbers)
+
+    @property
+    def has_engine(self) -> bool:
+        return len(self._lost) < len(self._engines)
+
+    def tick(self) -> None:
+        """What time brings: deadlines, and engines that are back. Call it a few times a second while groups run."""
+        if any(work.request.deadline_s is not None for work in self._works.values()):
+            self._end_all(self._scheduler.expire(self._clock()))
+        self._resting.clear()
+        for name in [name for name in self._lost if self._engines[name].is_alive]:
+            log.info("rollout_engine_back", engine=name)
+            self._lost.discard(name)
+        self.wake()
+
+    def wake(self) -> None:
+        """Give engines as much work as they have slots for, and take back what they have no slot for any more."""
+        if not self._works:
+            return
+        names = sorted(self._engines.keys() - self._lost - self._resting)
+        for name in names:
+            self._make_way(name)
+        while (lease := self._next_lease(names)) is not None:
+            self._start(lease)
+        for name in names:
+            # There is no more work; but where a sample may move to is judged by the free slots that were named last.
+            for lease in self._ask(name, self._num_free(name)):
+                self._start(lease)
+
+    async def close(self) -> None:
+        """Close every stream; what had not ended is forgotten."""
+        tasks = [task for _, task in self._live.values()]
+        self._live.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
+
+    def check(self) -> None:
+        """Every sample is in one place, and its tokens are those that the scheduler knows."""
+        self._scheduler.check()
+        for sample_id, answer in self._answers.items():
+            assert self._scheduler.sample(sample_id).tokens == answer.tokens, sample_id
+        running = self.counts[State.RUNNING]
+        assert running == len(self._live), f"{running} samples run, with {len(self._live)} streams"
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def _num_free(self, name: str) -> int:
+        return self._engines[name].num_slots - len(self._leases_on(name))
+
+    def _leases_on(self, name: str) -> list[Lease]:
+        return [lease for lease, _ in self._live.values() if lease.engine == name]
+
+    def _next_lease(self, names: Sequence[str]) -> Lease | None:
+        """One at a time, the emptiest engine first: who asks first would otherwise get everything."""
+        free = {name: self._num_free(name) for name in names}
+        for name in sorted((name for name in names if free[name] > 0), key=lambda name: -free[name]):
+            if leases := self._ask(name, 1):
+                return leases[0]
+        return None
+
+    def _ask(self, name: str, num_slots: int) -> list[Lease]:
+        memory = self._engines[name].memory_tokens - self._scheduler.promised_tokens(name)
+        return self._scheduler.next_for(name, max(num_slots, 0), memory)
+
+    def _make_way(self, name: str) -> None:
+        """The newest leave first: they have the least to read again."""
+        num_over = -self._num_free(name)
+        for lease in sorted(self._leases_on(name), key=lambda lease: -lease.number)[: max(num_over, 0)]:
+            self._scheduler.preempted(lease)
+            self._stop(lease.number)
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def _start(self, lease: Lease) -> None:
+        answer = self._answers[lease.sample_id]
+        if answer.num_leases:
+            self.num_resumed += 1
+        else:
+            self.num_begun += 1
+        answer.num_leases += 1
+        task = asyncio.create_task(self._run(lease))
+        task.add_done_callback(_report)
+        self._live[lease.number] = lease, task
+
+    def _stop(self, number: int) -> None:
+        """The lease is over, for the scheduler already."""
+        _, task = self._live.pop(number)
+        if task is not asyncio.current_task():
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _run(self, lease: Lease) -> None:
+        engine = self._engines[lease.engine]
+        try:
+            # The protocol promises an iterator that can be closed: that is how a request is aborted.
+            chunks = cast(AsyncGenerator[Chunk, None], engine.generate(self._request_of(lease)))
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.finish_reason == "abort":
+                        raise EngineError("the engine aborted the request")
+                    if not self._take(lease, chunk):
+                        break
+            if lease.number in self._live:
+                raise EngineError("the engine's stream ended without a finish reason")
+        except Exception as failure:
+            if lease.number in self._live:
+                self._fail(lease, failure)
+        self.wake()
+
+    def _request_of(self, lease: Lease) -> GenerateRequest:
+        work = self._works[lease.sample_id.group_id]
+        return GenerateRequest(
+            request_id=work.request_id(lease.sample_id.number),
+            prompt_token_ids=lease.prompt_token_ids,
+            num_answered=lease.num_generated,
+            max_tokens=lease.max_tokens,
+            sampling=work.sampling,
+            stop=work.stop,
+            seed=lease.seed,
+            ignore_eos=work.ignore_eos,
+            logprobs=work.logprobs,
+            policy=work.policy,
+        )
+
+    def _take(self, lease: Lease, chunk: Chunk) -> bool:
+        """Whether the engine shall go on. What a lease says that is over is dropped."""
+        if lease.number not in self._live:
+            return False
+        self._answers[lease.sample_id].add(chunk, lease.engine)
+        self.num_tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            assert chunk.finish_reason != "abort"
+            ended = self._scheduler.finished(lease, chunk.token_ids, chunk.finish_reason)
+            assert ended is not None
+            self._stop(lease.number)
+            self._end_all([ended])
+            return False
+        if self._scheduler.progressed(lease, chunk.token_ids) == "go on":
+            return True
+        self._stop(lease.number)
+        return False
+
+    def _fail(self, lease: Lease, failure: Exception) -> None:
+        answer = self._answers[lease.sample_id]
+        answer.num_failures += 1
+        if isinstance(failure, RequestError):
+            self._refuse(lease.sample_id.group_id, str(failure))
+        elif isinstance(failure, EngineDeadError) or not self._engines[lease.engine].is_alive:
+            self._lose(lease.engine)
+        elif not isinstance(failure, EngineBusyError) and answer.num_failures >= MAX_FAILURES:
+            log.error("rollout_sample_failed", error=type_and_place(failure))
+            self._refuse(lease.sample_id.group_id, "the engine failed on it again and again")
+        else:
+            self._resting.add(lease.engine)
+            self._scheduler.preempted(lease)
+            self._stop(lease.number)
+
+    def _refuse(self, group_id: str, why: str) -> None:
+        """The samples of a group have one prompt: what one cannot have, none can."""
+        self._end_all(self._scheduler.cancel(group_id, "refused"), detail=why)
+
+    def _lose(self, name: str) -> None:
+        """The engine died: what ran there goes on from the tokens that were reported."""
+        log.warning("rollout_engine_lost", engine=name, num_samples=len(self._leases_on(name)))
+        self._lost.add(name)
+        self._scheduler.engine_lost(name)
+        for lease in self._leases_on(name):
+            self.num_lost += 1
+            self._stop(lease.number)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _end_all(self, ended: Iterable[Ended], *, detail: str = "") -> None:
+        for one in ended:
+            if one.stop is not None:
+                self._stop(one.stop[1])
+            self._on_ended(self._result_of(one, detail))
+            group_id = one.sample_id.group_id
+            self._num_left[group_id] -= 1
+            if not self._num_left[group_id]:
+                self._forget(group_id)
+
+    def _result_of(self, ended: Ended, detail: str) -> SampleResult:
+        answer = self._answers[ended.sample_id]
+        if ended.state is State.ABORTED and ended.reason == "stale":
+            # The caller wants no tokens of an old target.
+            answer.tokens, answer.logprobs, answer.parts = [], [], []
+        return SampleResult(
+            sample_id=ended.sample_id,
+            state=ended.state,
+            reason=ended.reason,
+            tokens=tuple(answer.tokens),
+            logprobs=tuple(answer.logprobs),
+            text="".join(answer.parts),
+            target_version=self._scheduler.sample(ended.sample_id).target_version,
+            engine=answer.engine,
+            num_leases=answer.num_leases,
+            detail=detail,
+        )
+
+    def _forget(self, group_id: str) -> None:
+        """All of a group has ended, and was handed on."""
+        self._scheduler.forget(group_id)
+        work = self._works.pop(group_id)
+        del self._num_left[group_id]
+        for number in range(len(work.request.seeds)):
+            del self._answers[SampleId(group_id, number)]
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """A mistake of ours, which nobody awaits."""
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.error("rollout_task_failed", error=type_and_place(failure))

@@ -1,0 +1,227 @@
+"""The driver on engines that die, refuse, come back and lose their slots: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from serving.rollout.division import Division
+from serving.rollout.driver import MAX_FAILURES, Driver
+from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.placement import TOGETHER, dealt
+from serving.rollout.scheduler import Policy
+from serving.rollout.work import State
+from speculator.errors import EngineBusyError, EngineError, RequestError
+from tests.serving.rollout.engines import Results, SeededEngine, check_whole, until, work
+from tests.serving.rollout.test_division import Linear
+
+LIMIT = 40
+CHUNKED = Policy(order=ContextAware(), division=Division(chunk_tokens=8, costs=Linear()))
+POLICIES = {
+    "fifo, dealt": Policy(order=Fifo(), placement=dealt(("x", "y"))),
+    "fifo, together": Policy(order=Fifo(), placement=TOGETHER),
+    "divided": Policy(order=Fifo(), division=Division(chunk_tokens=8, costs=Linear())),
+    "context-aware": CHUNKED,
+}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def drive(
+    talk: Callable[[Driver, Results], Awaitable[None]],
+    *engines: SeededEngine,
+    policy: Policy = CHUNKED,
+    clock: Clock | None = None,
+) -> Results:
+    async def run() -> Results:
+        results = Results()
+        driver = Driver(engines, policy, on_ended=results.take, clock=clock or Clock())
+        try:
+            await talk(driver, results)
+            driver.check()
+        finally:
+            await driver.close()
+        assert all(engine.num_open == 0 for engine in engines), "a stream is left open"
+        return results
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policy_gives_the_samples_that_one_request_each_would_give(policy: Policy) -> None:
+    engines = SeededEngine("x", num_slots=3), SeededEngine("y", num_slots=2, memory_tokens=200)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit(work(name, samples=9, max_tokens=LIMIT) for name in "abc")
+        await results.wait_for(27)
+        assert driver.num_tokens == sum(len(result.tokens) for result in results.by_sample.values())
+
+    for result in drive(talk, *engines, policy=policy).by_sample.values():
+        assert result.state is State.FINISHED
+        check_whole(result, limit=LIMIT)
+    assert [engine.most_open for engine in engines] == [3, 2], "a slot idled, or there was one too many"
+
+
+def test_an_engine_that_dies_with_twenty_samples_on_it() -> None:
+    dying = SeededEngine("x", num_slots=20, dies_after=70)
+    other = SeededEngine("y", num_slots=0)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=20, max_tokens=LIMIT)])
+        await until(lambda: driver.num_lost)
+        assert driver.num_lost == 20 - len(results.by_sample)
+        assert driver.counts[State.PAUSED] == driver.num_lost, "it has no engine now, and nothing is forgotten"
+        driver.check()
+        other.num_slots = 3
+        driver.tick()
+        await results.wait_for(20)
+        dying.is_alive, dying.dies_after = True, None
+        driver.submit([work("b", samples=5, max_tokens=LIMIT)])
+        driver.tick()
+        await results.wait_for(25)
+
+    results = drive(talk, dying, other).by_sample
+    assert sum(result.num_leases > 1 for result in results.values()) >= 10
+    for result in results.values():
+        check_whole(result, limit=LIMIT)
+    assert {result.engine for name, result in results.items() if name.startswith("b")} >= {"x"}, "it is used again"
+
+
+def test_what_an_engine_says_of_a_lease_that_is_over_counts_for_nothing() -> None:
+    engine = SeededEngine("x", holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT)])
+        await until(lambda: engine.num_chunks >= 2)
+        driver.cancel(["a", "b"])
+        engine.release.set()
+        await until(lambda: engine.num_open == 0)
+        assert driver.num_tokens == 6
+
+    for result in drive(talk, engine).by_sample.values():
+        assert (result.state, result.reason, len(result.tokens)) == (State.ABORTED, "cancelled", 3)
+
+
+def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
+    engine = SeededEngine("x", holds_after=2)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=4, max_tokens=LIMIT)])
+        await until(lambda: engine.num_chunks >= 8)
+        engine.num_slots = 1
+        driver.wake()
+        assert (driver.counts[State.RUNNING], driver.counts[State.PAUSED]) == (1, 3)
+        await until(lambda: engine.num_open <= 1)
+        engine.num_slots, engine.holds_after = 4, None
+        engine.release.set()
+        driver.wake()
+        await results.wait_for(4)
+
+    for result in drive(talk, engine).by_sample.values():
+        check_whole(result, limit=LIMIT)
+
+
+def test_a_busy_engine_is_asked_again_at_the_next_tick() -> None:
+    engine = SeededEngine("x", failures=[EngineBusyError("full")] * (MAX_FAILURES + 1))
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        for tick in range(1, MAX_FAILURES + 2):
+            await until(lambda: driver.counts[State.WAITING])
+            assert len(engine.requests) == tick, "not again and again without a pause"
+            driver.tick()
+        await results.wait_for(1)
+
+    check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
+
+
+def test_a_group_that_an_engine_refuses_ends_with_the_reason() -> None:
+    engine = SeededEngine("x", failures=[RequestError("token 9999 is unknown", param="prompt")])
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=3, max_tokens=LIMIT)])
+        await results.wait_for(3)
+        driver.submit([work("b", samples=1, max_tokens=LIMIT)])
+        await results.wait_for(4)
+
+    results = drive(talk, SeededEngine("y", num_slots=0), engine)
+    refused = [result for result in results.by_sample.values() if result.state is State.ABORTED]
+    assert {(result.reason, result.detail) for result in refused} == {("refused", "token 9999 is unknown")}
+
+
+def test_a_sample_on_which_an_engine_fails_again_and_again_is_given_up() -> None:
+    engine = SeededEngine("x", failures=[EngineError("no")] * MAX_FAILURES)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        while not results.by_sample:
+            driver.tick()
+            await asyncio.sleep(0)
+
+    assert drive(talk, engine).by_sample["a0"].reason == "refused"
+    assert len(engine.requests) == MAX_FAILURES
+
+
+def test_a_new_target_ends_what_is_too_old_and_stops_the_engine_on_it() -> None:
+    engine = SeededEngine("x", num_slots=3, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit(
+            [
+                work("a", samples=1, max_tokens=LIMIT, max_staleness=0),
+                work("b", samples=1, max_tokens=LIMIT, max_staleness=0, when_stale="abort"),
+                work("c", samples=1, max_tokens=LIMIT, max_staleness=1),
+            ]
+        )
+        await until(lambda: engine.num_chunks >= 3)
+        driver.set_target_version(1)
+        assert sorted(results.by_sample) == ["a0", "b0"]
+        driver.set_target_version(1)
+        assert len(results.by_sample) == 2, "it is no news"
+        engine.release.set()
+        driver.submit([work("d", samples=1, max_tokens=LIMIT)])
+        await results.wait_for(4)
+
+    results = drive(talk, engine).by_sample
+    told = {name: (result.state, len(result.tokens), result.target_version) for name, result in results.items()}
+    assert (told["a0"], told["b0"]) == ((State.STALE, 3, 0), (State.ABORTED, 0, 0))
+    assert (told["c0"][0], told["c0"][2], told["d0"][2]) == (State.FINISHED, 0, 1)
+
+
+def test_a_deadline_ends_what_is_late_with_the_tokens_that_it_has() -> None:
+    engine, clock = SeededEngine("x", num_slots=1, holds_after=1), Clock()
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT, deadline_s=5.0)])
+        await until(lambda: engine.num_chunks >= 1)
+        clock.now_s = 4.9
+        driver.tick()
+        assert not results.by_sample
+        clock.now_s = 5.0
+        driver.tick()
+
+    results = drive(talk, engine, clock=clock).by_sample
+    assert [(results[name].reason, len(results[name].tokens)) for name in ("a0", "a1")] == [
+        ("deadline", 3),
+        ("deadline", 0),
+    ]
+
+
+def test_a_group_id_is_free_again_when_the_group_has_ended() -> None:
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        with pytest.raises(RequestError, match="there is a group a already"):
+            driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        await results.wait_for(1)
+        results.by_sample.clear()
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        await results.wait_for(1)
+
+    drive(talk, SeededEngine("x"))

@@ -1,0 +1,159 @@
+"""`slipstream rollout`: a file goes out, samples come back, over connections that break."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
+
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from slipstream.cli import app
+from speculator.errors import EngineError
+from tests.doubles import DoubleEngine, says
+from tests.hostile.api import running
+
+Refused = Callable[..., str]
+
+
+@contextmanager
+def served(engine: DoubleEngine, **settings: Any) -> Iterator[str]:
+    gateway = create_app(engine, settings=GatewaySettings(**settings), registry=CollectorRegistry())
+    with running(gateway) as site:
+        yield site.url
+
+
+@contextmanager
+def cutting(url: str, after: bytes, times: int) -> Iterator[str]:
+    """A way to the server that breaks off as soon as it has passed on `after`, the first few `times`."""
+    host, port = url.removeprefix("http://").split(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_requests(client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while part := client.recv(1 << 16):
+                server.sendall(part)
+            server.shutdown(socket.SHUT_WR)
+
+    def pass_on() -> None:
+        cuts = 0
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with suppress(OSError), client, socket.create_connection((host, int(port))) as server:
+                threading.Thread(target=pass_requests, args=(client, server), daemon=True).start()
+                seen = b""
+                while part := server.recv(1 << 16):
+                    client.sendall(part)
+                    seen += part
+                    if cuts < times and after in seen:
+                        cuts += 1
+                        break
+                client.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=pass_on, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    file = tmp_path / "groups.jsonl"
+    rows = [{"id": "a", "prompt": "hello", "n": 3, "max_tokens": 9}, {"prompt": [104, 105]}]
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return file
+
+
+def rollout(*words: object) -> tuple[int, list[dict[str, Any]]]:
+    result = CliRunner().invoke(app, ["rollout", *map(str, words)], catch_exceptions=False)
+    return result.exit_code, [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def names(samples: list[dict[str, Any]]) -> list[str]:
+    return sorted(f"{sample['group_id']}{sample['sample']}" for sample in samples)
+
+
+def test_samples_are_printed_or_written_as_they_end(groups: Path, tmp_path: Path) -> None:
+    engine, out = DoubleEngine(answer=says("abcdefghijkl")), tmp_path / "out.jsonl"
+    with served(engine) as url:
+        code, samples = rollout(groups, "--url", url, "--n", 2, "--max-tokens", 4, "--no-logprobs")
+        assert (code, names(samples)) == (0, ["10", "11", "a0", "a1", "a2"])
+        assert {sample["group_id"]: sample["text"] for sample in samples} == {"a": "abcdefghi", "1": "abcd"}
+        assert rollout(groups, "--url", url, "--out", out) == (0, [])
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert names(written) == ["10", "a0", "a1", "a2"]
+
+
+def test_a_connection_that_breaks_is_made_again_and_nothing_comes_twice(groups: Path) -> None:
+    engine = DoubleEngine()
+    with served(engine) as url, cutting(url, b'"number":1', times=1) as broken:
+        code, samples = rollout(groups, "--url", broken)
+        assert (code, names(samples)) == (0, ["10", "a0", "a1", "a2"])
+    assert len(engine.requests) == 4
+
+
+def test_an_answer_that_never_came_does_not_begin_a_second_rollout(groups: Path) -> None:
+    engine = DoubleEngine()
+    with served(engine) as url, cutting(url, b"rollout", times=1) as broken:
+        assert rollout(groups, "--url", broken)[0] == 0
+    assert len(engine.requests) == 4
+
+
+def test_a_stream_that_ends_too_early_is_followed(groups: Path) -> None:
+    engine = DoubleEngine(hold_at=1)
+    with served(engine, max_request_s=0.2) as url:
+        threading.Timer(0.5, engine.release.set).start()
+        assert names(rollout(groups, "--url", url)[1]) == ["10", "a0", "a1", "a2"]
+
+
+def test_aborted_samples_are_written_and_make_it_fail(tmp_path: Path) -> None:
+    file = tmp_path / "late.jsonl"
+    file.write_text('{"prompt": "a", "deadline_s": 0.01}\n')
+    with served(DoubleEngine(hold_at=0)) as url:
+        code, samples = rollout(file, "--url", url)
+    assert (code, samples[0]["finish_reason"]) == (1, "deadline")
+
+
+def test_a_server_that_has_gone_for_good(groups: Path) -> None:
+    with (
+        served(DoubleEngine(hold_at=1)) as url,
+        cutting(url, b"rollout", times=10**6) as broken,
+        pytest.raises(EngineError, match="is gone after 0 samples"),
+    ):
+        rollout(groups, "--url", broken, "--retry-s", 0.5)
+
+
+def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    for content, words in (
+        ("", "has no groups"),
+        ("{}\n{", "line 2 is no JSON"),
+        ("[1]", "line 1 must be an object"),
+        ("\xff", "cannot be read"),
+    ):
+        bad.write_bytes(content.encode("latin-1"))
+        assert words in refused("rollout", bad)
+    assert "cannot be read" in refused("rollout", tmp_path / "none")
+    assert "nothing answers" in refused("rollout", groups, "--url", "http://127.0.0.1:1")
+    assert "is no address" in refused("rollout", groups, "--url", "http://127.0.0.1:x")
+    with served(DoubleEngine()) as url:
+        for row, words in (('{"prompt": "a", "n": 0}', "groups[0].n"), ('{"prompt": "a", "m": 0}', "groups[0].m")):
+            bad.write_text(row)
+            assert words in refused("rollout", bad, "--url", url)
+        assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other")
+        assert "--out" in refused("rollout", groups, "--url", url, "--out", tmp_path / "no" / "out")
