@@ -28,6 +28,8 @@ from trainer.ttt import BatchLoss, Counts, ttt_loss
 MAX_AVERAGED_STEPS = 100
 # So does the baseline of the policy gradient, the running share of accepted proposals.
 BASELINE_SHARE = 1.0 / 100
+# Of the features' mean size: smaller ones count as of this size, as the weights of one that is always 0 must not fly.
+LEAST_FEATURE_RMS = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Learner:
         own_loss = found.mean_over(total)
         if found.num_labels:
             own_loss.backward()  # type: ignore[no-untyped-call]
-        gradients = self._ranks.add_up(self._own_gradients())
+        *gradients, squares_w = self._ranks.add_up([*self._own_gradients(), self._feature_squares(batch)])
         norm = nn.utils.get_total_norm(gradients)
         # A NaN anywhere in the loss or its gradient is in the norm too, whichever rank it comes from; all the same one
         # rank's doubt is enough, or their weights could part.
@@ -87,7 +89,7 @@ class Learner:
         applied = not num_doubts
         is_culprit = not applied and not math.isfinite(nn.utils.get_total_norm(self._own_gradients()).item())
         if applied:
-            self._apply(gradients, norm)
+            self._apply(gradients, norm, (squares_w / total.num_bases).sqrt())
             if total.num_verdicts:
                 share = max(BASELINE_SHARE, 1.0 / self.num_steps)
                 self.baseline += share * (total.num_rewarded / total.num_verdicts - self.baseline)
@@ -140,14 +142,26 @@ class Learner:
             torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._parameters.values()
         ]
 
-    def _apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+    def _feature_squares(self, batch: Batch | None) -> Tensor:
+        """[3d] float32: the features' squares, summed over this rank's base positions."""
+        if batch is None:
+            return self.draft.fc.weight.new_zeros(self.draft.fc.in_features)
+        return batch.aux.to(self.draft.fc.weight.device).float().square().sum(0)
+
+    def _apply(self, gradients: list[Tensor], norm: Tensor, rms_w: Tensor) -> None:
         weights = list(self._parameters.values())
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         nn.utils.clip_grads_with_norm_(weights, self._config.max_gradient_norm, norm)
         self.num_steps += 1
         self._optimizer.param_groups[0]["lr"] = self._learning_rate()
+        fusion = self.draft.fc.weight
+        before = fusion.detach().clone()
         self._optimizer.step()
+        # AdamW moves every weight alike, and features differ in size by hundreds. Each column of `fc` moves as if its
+        # feature were of size 1: else the few largest features decide alone what the draft reads.
+        with torch.no_grad():
+            fusion.copy_(before + (fusion - before) / rms_w.clamp_min(LEAST_FEATURE_RMS * rms_w.mean()))
         self._average()
 
     def _learning_rate(self) -> float:

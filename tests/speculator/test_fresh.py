@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from speculator.checkpoint import read_target_tensor
 from speculator.errors import ConfigError
@@ -51,6 +52,24 @@ def test_a_fresh_draft_is_reproducible_and_starts_from_the_targets_output_layer(
     assert not torch.equal(draft.fc.weight, other.fc.weight)
     assert torch.equal(draft.lm_head.weight, read_target_tensor(model_dir, "lm_head.weight")[draft.target_ids].float())
     assert torch.equal(draft.norm.weight, read_target_tensor(model_dir, "model.norm.weight").float())
+
+
+def test_every_head_of_a_fresh_draft_looks_at_its_own_position(model_dir: Path) -> None:
+    draft = fresh_draft(model_dir, draft_vocab_size=24, seed=1)
+    scores: list[Tensor] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores.append(query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5)
+        return torch.zeros_like(query)
+
+    width = draft.config.hidden_size
+    draft(torch.arange(8)[None], torch.randn(1, 8, width), torch.arange(20, 28)[None], attend)
+    scores_HTT = scores[0][0]
+    own_HT = scores_HTT.diagonal(dim1=-2, dim2=-1)
+    others = scores_HTT[:, ~torch.eye(8, dtype=torch.bool)]
+    assert 5 < own_HT.mean() < 12
+    assert own_HT.mean() > 2 * others.abs().mean()
 
 
 def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:

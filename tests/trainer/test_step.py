@@ -45,6 +45,26 @@ def test_the_embedding_and_the_vocabulary_are_never_trained(
     assert learner.averaged.embed is learner.draft.embed
 
 
+def test_what_is_learnt_does_not_depend_on_the_size_of_the_features(
+    model_dir: Path, tmp_path: Path, traces: list[Trace]
+) -> None:
+    """A feature twice as large, under half the weight, is the same to the draft, and so it is after some steps."""
+    config = config_for(model_dir, tmp_path, max_gradient_norm=1e9)
+    learner, other = (Learner(fresh_draft(model_dir, draft_vocab_size=40, seed=0), config) for _ in range(2))
+    sizes_w = 2.0 ** torch.randint(-4, 5, (learner.draft.fc.in_features,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        other.draft.fc.weight.div_(sizes_w)
+    start_dw = learner.draft.fc.weight.detach().clone()
+    batch = batch_of(traces[:3], learner.draft)
+    context = dataclasses.replace(batch.context, aux=batch.context.aux * sizes_w.bfloat16())
+    resized = dataclasses.replace(batch, aux=batch.aux * sizes_w.bfloat16(), context=context)
+    for _ in range(4):
+        learner.step(batch)
+        other.step(resized)
+    moved_dw = learner.draft.fc.weight - start_dw
+    assert (other.draft.fc.weight * sizes_w - learner.draft.fc.weight).abs().mean() < 0.05 * moved_dw.abs().mean()
+
+
 def test_a_batch_that_is_not_finite_changes_nothing(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
     learner = make_learner(model_dir, tmp_path)
     good = batch_of(traces[:2], learner.draft)
