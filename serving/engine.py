@@ -176,6 +176,9 @@ class Engine(DraftHost, Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
+    def drop(self, tenant: str, group_id: str) -> None:
+        """A prompt group has ended: its text is of no more use to drafts. Does not wait."""
+
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Stream one answer; closing the iterator early aborts the request and frees what it held.
 

@@ -35,8 +35,11 @@ DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
 TARGET_UNCHANGED = "slipstream_target_unchanged", "1 while the target's weights are those of the start, or announced"
 
+GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")
+
 _GROUPS_LAST_S = 5.0
 """With 32 groups their speedups take some 25 ms to compute, and the live page looks once a second."""
+_LAG_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
 _STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _TARGET_STALL_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -150,6 +153,39 @@ class TargetMetrics:
         self.version.set(version)
         self.moves.labels("installed").inc()
         self.stall.observe(stall_s)
+
+
+class GroupTextMetrics:
+    """What engines share of prompt groups (serving/group_text.py)."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tokens = Counter(
+            "slipstream_group_text_tokens",
+            "Tokens of prompt groups by what became of them: published for other engines; fetched, which others have "
+            "published; not published: buffer_full while Redis was away, ended or erased before, expired in the "
+            "buffer, failed (a bug), closed",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in GROUP_TEXT_OUTCOMES:
+            self._tokens.labels(outcome)
+        self.lag = Histogram(
+            "slipstream_group_text_lag_seconds",
+            "From a token's commit on another engine to where this one may propose it",
+            registry=registry,
+            buckets=_LAG_BUCKETS_S,
+        )
+        self.evicted = Counter(
+            "slipstream_group_texts_evicted", "Texts of groups that this engine removed for a bound", registry=registry
+        )
+        self.unreadable = Counter(
+            "slipstream_group_texts_unreadable",
+            "Texts of groups in which something was none of ours",
+            registry=registry,
+        )
+
+    def count(self, outcome: str, num_tokens: int) -> None:
+        self._tokens.labels(outcome).inc(num_tokens)
 
 
 class ServingCollector(Collector):

@@ -22,7 +22,7 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.hotswap import SwapLog
-from serving.metrics import EngineMetrics, ServingCollector, TargetMetrics, VerdictCollector
+from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.recorder import RecorderStats
 from serving.sglang.client import EngineReport
 from serving.sglang.collector import SglangCollector
@@ -68,6 +68,8 @@ UNITS = {
     "pending": "traces",
     "admissions": "traces",
     "evictions": "traces",
+    "evicted": "groups",
+    "unreadable": "groups",
     "entries": "stream entries",
     "steps": "steps",
     "decisions": "decisions",
@@ -216,6 +218,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     registries[GATEWAY].register(HealthCollector(lambda: health))
     registries[GATEWAY].register(RolloutCollector(RolloutBook([], GatewaySettings())))
     EngineMetrics(registries[LOCAL])
+    GroupTextMetrics(registries[LOCAL])
     recorder = RecorderStats(
         captured=0, appended=0, dropped_by_reason={}, pending=0, bytes_appended=0, tokens_appended=0
     )

@@ -1,7 +1,7 @@
 """`slipstream serve`: the gateway with the local engine behind it, capture and hot swap beside it.
 
 Start: port → Redis → store → target → engine → recorder and follower → gateway.
-Stop:  gateway drains → follower → engine → recorder flushes → Redis connections close.
+Stop:  gateway drains → follower → engine → group texts and recorder flush → Redis connections close.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
+from serving.group_text import GroupSharing
 from serving.hotswap import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
-from serving.metrics import EngineMetrics, ServingCollector, TargetMetrics, VerdictCollector
+from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
 from serving.speedup import SpeedupMeter
@@ -36,6 +37,7 @@ from slipstream.exposure import check_exposure
 from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.erasures import Erasures
+from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.rewards import RewardStream
 from speculator.store import DraftStore
@@ -61,6 +63,7 @@ class ServeOptions:
     trace_ttl_hours: float = 0
     """0 sets no limit."""
     drop_personal_data: bool = False
+    share_groups: bool = False
 
     @property
     def trace_ttl_s(self) -> float:
@@ -98,7 +101,16 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         version = _first_version(options, store, fingerprint)
         watch = LiveWatch(version)
         target = _load_target(config)
-        engine = _build_engine(options, store, target, version, fingerprint, registry, recorder, watch)
+        sharing = None
+        if options.share_groups:
+            texts = GroupTexts(
+                opened.enter_context(connect(options.redis_url)),
+                key,
+                ttl_s=min(options.trace_ttl_s or DEFAULT_TTL_S, DEFAULT_TTL_S),
+            )
+            sharing = GroupSharing(texts, vocab_size=target.embed.shape[0], metrics=GroupTextMetrics(registry))
+            opened.callback(sharing.close, timeout_s=5)
+        engine = _build_engine(options, store, target, version, fingerprint, registry, recorder, watch, sharing)
         guard = TargetGuard(
             target.weights,
             on_change=partial(_target_changed, engine, recorder),
@@ -106,7 +118,8 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         )
         engine.start()
         opened.callback(engine.stop)
-        privacy = _privacy(engine, recorder, Erasures(opened.enter_context(connect(options.redis_url)), key), options)
+        erasures = Erasures(opened.enter_context(connect(options.redis_url)), key)
+        privacy = _privacy(engine, recorder, sharing, erasures, options)
         follower = DraftFollower(
             engine,
             pointer,
@@ -139,13 +152,18 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
 
 
 def _privacy(
-    engine: LocalEngine, recorder: TraceRecorder | None, erasures: Erasures, options: ServeOptions
+    engine: LocalEngine,
+    recorder: TraceRecorder | None,
+    sharing: GroupSharing | None,
+    erasures: Erasures,
+    options: ServeOptions,
 ) -> ErasureWatch:
     """What the process keeps of its traffic: text for suffix drafts, and traces on their way."""
     ttl_s = options.trace_ttl_s
     return ErasureWatch(
         erasures.orders,
-        [engine.forget, *([recorder.forget] if recorder else [])],
+        # What still arrives would go into what the engine forgets.
+        [*([sharing.forget] if sharing else []), engine.forget, *([recorder.forget] if recorder else [])],
         expire=partial(engine.expire, ttl_s) if ttl_s else lambda: None,
     )
 
@@ -183,6 +201,7 @@ def _build_engine(
     registry: CollectorRegistry,
     recorder: TraceRecorder | None,
     watch: LiveWatch,
+    sharing: GroupSharing | None,
 ) -> LocalEngine:
     config = options.engine
     draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint).to(target.embed.dtype)
@@ -203,6 +222,7 @@ def _build_engine(
         meter=meter,
         on_trace=recorder.submit if recorder else None,
         on_round=watch.observe,
+        sharing=sharing,
     )
     estimate = engine.estimated_speedup.ratio
     registry.register(ServingCollector(meter, recorder.stats if recorder else None, estimate))

@@ -42,6 +42,7 @@ def serve(
     context_length: options.ContextLength = 2048,
     threads: options.Threads = None,
     suffix_depth: options.SuffixDepth = 16,
+    share_groups: options.ShareGroups = False,
     sglang_python: options.SglangPython = None,
     capture_bytes_per_s: options.CaptureBytes = 0,
     start_timeout_s: options.StartTimeout = 1200,
@@ -95,7 +96,8 @@ def _serve_locally(given: dict[str, Any]) -> None:
         num_slots=given["slots"],
         num_threads=given["threads"] or max(1, (os.cpu_count() or 2) - 1),
     )
-    run_server(ServeOptions(engine=config, **{name: given[name] for name in _EITHER}), load_settings())
+    settings = {name: given[name] for name in (*_EITHER, "share_groups")}
+    run_server(ServeOptions(engine=config, **settings), load_settings())
 
 
 def _serve_sglang(given: dict[str, Any]) -> None:

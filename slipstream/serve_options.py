@@ -43,6 +43,14 @@ Threads = Annotated[
 SuffixDepth = Annotated[
     int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
 ]
+ShareGroups = Annotated[
+    bool,
+    typer.Option(
+        "--share-groups",
+        envvar="SLIPSTREAM_SHARE_GROUPS",
+        help="Local engine: answers of a prompt group go to Redis as they come, for the drafts of other engines.",
+    ),
+]
 
 SglangPython = Annotated[
     Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
@@ -67,7 +75,7 @@ DropPersonalData = Annotated[
 StartTimeout = Annotated[float, typer.Option(min=1, help="SGLang: how long it may take to load.")]
 
 _OF_ONE_ENGINE = {
-    "local": ("slots", "context_length", "threads", "suffix_depth"),
+    "local": ("slots", "context_length", "threads", "suffix_depth", "share_groups"),
     "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
 }
 _INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}
@@ -86,6 +94,13 @@ def refuse_options_of_another_engine(context: typer.Context) -> None:
     if engine == "local":
         if unknown := context.params["sglang_arguments"]:
             raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
+        if context.params["share_groups"] and context.params["drop_personal_data"]:
+            raise ConfigError(
+                "--share-groups sends answers to Redis as they come, and --drop-personal-data searches whole ones: "
+                "leave one of them out"
+            )
+        if context.params["share_groups"] and context.params["suffix_depth"] == 0:
+            raise ConfigError("--share-groups shares text for suffix drafts: set --suffix-depth to 1 or more")
         if dtype == "float16":
             raise ConfigError("--dtype float16 is for --engine sglang: the local engine computes in bfloat16 or wider")
         return

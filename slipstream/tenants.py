@@ -1,7 +1,8 @@
 """`slipstream tenants erase`: everything that was kept of a tenant's traffic goes, wherever it is.
 
-    order in Redis ──▶ engines and trainers that run forget, and say so ──▶ stream, dead letters, Redis's own file
-                                                                      ──▶ the trainer's folder, recordings ──▶ event
+    order in Redis ──▶ engines and trainers that run forget, and say so
+                   ──▶ stream, dead letters, texts of prompt groups, Redis's own file
+                   ──▶ the trainer's folder, recordings ──▶ event
 
 In this order nothing comes back: when the stream is searched, nobody has older traces left to write to it. Killed
 anywhere it can be repeated, and the order stands for whoever starts later.
@@ -20,6 +21,7 @@ import redis
 from speculator.codec import read_header
 from speculator.erasures import Erasures
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
+from speculator.group_store import GroupTexts
 from speculator.removal import Remover
 from speculator.rewards import RewardStream
 from speculator.rewrite import remove_from_recording
@@ -82,6 +84,7 @@ class Eraser:
         return {
             "redis": asdict(Remover(self.client, self.model_key).remove(self._is_theirs, dry_run=dry_run)),
             "rewards": RewardStream(self.client, self.model_key).remove(self.tenant, dry_run=dry_run),
+            "group_texts": GroupTexts(self.client, self.model_key).erase(self.tenant, dry_run=dry_run),
             "trainer_files": remove_files(self.state, self._is_theirs, dry_run=dry_run),
             "recordings": {
                 str(path): asdict(remove_from_recording(path, self._is_theirs, dry_run=dry_run))
@@ -131,6 +134,7 @@ class Eraser:
             tenant=self.tenant,
             **document["redis"],
             rewards=document["rewards"],
+            group_texts=document["group_texts"],
             trainer_files=document["trainer_files"],
             from_recordings=sum(recording["removed"] for recording in recordings),
             drafts=[draft["version"] for draft in document["drafts"]],
@@ -175,6 +179,7 @@ def sentences(document: Mapping[str, Any]) -> str:
     lines = [
         f"tenant {document['tenant']}, {verb}: {found['stream']} traces in the stream, {found['dead_letters']} dead "
         f"letters ({found['unreadable']} unreadable), rewards of {document['rewards']} groups, "
+        f"{document['group_texts']} texts of prompt groups, "
         f"{document['trainer_files']} files of the trainer",
         *(
             f"  {path}: {counts['removed']} of {counts['removed'] + counts['kept']} traces"

@@ -4,6 +4,7 @@ SlipstreamError
 ├── ConfigError            the operator can fix it; the command line prints one line and exits with code 2
 ├── TraceError             a trace cannot be decoded or does not fit: it goes to the dead-letter stream
 │   └── UnknownSchemaError   written by another version of the codec
+├── GroupTextError         bytes are not the text of a prompt group: its other engines' text is not used
 ├── DraftError             a draft version is unusable; the version in service stays
 │   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
 │   └── DraftMismatchError   made for another target or another draft vocabulary
@@ -38,6 +39,10 @@ class TraceError(SlipstreamError, ValueError):
 
 class UnknownSchemaError(TraceError):
     """The trace was written with a schema version that this code does not read."""
+
+
+class GroupTextError(SlipstreamError, ValueError):
+    """Bytes are not the text of a prompt group."""
 
 
 class DraftError(SlipstreamError):

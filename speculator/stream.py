@@ -85,6 +85,15 @@ class StreamKeys:
     def target_version(self, process: str) -> str:
         return self._key(f"target_version:{process}")
 
+    @property
+    def group_texts(self) -> str:
+        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
+        return self._key("group_texts")
+
+    def group_text(self, group: str) -> str:
+        """String: speculator/group_text.py; `group` is a member of `group_texts`."""
+        return self._key(f"group_text:{group}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEntry:

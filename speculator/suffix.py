@@ -148,6 +148,11 @@ class SuffixDrafter:
         home = self._tenants.of(tenant) if shared else Tenant(self._config)
         return SuffixRequest(self._config, prompt, home, home.groups.of(group_id) if shared and group_id else None)
 
+    def drop(self, tenant: str, group_id: str) -> None:
+        """Drop the text of a group that has ended."""
+        if tenant in self._tenants:
+            self._tenants[tenant].groups.pop(group_id, None)
+
     def forget(self, tenants: Collection[str]) -> None:
         """Drop all text of these tenants; what runs keeps what it reads until it ends."""
         for tenant in tenants:
@@ -180,9 +185,21 @@ class SuffixRequest:
         self._texts = {
             source: index.append(NEW_TEXT, before.get(source, self._context)) for source, index in self._indexes.items()
         }
+        self.publish: Callable[[Sequence[int]], None] | None = None
+        """Told what is committed."""
         self._guess: list[Vote] = []
         """The newest chain and the vote at which it was cut."""
         self._guess_of = Source.OWN, 0
+
+    @property
+    def group(self) -> SuffixIndex | None:
+        """Recent answers to the same prompt."""
+        return self._indexes.get(Source.GROUP)
+
+    @property
+    def context(self) -> Sequence[int]:
+        """The last tokens."""
+        return self._context
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The answer goes on with these tokens, proposed or not: they also say how good the newest chain was.
@@ -193,6 +210,8 @@ class SuffixRequest:
         for source, index in self._indexes.items():
             self._texts[source] = index.append(self._texts[source], tokens)
         self._context = [*self._context, *tokens][-self._config.max_match :]
+        if self.publish is not None:
+            self.publish(tokens)
 
     def propose(self, max_tokens: int) -> SuffixProposal:
         """At most `max_tokens` proposals."""

@@ -78,6 +78,7 @@ class DoubleEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     draft_version: int = 0
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
@@ -95,6 +96,9 @@ class DoubleEngine:
             max_depth=self.max_depth,
             num_slots=self.num_slots,
         )
+
+    def drop(self, tenant: str, group_id: str) -> None:
+        self.dropped.append((tenant, group_id))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         self.requests.append(request)

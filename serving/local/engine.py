@@ -24,6 +24,7 @@ from torch import Tensor
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
 from serving.estimate import PlannedSpeedup
 from serving.evidence import Verification, WatchedRound
+from serving.group_text import GroupSharing
 from serving.local.capture import build_trace, span_of
 from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft, StagedDraft
@@ -36,6 +37,7 @@ from serving.local.text import AnswerText, LocalTokenizer
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
+from speculator.group_store import GroupKey
 from speculator.model import Eagle3Draft
 from speculator.planner import FixedPlanner, RoundPlanner
 from speculator.spans import current, is_on, record, span
@@ -66,6 +68,7 @@ class LocalEngine:
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
     round says about the draft; neither may block. `planner` takes the place of the one that the settings ask for.
+    `sharing` brings the text of prompt groups to other engines, and theirs here.
 
     When the target moves, a running answer goes on under the new weights with the keys and values of the old: as in a
     partial rollout, it was begun under one policy and is ended under another. Its trace ends where the change came, so
@@ -86,6 +89,7 @@ class LocalEngine:
         on_trace: Callable[[Trace], object] | None = None,
         on_round: Callable[[WatchedRound], object] | None = None,
         planner: Planner | None = None,
+        sharing: GroupSharing | None = None,
     ) -> None:
         self._config = config
         self._target = target
@@ -94,6 +98,7 @@ class LocalEngine:
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         self._planner = planner or _planner(config)
         self._suffixes = SuffixDrafter() if config.suffix_depth else None
+        self._sharing = sharing
         self._runner = RoundRunner(
             target,
             self._draft,
@@ -257,14 +262,25 @@ class LocalEngine:
         """Drop the text that may be so old, between two steps; returns when it is done."""
         self._between_steps(lambda suffixes: suffixes.expire(ttl_s))
 
+    def drop(self, tenant: str, group_id: str) -> None:
+        """A prompt group has ended: drop its text, here before the next step, and in Redis. Does not wait."""
+        if self._sharing is not None:
+            self._sharing.drop(tenant, group_id)
+        self._add_errand(lambda suffixes: suffixes.drop(tenant, group_id))
+
     def _between_steps(self, errand: Callable[[SuffixDrafter], None]) -> None:
+        if (done := self._add_errand(errand)) is not None:
+            done.result()
+
+    def _add_errand(self, errand: Callable[[SuffixDrafter], None]) -> Future[None] | None:
+        """None where the engine does not run, and its texts are gone."""
         done: Future[None] = Future()
         with self._wake:
             if self._stopping or self._failure is not None or not self._thread.is_alive():
-                return
+                return None
             self._errands.append((errand, done))
             self._wake.notify()
-        done.result()
+        return done
 
     # -- the loop, on the engine's thread ---------------------------------------------------------------------------
 
@@ -291,6 +307,8 @@ class LocalEngine:
         self._install_staged()
         self._install_target()
         self._run_errands()
+        if self._sharing is not None:
+            self._sharing.take()
         self._drop_aborted()
         self._admit()
         if self._prefilling is not None:
@@ -329,6 +347,8 @@ class LocalEngine:
         for generation in self._running:
             self._record_trace(generation)
             generation.capture = False
+            # Its keys and values are the old target's.
+            generation.lends_prompt = False
         if self._prefilling is not None:
             self._prefilling.begin_anew()
         self._target.install(move.staged)
@@ -336,6 +356,8 @@ class LocalEngine:
         self._planner.renew()
         if self._suffixes is not None:
             self._suffixes.target_moved()
+        if self._sharing is not None:
+            self._sharing.set_target_version(move.version)
         with self._wake:
             self._move = None
         stall_ms = 1000 * (time.perf_counter() - started)
@@ -364,19 +386,64 @@ class LocalEngine:
         self.metrics.aborted.inc(gone)
 
     def _admit(self) -> None:
-        with self._wake:
-            if self._prefilling is None and self._waiting and len(self._running) < self._config.num_slots:
-                self._prefilling = self._waiting.popleft()
-                self._prefilling.suffix = self._new_suffix(self._prefilling.request)
+        while self._prefilling is None and len(self._running) < self._config.num_slots:
+            with self._wake:
+                if not self._waiting:
+                    return
+                self._prefilling = generation = self._waiting.popleft()
+            generation.suffix = self._new_suffix(generation.request)
+            self._copy_prefix(generation)
+
+    def _copy_prefix(self, generation: Generation) -> None:
+        """Take from a running sample of the same group what it has read of the same prompt.
+
+        A group is one tenant's. Where the whole prompt is there, its last token is pending and the sample decodes.
+        """
+        slot, length = self._longest_prefix(generation)
+        if length == 0:
+            return
+        sibling, last = self._running[slot], generation.num_prompt_tokens - 1
+        self._runner.move_slot(slot, len(self._running), generation)
+        # A pair needs the token after it.
+        generation.num_pairs_read = min(sibling.num_pairs_read, length - 1)
+        if sibling.request.prompt_token_ids == generation.request.prompt_token_ids:
+            generation.topk = [top.before(length) for top in sibling.topk if top.position < length]
+        generation.num_prefilled = length
+        if length == last:
+            self._prefilling = None
+            self._running.append(generation)
+
+    def _longest_prefix(self, generation: Generation) -> tuple[int, int]:
+        """The slot of the running sibling that has read most of the prompt, all of which but the last token counts."""
+        policy, best = generation.request.policy, (0, 0)
+        # Who opts out of capture leaves nothing for other requests.
+        if not (policy.group_id and policy.capture):
+            return best
+        for slot, sibling in enumerate(self._running):
+            if sibling.lends_prompt and sibling.request.policy == policy and sibling.capture == generation.capture:
+                best = max(best, (slot, self._common(generation, sibling)), key=lambda found: found[1])
+        return best
+
+    def _common(self, generation: Generation, sibling: Generation) -> int:
+        prompt = generation.tokens
+        most = min(len(prompt), len(sibling.tokens)) - 1
+        if generation.capture and sibling.request.prompt_token_ids != generation.request.prompt_token_ids:
+            # What is kept of a prompt's end is not what was kept of the sibling's.
+            most = min(most, max(0, len(prompt) - self._config.prompt_labels))
+        pairs = enumerate(zip(prompt[:most], sibling.tokens, strict=False))
+        return next((at for at, (one, other) in pairs if one != other), most)
 
     def _new_suffix(self, request: GenerateRequest) -> SuffixRequest | None:
         if self._suffixes is None:
             return None
         policy = request.policy
         # Who opts out of capture leaves nothing for other requests, either.
-        return self._suffixes.start(
+        found = self._suffixes.start(
             request.prompt_token_ids, tenant=policy.tenant, group_id=policy.group_id, shared=policy.capture
         )
+        if self._sharing is not None and found.group is not None:
+            found.publish = self._sharing.join(GroupKey(policy.tenant, policy.group_id), found.group, found.context)
+        return found
 
     def _prefill(self, generation: Generation) -> None:
         slot, num_before, started = len(self._running), generation.num_prefilled, time.perf_counter()

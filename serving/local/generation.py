@@ -43,6 +43,10 @@ class TopK:
     ids: np.ndarray
     logprobs: np.ndarray
 
+    def before(self, end: int) -> TopK:
+        """Its rows of positions before `end`."""
+        return TopK(self.position, self.ids[: end - self.position], self.logprobs[: end - self.position])
+
 
 @dataclass
 class Generation:
@@ -65,6 +69,8 @@ class Generation:
     rounds: list[RoundRecord] = field(default_factory=list)
     topk: list[TopK] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    lends_prompt: bool = True
+    """False once its keys and values are of other weights than the target has: siblings then read for themselves."""
     aborted: bool = False
 
     def __post_init__(self) -> None:

@@ -312,6 +312,8 @@ class Driver:
         del self._num_left[group_id]
         for number in range(len(work.request.seeds)):
             del self._answers[SampleId(group_id, number)]
+        for engine in self._engines.values():
+            engine.drop(work.policy.tenant, work.policy.group_id)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -34,6 +34,9 @@ class RolloutEngine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
 
+    def drop(self, tenant: str, group_id: str) -> None:
+        """As `serving.engine.Engine.drop`."""
+
 
 class InProcessEngine:
     """An engine of this process, shared with interactive requests, which go first.
@@ -68,3 +71,6 @@ class InProcessEngine:
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         return self._engine.generate(request)
+
+    def drop(self, tenant: str, group_id: str) -> None:
+        self._engine.drop(tenant, group_id)

@@ -19,6 +19,7 @@ from slipstream.traces import StreamCopy
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.erasures import Erasures, TrainerReport
 from speculator.errors import StreamError
+from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.lineage import ensure_lineage
 from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
 from speculator.removal import Remover
@@ -97,6 +98,18 @@ def test_the_trainers_user_erases_a_tenant_and_engines_hear_of_it(login: As) -> 
     orders.report("trainer-0", TrainerReport(at_ms=at_ms, erased_ms=at_ms))
     assert set(orders.trainers()) <= {"trainer-0"}
     orders.leave("trainer-0")
+
+
+def test_engines_share_the_text_of_groups_and_the_trainers_user_erases_it(login: As) -> None:
+    anna, bo = GroupKey("anna", "g"), GroupKey("bo", "g")
+    engine = GroupTexts(login("engine"), MODEL, group_bytes=100)
+    assert engine.append({anna: b"some", bo: b"other"}) == 0
+    assert engine.fetch({anna: Place()})[anna][1] == b"some"
+    assert GroupTexts(login("trainer"), MODEL).erase("anna") == 1
+    engine.drop([bo])
+    assert engine.append({bo: b"x" * 100}) == 1
+    with pytest.raises(StreamError, match=r"(?i)no permissions"):
+        GroupTexts(login("gateway"), MODEL).fetch({anna: Place()})
 
 
 @pytest.mark.parametrize("user", ["engine", "gateway", "trainer"])

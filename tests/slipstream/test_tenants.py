@@ -24,6 +24,7 @@ from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.erasures import Erasures
+from speculator.group_store import GroupKey, GroupTexts
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.rewards import GroupRewards, RewardStream
 from speculator.store import DraftStore
@@ -159,11 +160,14 @@ def test_nothing_is_left_of_an_erased_tenant(
     waiting = _engine(deployment, of(traces, ANNA)[0])
     rewards = RewardStream(deployment.client, deployment.key)
     rewards.append([GroupRewards(tenant=tenant, group_id="g", rewards={0: 1.0}) for tenant in (ANNA, BO)])
+    texts = GroupTexts(deployment.client, deployment.key)
+    texts.append({GroupKey(one, "g"): of(traces, one)[0].token_ids.tobytes() for one in (ANNA, BO)})
 
     code, planned = deployment.erase(ANNA, "--recording", recording)
     assert (code, planned["dry_run"]) == (0, True)
     assert planned["redis"] == {"stream": 7, "dead_letters": 1, "unreadable": 0}
     assert planned["rewards"] == 1
+    assert (planned["group_texts"], texts.erase(ANNA, dry_run=True)) == (1, 1)
     assert (planned["trainer_files"], planned["recordings"][str(recording)]["removed"]) == (6, 6)
     assert all(map(deployment.has, traces))
 
@@ -174,6 +178,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     assert done["engines"] == {"engine e": True}
     assert done["redis"] == {"stream": 8, "dead_letters": 1, "unreadable": 0}, "one more was on its way"
     assert [group.tenant for group in rewards.read("0", 10)[0]] == [BO]
+    assert (done["group_texts"], texts.erase(BO, dry_run=True)) == (1, 1)
     assert [deployment.has(trace) for trace in traces] == [trace.header.tenant == BO for trace in traces]
     with RecordingReader(recording) as reader:
         assert reader.header.note == "kept"

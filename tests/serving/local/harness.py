@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.engine import Chunk, GenerateRequest
 from serving.evidence import WatchedRound
+from serving.group_text import GroupSharing
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.proposer import Planner
@@ -86,6 +87,7 @@ def toy_engine(
     suffix_depth: int = 0,
     on_round: Callable[[WatchedRound], object] | None = None,
     planner: Planner | None = None,
+    sharing: GroupSharing | None = None,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
     config = LocalEngineConfig(
@@ -129,6 +131,7 @@ def toy_engine(
         on_trace=traces.append,
         on_round=on_round,
         planner=planner,
+        sharing=sharing,
     )
     engine.start()
     try:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from serving.engine import CapturePolicy, Chunk
 from serving.evidence import Verification
+from serving.local.generation import Generation
 from serving.local.packed import pack, pack_linears
 from speculator.codec import decode_trace, encode_trace
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
@@ -22,7 +24,7 @@ from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
 from speculator.planner import FixedPlanner, Plan
 from speculator.sampling import SamplingParams
-from speculator.trace import NO_DRAFT
+from speculator.trace import NO_DRAFT, Trace
 from tests.serving.local.harness import Answer, Harness, toy_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until
@@ -358,3 +360,42 @@ def test_packed_layers_compute_what_the_plain_ones_do_and_take_new_weights_in_pl
     packed[0].packed.copy_(pack(new))
     with torch.no_grad():
         torch.testing.assert_close(packed(x), plain(x), rtol=2e-2, atol=2e-2)
+
+
+def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
+    """Their texts, and their traces, are those of samples that read it themselves."""
+    prompt = "a prompt that is longer than the kept window of twenty positions"
+    prompts = [prompt, prompt, prompt, f"{prompt} or so", "a prompt", "other"]
+
+    def run(group_id: str, *, lends: bool = True) -> tuple[int, list[list[int]], list[Trace]]:
+        num_read = 0
+        with toy_engine(model_dir, suffix_depth=8) as harness:
+            forward = harness.engine._runner.prefill
+
+            def prefill(generation: Generation, *rest: Any, **named: Any) -> None:
+                nonlocal num_read
+                generation.lends_prompt = lends
+                before = generation.num_prefilled
+                forward(generation, *rest, **named)
+                num_read += generation.num_prefilled - before
+
+            harness.engine._runner.prefill = prefill  # type: ignore[method-assign]
+            shared = {"policy": CapturePolicy(group_id=group_id), "sampling": SamplingParams(temperature=1.0)}
+            requests = [
+                harness.request(text, request_id=str(seed), seed=seed, **shared) for seed, text in enumerate(prompts)
+            ]
+            answers = harness.ask(*requests)
+            wait_until(lambda: len(harness.traces) == len(requests))
+        traces = sorted(harness.traces, key=lambda trace: trace.header.request_id)
+        return num_read, [answer.token_ids for answer in answers], traces
+
+    alone, texts, traces = run("")
+    together, same, others = run("g")
+    assert texts == same
+    assert alone == sum(map(len, prompts))
+    assert together < alone - 2 * len(prompt)
+    assert run("g", lends=False)[0] == alone, "the target may have moved"
+    for trace, other in zip(traces, others, strict=True):
+        np.testing.assert_array_equal(trace.token_ids, other.token_ids)
+        np.testing.assert_array_equal(trace.target_topk_ids, other.target_topk_ids)
+        torch.testing.assert_close(trace.aux_hidden, other.aux_hidden)

@@ -58,10 +58,14 @@ class SeededEngine:
     failures: list[Exception] = field(default_factory=list)
     """Raised by the next streams instead of an answer."""
     requests: list[GenerateRequest] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     num_open: int = 0
     most_open: int = 0
     num_chunks: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def drop(self, tenant: str, group_id: str) -> None:
+        self.dropped.append(group_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         self.requests.append(request)

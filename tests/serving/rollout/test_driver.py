@@ -67,6 +67,7 @@ def test_every_policy_gives_the_samples_that_one_request_each_would_give(policy:
         assert result.state is State.FINISHED
         check_whole(result, limit=LIMIT)
     assert [engine.most_open for engine in engines] == [3, 2], "a slot idled, or there was one too many"
+    assert [len(engine.dropped) for engine in engines] == [3, 3], "each group's text is dropped once, everywhere"
 
 
 def test_an_engine_that_dies_with_twenty_samples_on_it() -> None:

@@ -1,0 +1,276 @@
+"""Grouped drafting across engines: what one has committed of a prompt group, the others may propose from.
+
+    decode thread ── publish ──▶ bounded queue ──▶ this thread ──▶ Redis (speculator/group_store.py)
+    decode thread ◀── take, a little each step ── bounded queue ◀── this thread ◀──┘
+
+Seer (arXiv 2511.14617) has a server of its own for this; here a string in Redis does. The decode thread only queues and
+takes. While Redis is away engines share within themselves, as they do without this; what does not fit into the queue
+meanwhile is dropped and counted. Only text of groups that decode here is read, and only behind where it was read last.
+
+A group is one tenant's: its key has the tenant in it, and what is read goes into that tenant's index and no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
+
+from serving.group_pieces import FollowedGroup, Queued, encoded, now_ms, num_tokens
+from serving.metrics import GroupTextMetrics
+from speculator.errors import GroupTextError, StreamError, type_and_place
+from speculator.group_store import GroupKey, GroupTexts, Place
+from speculator.group_text import Piece, decode_pieces
+from speculator.suffix_index import SuffixIndex
+
+Publish = Callable[[Sequence[int]], None]
+"""Takes the next tokens of one text."""
+
+_INTERVAL_S = 0.1
+_LAST_RETRY_S = 5.0
+_ACTIVE_S = 2.0
+"""A group that has committed nothing here for so long is not read until it does again."""
+_MAX_FOLLOWED = 1024
+_MAX_QUEUED_TOKENS = 262_144
+_MAX_ARRIVED_TOKENS = 65_536
+_TOKENS_A_STEP = 256
+"""That are taken into indexes between two steps, at about two microseconds each."""
+
+_BEYOND = 1 << 40
+"""An offset behind which nothing ever comes."""
+
+log = logging.getLogger(__name__)
+
+
+class GroupSharing:
+    """One engine's part. `join` and `take` are the decode thread's; the rest is for any thread but that."""
+
+    def __init__(
+        self,
+        texts: GroupTexts,
+        *,
+        vocab_size: int,
+        metrics: GroupTextMetrics,
+        target_version: int = 0,
+        keep_versions: int = 4,
+        interval_s: float = _INTERVAL_S,
+    ) -> None:
+        """Text of targets more than `keep_versions` before this engine's is not taken."""
+        self._texts, self._vocab_size, self._metrics = texts, vocab_size, metrics
+        self._target_version, self._keep_versions = target_version, keep_versions
+        self._interval_s = interval_s
+        self._exchanging = threading.Lock()
+        # Shared, under `_changed`:
+        self._changed = threading.Condition()
+        self._followed: OrderedDict[GroupKey, FollowedGroup] = OrderedDict()
+        self._queue: deque[Queued] = deque()
+        self._num_queued = 0
+        self._arrived: deque[tuple[FollowedGroup, Piece]] = deque()
+        self._num_arrived = 0
+        self._ended: set[GroupKey] = set()
+        self._erased_ms: dict[str, int] = {}
+        self._closing = threading.Event()
+        self._text_numbers = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="group-text", daemon=True)
+        self._thread.start()
+
+    # -- the decode thread's ----------------------------------------------------------------------------------------
+
+    def join(self, key: GroupKey, index: SuffixIndex, context: Sequence[int]) -> Publish:
+        """A sample of this group begins here, after the tokens of `context`; what it commits is for `Publish`.
+
+        `index` is the group's. Another one than last time is filled from the beginning.
+        """
+        with self._changed:
+            group = self._followed.get(key)
+            if group is None or group.index() is not index:
+                group = self._followed[key] = FollowedGroup(key, weakref.ref(index))
+            self._followed.move_to_end(key)
+            if len(self._followed) > _MAX_FOLLOWED:
+                self._followed.popitem(last=False)
+            text, start = next(self._text_numbers), 0
+
+        def publish(tokens: Sequence[int]) -> None:
+            nonlocal start
+            self._publish(Queued(group, text, start, tuple(tokens), now_ms()))
+            start += len(tokens)
+
+        publish(context)
+        return publish
+
+    def take(self) -> None:
+        """Put some of what has arrived into the indexes."""
+        took = 0
+        while self._arrived and took < _TOKENS_A_STEP:
+            with self._changed:
+                if not self._arrived:
+                    return
+                group, piece = self._arrived.popleft()
+                self._num_arrived -= len(piece.tokens)
+            took += len(piece.tokens)
+            if num_new := group.take(piece):
+                self._metrics.count("fetched", num_new)
+                if piece.at_ms >= group.since_ms:
+                    self._metrics.lag.observe(max(now_ms() - piece.at_ms, 0) / 1000)
+
+    def _publish(self, queued: Queued) -> None:
+        with self._changed:
+            queued.group.active_s = time.monotonic()
+            if queued.group.closed or not queued.tokens:
+                return
+            if self._closing.is_set() or self._num_queued + len(queued.tokens) > _MAX_QUEUED_TOKENS:
+                self._metrics.count("buffer_full", len(queued.tokens))
+                return
+            self._queue.append(queued)
+            self._num_queued += len(queued.tokens)
+            self._changed.notify()
+
+    # -- any thread's -----------------------------------------------------------------------------------------------
+
+    def set_target_version(self, version: int) -> None:
+        """What is published from now on is of this target."""
+        self._target_version = version
+
+    def drop(self, tenant: str, group_id: str) -> None:
+        """The group has ended: its text goes, here and in Redis. Does not wait."""
+        key = GroupKey(tenant, group_id)
+        with self._changed:
+            self._close([key])
+            self._ended.add(key)
+            self._changed.notify()
+
+    def forget(self, tenants: Collection[str]) -> None:
+        """Drop what is on its way of these tenants. After it has returned nothing of theirs from before is written or
+        taken any more, not even what is in Redis.
+        """
+        with self._changed:
+            self._erased_ms |= dict.fromkeys(tenants, now_ms())
+            self._close([key for key in self._followed if key.tenant in tenants])
+        with self._exchanging:
+            pass
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued for up to `timeout_s`, and end."""
+        with self._changed:
+            self._closing.set()
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        with self._changed:
+            self._metrics.count("closed", self._num_queued)
+            self._queue.clear()
+            self._num_queued = 0
+
+    def _close(self, keys: Collection[GroupKey]) -> None:
+        """Under the lock."""
+        for key in keys:
+            if (group := self._followed.pop(key, None)) is not None:
+                group.closed = True
+        self._arrived = deque(one for one in self._arrived if not one[0].closed)
+        self._num_arrived = sum(len(piece.tokens) for _, piece in self._arrived)
+
+    # -- this thread's ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = self._interval_s
+        while self._wait(pause_s):
+            try:
+                with self._exchanging:
+                    self._write()
+                    self._read()
+                pause_s = self._interval_s
+            except StreamError as error:
+                log.warning("groups are not shared for now: %s (next attempt in %.1f s)", error, pause_s)
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+            except Exception as error:
+                log.error("group text could not be shared: %s", type_and_place(error))
+
+    def _wait(self, pause_s: float) -> bool:
+        """Until the next exchange; False when closed and nothing is left to write, or it cannot be written."""
+        self._closing.wait(pause_s)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing.is_set() or self._queue or self._ended or self._active(),
+            )
+            is_last = self._closing.is_set()
+            return not is_last or (bool(self._queue or self._ended) and pause_s == self._interval_s)
+
+    def _active(self) -> list[FollowedGroup]:
+        """Groups to read, while there is room for what they bring; under the lock."""
+        if self._num_arrived >= _MAX_ARRIVED_TOKENS:
+            return []
+        since_s = time.monotonic() - _ACTIVE_S
+        return [group for group in self._followed.values() if group.active_s >= since_s]
+
+    def _write(self) -> None:
+        with self._changed:
+            ended, self._ended = self._ended, set()
+            queued, self._queue = list(self._queue), deque()
+        unwritten: list[Queued] = []
+        try:
+            if ended:
+                self._texts.drop(sorted(ended))
+                ended = set()
+            queued = self._still_wanted(queued)
+            if queued:
+                self._metrics.evicted.inc(self._texts.append(encoded(queued, self._target_version)))
+                self._metrics.count("published", num_tokens(queued))
+        except StreamError:
+            unwritten = queued
+            raise
+        except Exception:
+            self._metrics.count("failed", num_tokens(queued))
+            raise
+        finally:
+            with self._changed:
+                self._ended |= ended
+                self._queue.extendleft(reversed(unwritten))
+                self._num_queued = num_tokens(self._queue)
+
+    def _still_wanted(self, queued: Sequence[Queued]) -> list[Queued]:
+        """Without what has ended or was erased, and what waited too long for Redis."""
+        since_ms = now_ms() - int(1000 * self._texts.ttl_s)
+        found = []
+        for one in queued:
+            if one.group.closed or one.at_ms <= self._erased_ms.get(one.group.key.tenant, -1):
+                self._metrics.count("ended", len(one.tokens))
+            elif one.at_ms < since_ms:
+                self._metrics.count("expired", len(one.tokens))
+            else:
+                found.append(one)
+        return found
+
+    def _read(self) -> None:
+        with self._changed:
+            for key in [key for key, group in self._followed.items() if group.index() is None]:
+                del self._followed[key]
+            places = {group.key: (group, group.place) for group in self._active()}
+        if places:
+            found = self._texts.fetch({key: place for key, (_, place) in places.items()})
+            for key, (place, data) in found.items():
+                self._arrive(places[key][0], place, data)
+
+    def _arrive(self, group: FollowedGroup, place: Place, data: bytes) -> None:
+        group.place = place
+        pieces: list[Piece] = []
+        try:
+            for piece, end in decode_pieces(data, vocab_size=self._vocab_size):
+                group.place = Place(place.head, place.offset + end)
+                if self._is_wanted(group, piece):
+                    pieces.append(piece)
+        except GroupTextError as error:
+            log.warning("the text of a group is not read on: %s", error)
+            group.place = Place(place.head, _BEYOND)
+            self._metrics.unreadable.inc()
+        with self._changed:
+            if not group.closed:
+                self._arrived += [(group, piece) for piece in pieces]
+                self._num_arrived += sum(len(piece.tokens) for piece in pieces)
+
+    def _is_wanted(self, group: FollowedGroup, piece: Piece) -> bool:
+        is_new = piece.at_ms > self._erased_ms.get(group.key.tenant, -1)
+        is_young = piece.target_version + self._keep_versions >= self._target_version
+        return piece.source != group.source and is_new and is_young
