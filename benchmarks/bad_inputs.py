@@ -83,7 +83,7 @@ def _is_well(url: str) -> Tally:
 
     def attempt() -> Outcome:
         key = {"authorization": f"Bearer {API_KEY}"}
-        answers = [httpx.get(url + path, headers=key) for path in ("/health", "/metrics", "/v1/models")]
+        answers = [httpx.get(url + path, headers=key) for path in ("/health", "/slipstream/live", "/v1/models")]
         answers += [httpx.post(url + path, json=bodies.fields(path), headers=key) for path in api.GENERATING]
         if any(answer.status_code != 200 for answer in answers):
             raise FailureError(f"answers of {[answer.status_code for answer in answers]}")
@@ -170,7 +170,7 @@ def hot_swap(folder: Path) -> Iterator[Tally]:
 
 
 def main() -> None:
-    options = parser("What becomes of inputs that were made to do harm")
+    options = parser("What becomes of inputs that were made to do harm", has_prompts=False, has_model=False)
     options.add_argument("--seed", type=int, default=0, help="of everything that is generated")
     arguments = options.parse_args()
     counts = {name: pair[0 if arguments.quick else 1] for name, pair in COUNTS.items()}

@@ -31,6 +31,7 @@ Seen = dict[str, Observed | str]
 """What was observed of a fault, or what went wrong with it."""
 _NO_SMALL_DISK = Observed(told="left out: no tmpfs may be mounted here", checks={})
 _NO_GOOD_DRAFT = Observed(told="left out: hardly worse than what a toy's draft learns; --model tries it", checks={})
+_LEFT_OUT = (_NO_SMALL_DISK, _NO_GOOD_DRAFT)
 _TOY = ("--dtype", "float64", "--draft-vocab-size", "24", "--context-length", "256", "--suffix-depth", "0")
 _REAL = ("--dtype", "float32", "--context-length", "512")
 FAULTS = (
@@ -107,7 +108,7 @@ def table(chosen: list[Fault], seen: Seen) -> list[str]:
 
 
 def _verdict(observed: Observed | str) -> str:
-    if observed is _NO_SMALL_DISK or observed is _NO_GOOD_DRAFT:
+    if observed in _LEFT_OUT:
         return "–"
     if _holds(observed):
         return "yes"
@@ -124,7 +125,8 @@ def _document(chosen: list[Fault], seen: Seen) -> dict[str, object]:
             {
                 "name": fault.name,
                 "promise": fault.promise,
-                "holds": _holds(seen.get(fault.name, "")),
+                # Null: it was not tried.
+                "holds": None if observed in _LEFT_OUT else _holds(observed),
                 "observed": observed if isinstance(observed, str) else observed.told,
                 "figures": {} if isinstance(observed, str) else observed.figures,
             }

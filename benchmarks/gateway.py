@@ -16,7 +16,8 @@ Saturation: 32 clients that ask again at once, an engine that takes no time.
 Beyond saturation: an engine with 16 slots, 64 places in its queue and 10 ms a chunk can answer 200 requests a second
 at most. Ever more clients ask for up to four requests a second each, whatever they were told before. Those beyond the
 queue must get 429 with `retry-after` at once, and the others their answer in the time that the queue takes, which is
-bounded by its length: (64 + 16) / 200 s.
+bounded by its length: 64 + 16 requests at the rate that was answered when 200 a second were asked for. That is less
+than 200, since a chunk's 10 ms are at least so many on a loop that is busy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import csv
+import gc
 import io
 import json
 import multiprocessing  # noqa: TID251 - between our own processes
@@ -35,7 +37,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection  # noqa: TID251
 from typing import Any, cast
 
@@ -44,7 +46,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from benchmarks.common import Target, finish, parser
-from serving.engine import Chunk, GenerateRequest
+from serving.engine import Chunk, EngineHealth, GenerateRequest
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
@@ -70,6 +72,9 @@ class QueuedEngine(DoubleEngine):
         super().__init__(delay_s=delay_s)
         self._slots = asyncio.Semaphore(slots)
         self._num_waiting, self._max_waiting = 0, max_waiting
+
+    def health(self) -> EngineHealth:
+        return replace(super().health(), is_full=self._num_waiting >= self._max_waiting)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         if self._num_waiting >= self._max_waiting:
@@ -103,6 +108,8 @@ def _serve(pipe: Connection, delay_s: float, is_bounded: bool) -> None:
         engine = engine_of(delay_s, is_bounded=is_bounded)
         app = create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry())
         async with serve(app, port=0) as server:
+            gc.collect()
+            gc.freeze()  # as in service
             pipe.send(server.url)
             await asyncio.to_thread(pipe.recv)
 
@@ -168,25 +175,40 @@ class Load:
 
 
 def ask(url: str, *, clients: int, seconds: float, stream: bool, rate_each: float | None = None) -> Load:
-    """`clients` that ask again at once, or `rate_each` times a second at most."""
+    """`clients` that ask again at once, or `rate_each` times a second at most.
+
+    The clients of one `hey` ask all at the same moment, over and over. At a rate there are several of it, which begin
+    one after the other, or the rate would be one of bursts.
+    """
     before = _num_asked(url)
+    parts = 1 if rate_each is None else _PARTS
+    rows: list[dict[str, str]] = []
     with tempfile.NamedTemporaryFile("w", suffix=".json") as body:
         json.dump(_body(stream), body)
         body.flush()
-        limit = [] if rate_each is None else ["-q", str(rate_each)]
-        what = ["-m", "POST", "-T", "application/json", "-D", body.name, "-disable-compression", url + ROUTE]
-        done = subprocess.run(
-            ["hey", "-z", f"{seconds}s", "-c", str(clients), *limit, "-cpus", "1", "-o", "csv", *what],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+        running, began_s = [], time.perf_counter()
+        for part in range(parts):
+            time.sleep(max(0.0, began_s + part / (parts * (rate_each or 1)) - time.perf_counter()))
+            share = clients * (part + 1) // parts - clients * part // parts
+            running.append((time.perf_counter() - began_s, _hey(url, body.name, share, seconds, rate_each)))
+        for late_s, process in running:
+            out, _ = process.communicate()
+            if process.returncode:
+                sys.exit(f"hey ended with code {process.returncode}")
+            rows += ({**row, "offset": str(float(row["offset"]) + late_s)} for row in csv.DictReader(io.StringIO(out)))
     took, first, offset = (np.array([float(row[name]) for row in rows]) for name in _COLUMNS)
     status = np.array([int(row["status-code"]) for row in rows])
     return Load(took, first, status, float((offset + took).max() - offset.min()), _num_asked(url) - before)
 
 
+def _hey(url: str, body: str, clients: int, seconds: float, rate_each: float | None) -> subprocess.Popen[str]:
+    limit = [] if rate_each is None else ["-q", str(rate_each)]
+    what = ["-m", "POST", "-T", "application/json", "-D", body, "-disable-compression", url + ROUTE]
+    words = ["hey", "-z", f"{seconds}s", "-c", str(clients), *limit, "-cpus", "1", "-o", "csv", *what]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+_PARTS = 8
 _COLUMNS = ("response-time", "Response-delay", "offset")
 
 
@@ -237,7 +259,10 @@ def alone_ms(delay_s: float, *, at_once: int, count: int) -> float:
 
 
 def main() -> None:
-    arguments = parser("Overhead of the gateway, its throughput, and what happens beyond it").parse_args()
+    options = parser(
+        "Overhead of the gateway, its throughput, and what happens beyond it", has_prompts=False, has_model=False
+    )
+    arguments = options.parse_args()
     if shutil.which("hey") is None:
         sys.exit("benchmarks.gateway needs the load generator `hey`: apt-get install hey")
     seconds = 3.0 if arguments.quick else 15.0
@@ -280,10 +305,11 @@ def _overhead(name: str, load: Load, alone: float, rows: list[tuple[str, object]
 def _overload(seconds: float, rows: list[tuple[str, object]], targets: list[Target], document: dict[str, Any]) -> None:
     most_per_s = SLOTS / (CHUNK_S * MAX_TOKENS / 4)
     document["overload"] = {}
+    loads: dict[float, Load] = {}
     with gateway(CHUNK_S, is_bounded=True) as url:
         for times in (0.5, 1.0, 2.0, 4.0):
             clients = round(times * most_per_s / 4)
-            load = ask(url, clients=clients, seconds=seconds, stream=False, rate_each=4)
+            loads[times] = load = ask(url, clients=clients, seconds=seconds, stream=False, rate_each=4)
             document["overload"][f"{times:g}"] = {"clients": clients, **load.to_dict()}
             refused = f"; {load.per_second(429):.0f} refused, p99 {load.percentile_ms(99, 429):.0f} ms"
             told = f"{load.per_second():5.0f} answered a second, p50 {load.percentile_ms(50):.0f} ms, "
@@ -291,7 +317,7 @@ def _overload(seconds: float, rows: list[tuple[str, object]], targets: list[Targ
             rows.append((f"{clients} clients of 4 a second each", told))
             targets.append(Target(f"overload_{times:g}_unexpected", load.num_unexpected, 0, at_least=False))
         # Half as long again as the full queue takes at best.
-        bound_ms = 1.5 * 1000 * (SLOTS + PLACES) / most_per_s
+        bound_ms = 1.5 * 1000 * (SLOTS + PLACES) / loads[1.0].per_second()
         targets.append(Target("overload_admitted_p99_ms", load.percentile_ms(99), bound_ms, at_least=False))
         targets.append(Target("overload_refused_per_s", load.per_second(429), 1))
         document["retry_after"] = retry_after(url)

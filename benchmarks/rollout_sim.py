@@ -162,7 +162,7 @@ def _row(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> str:
 
 
 def options() -> argparse.ArgumentParser:
-    found = parser("Groups of rollouts on many engines, simulated")
+    found = parser("Groups of rollouts on many engines, simulated", has_prompts=False, has_model=False)
     found.add_argument("--costs", type=Path, default=TABLE, metavar="FILE.json", help="of benchmarks.rollout_costs")
     found.add_argument("--engines", type=int, nargs="+", help="the targets hold at the last of them")
     found.add_argument("--seeds", type=int)

@@ -31,7 +31,7 @@ READ_BYTES = 256 << 20
 
 
 def main() -> None:
-    options = parser("The target's step against the memory floor")
+    options = parser("The target's step against the memory floor", has_prompts=False)
     options.add_argument("--threads", type=int, default=1, help="the demo's engine has one")
     options.add_argument("--context", type=int, default=200, help="positions before the new tokens")
     arguments = options.parse_args()

@@ -15,7 +15,7 @@ TOP_K, NUM_PROPOSALS, ACCEPT_LENGTH = 64, 5, 2.0
 
 
 def main() -> None:
-    arguments = parser("Size of a trace").parse_args()
+    arguments = parser("Size of a trace", has_prompts=False, has_model=False).parse_args()
     sizes = {
         name: estimated_bytes_per_token(
             hidden_size=width, top_k=TOP_K, num_proposals=NUM_PROPOSALS, accept_length=ACCEPT_LENGTH

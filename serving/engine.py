@@ -106,6 +106,8 @@ class EngineHealth:
     ready: bool
     num_running: int
     num_waiting: int
+    is_full: bool = False
+    """The next request would be refused, as far as is known: the gateway then need not read it."""
     detail: str = ""
 
 

@@ -10,6 +10,11 @@ from speculator.sampling import SamplingParams
 from speculator.trace import TraceHeader
 
 
+def now_ms() -> int:
+    """Unix time."""
+    return time.time_ns() // 1_000_000
+
+
 def make_header(
     *,
     request_id: str,
@@ -20,8 +25,12 @@ def make_header(
     engine_id: str,
     target_fingerprint: str,
     target_version: int,
+    created_ms: int,
 ) -> TraceHeader:
-    """A header with a new trace id, created now; `first_position` is the absolute one of the span's first token."""
+    """A header with a new trace id; `first_position` is the absolute one of the span's first token.
+
+    `created_ms` is when the request came (`now_ms`): an order to erase a tenant then covers answers under way, too.
+    """
     return TraceHeader(
         trace_id=uuid.uuid4().hex,
         request_id=request_id,
@@ -30,7 +39,7 @@ def make_header(
         target_version=target_version,
         num_prompt_tokens=num_prompt_tokens,
         first_position=first_position,
-        created_ms=time.time_ns() // 1_000_000,
+        created_ms=created_ms,
         sampling=sampling,
         tenant=policy.tenant,
         group_id=policy.group_id,

@@ -89,6 +89,9 @@ class EngineMetrics:
         )
         self.target_unchanged = Gauge(*TARGET_UNCHANGED, registry=registry)
         self.target_unchanged.set(1)
+        self.suffix_tokens = Gauge(
+            "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from", registry=registry
+        )
         self.aborted = Counter("slipstream_requests_aborted", "Requests whose client left", registry=registry)
 
     def observe_round(

@@ -95,7 +95,9 @@ class TargetGuard:
             # As it lies in memory: a transposed one would be copied.
             order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
             bytes_N = tensor.detach().permute(order).contiguous().view(-1).view(torch.uint8)
-            words = bytes_N[: len(bytes_N) // 4 * 4].view(torch.int32)
-            rest = bytes_N[len(words) * 4 :]
-            total = (total * 31 + index + int(words.sum(dtype=torch.int64)) + int(rest.sum())) % (1 << 61)
+            first = -bytes_N.storage_offset() % 8
+            end = first + (len(bytes_N) - first) // 8 * 8
+            # As 64-bit words, which wrap around: a flipped bit changes the sum, and no conversion takes any time.
+            words, rest = bytes_N[first:end].view(torch.int64), (bytes_N[:first], bytes_N[end:])
+            total = (total * 31 + index + int(words.sum()) + sum(int(part.sum()) for part in rest)) % (1 << 64)
         return total

@@ -13,12 +13,12 @@ import typer
 from slipstream.files import check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.options import Depth, DraftVocab, Dtype, JsonFile, Model
+from slipstream.options import Depth, DraftVocab, Dtype, JsonFile, Model, finite
 from slipstream.terminal import console
 
 
 def demo(
-    minutes: Annotated[float, typer.Option(min=0.2, help="How long live traffic runs.")] = 10,
+    minutes: Annotated[float, typer.Option(min=0.2, callback=finite, help="How long live traffic runs.")] = 10,
     model: Model = BUNDLED_MODEL,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG of acceptance length and speedup here.")] = None,

@@ -53,6 +53,19 @@ def check_exposure(host: str, redis_url: str, settings: GatewaySettings) -> None
     _check_redis(redis_url, where)
 
 
+def check_sglang_exposure(host: str, redis_url: str, *, is_private: bool) -> None:
+    """The same for SGLang's own port, which asks for no key. Raises ConfigError."""
+    if is_loopback(host):
+        return
+    where = f"others can reach --host {host}"
+    if not is_private:
+        raise ConfigError(
+            f"{where}, and whoever reaches SGLang's own port may replace its weights: leave --host out, or pass "
+            "--private-network where nobody but the gateway is on that network"
+        )
+    _check_redis(redis_url, where)
+
+
 def _check_redis(url: str, where: str) -> None:
     try:
         parts = urlsplit(url)

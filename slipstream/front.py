@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer
 from serving.gateway.upstream import Upstream
@@ -40,17 +41,24 @@ async def serve_in_front(
     drafts: DraftDesk,
     beside: Coroutine[Any, Any, None] | None = None,
 ) -> None:
-    """Serve on `listener` what the SGLang at `url` answers, until a signal or the end of `beside`."""
+    """Serve on `listener` what the SGLang at `url` answers, until a signal or the end of `beside`.
+
+    Raises ConfigError where this process may not have so many connections, and what `beside` raises.
+    """
+    make_room(settings, each=2)
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
-    upstream = Upstream(url)
+    upstream = Upstream(url, max_connections=settings.max_in_flight)
     targets = TargetDesk(client, TargetMetrics(registry), folder=None)
     app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets)
     try:
         await serve_until_signal(
-            GatewayServer(app, listener), model=client.info.model, draft_version=client.draft_version, beside=beside
+            GatewayServer(app, listener, max_connections=settings.max_connections),
+            model=client.info.model,
+            draft_version=client.draft_version,
+            beside=beside,
         )
     finally:
         await upstream.close()

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.options import AsJson
+from slipstream.options import AsJson, finite
 from slipstream.terminal import print_json
 from speculator.errors import ConfigError
 
@@ -41,8 +41,8 @@ def add(
         bool, typer.Option("--read-only", help="For models, metrics and the page's figures alone; it cannot generate.")
     ] = False,
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="In any minute; default: no limit.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(min=1, help="At once; default: no limit of its own.")] = None,
-    expires_days: Annotated[float | None, typer.Option(min=0, help="Default: never.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(min=1, help="At once; default: the gateway's share.")] = None,
+    expires_days: Annotated[float | None, typer.Option(min=0, callback=finite, help="Default: never.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere: this is the one time to see it."""

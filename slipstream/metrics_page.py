@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
 from serving.gateway.config import GatewaySettings
-from serving.gateway.metrics import GatewayMetrics, HealthCollector
+from serving.gateway.metrics import GatewayMetrics, HealthCollector, HeapCollector
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.hotswap import SwapLog
@@ -72,6 +72,7 @@ UNITS = {
     "unreadable": "groups",
     "entries": "stream entries",
     "steps": "steps",
+    "blocks": "objects",
     "decisions": "decisions",
     "errors": "errors",
     "alarms": "alarms",
@@ -91,9 +92,9 @@ LABELS = {
     "tenant": "the first 32 pairs of tenant and domain, then `other`",
     "domain": "engine: as `tenant`; trainer: the first SLIPSTREAM_TRAINER_MAX_DOMAINS, then `other`; and `all`",
     "route": "the gateway's route templates, and `unmatched`",
-    "code": "`api_key_missing`, `invalid_api_key`, `api_key_expired`, `key_is_read_only`, `admin_key_missing`, "
-    "`admin_key_wrong`, `no_admin_key`, `not_declared`, `gateway_busy`, `concurrency_limit_exceeded`, "
-    "`rate_limit_exceeded`, `host_not_allowed`",
+    "code": "`api_key_missing`, `invalid_api_key`, `api_key_expired`, `key_is_read_only`, `key_is_not_read_only`, "
+    "`admin_key_missing`, `admin_key_wrong`, `no_admin_key`, `not_declared`, `gateway_busy`, `engine_busy`, "
+    "`concurrency_limit_exceeded`, `rate_limit_exceeded`, `host_not_allowed`",
     "status": "HTTP status codes that the gateway sends; 499: the client left",
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
     "`personal_email`, `personal_card`, `personal_iban`, `personal_phone`; with SGLang also `budget`, "
@@ -104,6 +105,7 @@ LABELS = {
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
+    "part": "`used`, `free`",
     "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`; of rollouts `waiting`, `running`, "
     "`paused`",
 }
@@ -217,6 +219,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[GATEWAY].register(HealthCollector(lambda: health))
     registries[GATEWAY].register(RolloutCollector(RolloutBook([], GatewaySettings())))
+    registries[GATEWAY].register(HeapCollector())
     EngineMetrics(registries[LOCAL])
     GroupTextMetrics(registries[LOCAL])
     recorder = RecorderStats(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from speculator.errors import ConfigError
+
+
+def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    """The callback of a number's option: what is infinite, or no number, counts nothing. Raises ConfigError."""
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{parameter.opts[0]} {value} is no number to count with: give another one")
+    return value
+
 
 Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
 RedisUrl = Annotated[

@@ -11,7 +11,7 @@ import typer
 from slipstream.files import check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.options import JsonFile, Model
+from slipstream.options import JsonFile, Model, finite
 from slipstream.terminal import counting, say
 
 
@@ -27,7 +27,10 @@ def replay(
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft, of the split and of the order.")] = 0,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals a round.")] = 4,
     min_confidence: Annotated[
-        float, typer.Option(min=0, max=1, help="Chains end below this confidence, as the engine ends them at 0.15.")
+        float,
+        typer.Option(
+            min=0, max=1, callback=finite, help="Chains end below this confidence, as the engine ends them at 0.15."
+        ),
     ] = 0.0,
     model: Model = BUNDLED_MODEL,
     draft_vocab_size: Annotated[int | None, typer.Option(min=2, help="Tokens that the draft can propose.")] = None,

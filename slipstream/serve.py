@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from serving.forgetting import ErasureWatch
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
 from serving.group_text import GroupSharing
@@ -73,6 +74,7 @@ class ServeOptions:
 def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError, StoreError or DraftError when it cannot start."""
     check_exposure(options.host, options.redis_url, settings)
+    make_room(settings, each=1)
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))
         config = options.engine
@@ -147,7 +149,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             targets=targets,
             send_rewards=rewards.append if rewards else None,
         )
-        server = GatewayServer(app, listener)
+        server = GatewayServer(app, listener, max_connections=settings.max_connections)
         asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from slipstream.options import finite
 from speculator.errors import ConfigError
 
 Engine = Annotated[
@@ -24,7 +25,8 @@ Capture = Annotated[
     typer.Option("--capture", envvar="SLIPSTREAM_CAPTURE", help="Record traces: prompts and answers go to Redis."),
 ]
 ControlShare = Annotated[
-    float, typer.Option(min=0, max=0.5, help="Share of rounds at depth 0 that gives the measured baseline.")
+    float,
+    typer.Option(min=0, max=0.5, callback=finite, help="Share of rounds at depth 0 that gives the measured baseline."),
 ]
 ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]
 Dtype = Annotated[
@@ -60,6 +62,7 @@ TraceTtl = Annotated[
     float,
     typer.Option(
         min=0,
+        callback=finite,
         envvar="SLIPSTREAM_TRACE_TTL_HOURS",
         help="Hours after which traces are gone from the stream and text from the engine; 0 sets no limit.",
     ),
@@ -72,7 +75,7 @@ DropPersonalData = Annotated[
         help="Drop traces with e-mail addresses, phone, card or account numbers before they leave the process.",
     ),
 ]
-StartTimeout = Annotated[float, typer.Option(min=1, help="SGLang: how long it may take to load.")]
+StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
 
 _OF_ONE_ENGINE = {
     "local": ("slots", "context_length", "threads", "suffix_depth", "share_groups"),

@@ -28,6 +28,9 @@ def sglang(
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of SGLang.")] = 30000,
+    private_network: Annotated[
+        bool, typer.Option("--private-network", help="Nobody but the gateway and Prometheus reaches --host.")
+    ] = False,
     engine_id: EngineId = "sglang",
     capture: options.Capture = False,
     trace_ttl_hours: options.TraceTtl = 0,
@@ -48,9 +51,11 @@ def sglang(
     The store needs a version: `slipstream draft init --store` writes the first.
     """
     configure_logs()
+    from slipstream.exposure import check_sglang_exposure
     from slipstream.sglang_start import SglangStart, become_sglang
     from speculator.checkpoint import model_name
 
+    check_sglang_exposure(host, redis_url, is_private=private_network)
     model_dir = resolve_model(model)
     become_sglang(
         SglangStart(

@@ -10,7 +10,7 @@ import typer
 from slipstream.drafts_cli import STORE, StoreOption, operator
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
-from slipstream.options import AsJson, Model, RedisUrl
+from slipstream.options import AsJson, Model, RedisUrl, finite
 from slipstream.terminal import print_json
 from speculator.errors import ConfigError
 
@@ -33,7 +33,9 @@ def erase(
     ] = Path("trainer-state"),
     recording: Annotated[list[Path] | None, typer.Option(help="A recording to remove it from; give each one.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Erase; without it, only say what would go.")] = False,
-    timeout_s: Annotated[float, typer.Option(min=0, help="How long engines and trainers may take to answer.")] = 120,
+    timeout_s: Annotated[
+        float, typer.Option(min=0, callback=finite, help="How long engines and trainers may take to answer.")
+    ] = 120,
     as_json: AsJson = False,
 ) -> None:
     """Remove a tenant's traces from stream, trainer, engines and recordings, and list the drafts that learnt from it.

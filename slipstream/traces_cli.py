@@ -12,7 +12,7 @@ import typer
 from slipstream.files import check_output
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
-from slipstream.options import AsJson, Model, RedisUrl
+from slipstream.options import AsJson, Model, RedisUrl, finite
 from slipstream.terminal import counting, print_json, say
 from speculator.errors import ConfigError
 
@@ -26,7 +26,7 @@ def record(
     model: Model,
     out: Annotated[Path, typer.Option(help="File to write; an existing recording is continued.")],
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
-    seconds: Annotated[float, typer.Option(min=0, help="Go on with new traces for so long.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, callback=finite, help="Go on with new traces for so long.")] = 0,
     note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -57,7 +57,8 @@ def prune(
         list[Path] | None, typer.Argument(help="Files that `slipstream traces record` wrote.")
     ] = None,
     older_than_hours: Annotated[
-        float, typer.Option(min=0, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go.")
+        float,
+        typer.Option(min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go."),
     ] = 0,
     model: Annotated[str | None, typer.Option(help="Target: prune its stream, too.")] = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,

@@ -10,7 +10,7 @@ import typer
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import Model, RedisUrl, Store
+from slipstream.options import Model, RedisUrl, Store, finite
 from speculator.spans import configure_spans
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
@@ -38,6 +38,7 @@ def train(
         float | None,
         typer.Option(
             min=0,
+            callback=finite,
             envvar="SLIPSTREAM_TRACE_TTL_HOURS",
             help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
         ),

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, TensorSpec, serialize
 from torch import Tensor
 
 from speculator.errors import TraceError
@@ -23,6 +23,7 @@ from speculator.trace import MAX_TOP_K, Trace, TraceHeader, VerifyRounds, check_
 
 Features = Literal["float8", "bfloat16"]
 
+_NOTHING = torch.zeros(1)
 _FLOAT8_MAX = 448.0
 # Below the smallest normal float16 a scale would lose its own precision; float8 still resolves such a row.
 _MIN_SCALE = 2.0**-14
@@ -88,7 +89,25 @@ def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
         header = msgspec.json.encode(trace.header).decode()
     except UnicodeEncodeError as error:
         raise TraceError("the trace header is not valid text") from error
-    return safetensors.torch.save(tensors, {"header": header, "features": features})
+    return _serialised(tensors, {"header": header, "features": features})
+
+
+def _serialised(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """What `safetensors.torch.save` makes. That has ctypes make a type for each size of an array, and keep it for ever:
+    several kilobytes for every length that an answer ever had.
+    """
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            # An empty one has no address.
+            data_ptr=tensor.data_ptr() or _NOTHING.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in held.items()
+    }
+    return bytes(serialize(specs, metadata=metadata))
 
 
 def decode_trace(data: bytes) -> Trace:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import structlog
 from torch import Tensor
 
 from speculator.checkpoint import config_from_json, expected_shapes
 from speculator.difference import Difference, compare
-from speculator.errors import LifecycleError, UnknownDraftError
+from speculator.errors import LifecycleError, StoreError, UnknownDraftError
 from speculator.events import Event
 from speculator.folder import check_folder, write_folder
 from speculator.lifecycle import BARRED, SERVABLE, State
@@ -23,6 +24,8 @@ from speculator.lineage import admit
 from speculator.overview import Details, Overview, overview
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer
+
+log = structlog.get_logger(__name__)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +36,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
     desired: int | None
     """What engines run from now on."""
+    num_unrecorded: int = 0
+    """Events of this change that could not be written: a rollback does not wait for its record."""
 
 
 class DraftDesk:
@@ -89,7 +94,8 @@ class DraftDesk:
 
         What a crash cut short is brought to its end by asking again, and asking twice changes nothing more: without
         `version` it is refused where the one in service came there by a rollback. Raises StoreError, LifecycleError
-        then or where no other version is good, DraftError where that one cannot be loaded, StreamError.
+        then or where no other version is good, DraftError where that one cannot be loaded, StreamError. An event log
+        that cannot be written keeps nobody from getting rid of a draft: what is lost of it is logged and counted.
         """
         pointer = self._pointer()
         bad = version or self._in_service(pointer)
@@ -99,7 +105,7 @@ class DraftDesk:
         self._verified(good)
         if self._states.state(bad) is None:
             self._store.manifest(bad)
-        self._asked("rollback", bad, actor, reason=reason)
+        is_asked = self._noted("asked", actor, action="rollback", version=bad, reason=reason)
         if self._states.state(bad) is None:
             self._states.move(bad, State.WRITTEN, actor=actor)
         self._states.bar(bad, actor=actor, reason=reason)
@@ -110,7 +116,14 @@ class DraftDesk:
             pointer.publish(good)
         elif self._states.state(published) not in SERVABLE:
             pointer.replace(published, good)
-        return self._done("rollback", bad, pointer, actor, reason=reason)
+        desired = pointer.desired()
+        is_done = self._noted("rollback", actor, version=bad, desired=desired, reason=reason)
+        return Outcome(
+            version=bad,
+            state=self._states.state(bad),
+            desired=desired,
+            num_unrecorded=(not is_asked) + (not is_done),
+        )
 
     def pin(self, version: int, *, actor: str) -> Outcome:
         """Have engines serve this version, whatever the trainer publishes, until `unpin`.
@@ -194,10 +207,19 @@ class DraftDesk:
                 )
         return version
 
-    def _asked(self, action: str, version: int, actor: str, **fields: str) -> None:
-        self._states.events.append("asked", actor=actor, action=action, version=version, **fields)
+    def _asked(self, action: str, version: int, actor: str) -> None:
+        self._states.events.append("asked", actor=actor, action=action, version=version)
 
-    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str, **fields: str) -> Outcome:
+    def _noted(self, kind: str, actor: str, **fields: str | int | None) -> bool:
+        """False where it could not be written."""
+        try:
+            self._states.events.append(kind, actor=actor, **fields)
+        except StoreError as error:
+            log.error("not on record", kind=kind, actor=actor, error=str(error), **fields)
+            return False
+        return True
+
+    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> Outcome:
         desired = pointer.desired()
-        self._states.events.append(kind, actor=actor, version=version, desired=desired, **fields)
+        self._states.events.append(kind, actor=actor, version=version, desired=desired)
         return Outcome(version=version, state=self._states.state(version), desired=desired)

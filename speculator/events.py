@@ -23,6 +23,7 @@ from speculator.errors import StoreError
 from speculator.files import exclusive, shared, sync
 
 _MAX_BYTES = 8 * 1024 * 1024
+_BLOCK_BYTES = 64 * 1024
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class EventLog:
     def _newest_first(self) -> Iterator[Event]:
         with self._file_errors(), shared(self._lock):
             for path in (self._path, self._before):
-                for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
+                for line in _newest_lines(path):
                     if (event := _decoded(line)) is not None:
                         yield event
 
@@ -86,6 +87,19 @@ def _decoded(line: bytes) -> Event | None:
         return msgspec.json.decode(line, type=Event)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _newest_lines(path: Path) -> Iterator[bytes]:
+    """From the end, block by block: the live page asks for the last few every second, and the file has megabytes."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        at, begun = file.seek(0, os.SEEK_END), b""
+        while at > 0:
+            size = min(at, _BLOCK_BYTES)
+            at -= size
+            file.seek(at)
+            begun, *lines = (file.read(size) + begun).split(b"\n")
+            yield from reversed(lines)
+        yield begun
 
 
 def _append_line(path: Path, line: bytes) -> None:

@@ -138,17 +138,24 @@ class Lifecycle:
         made all the same where only its event could not.
         """
         with self._locked():
-            return self._move(version, state, actor, reason, dict(numbers or {}))
+            made = self._make(version, state, actor, reason, dict(numbers or {}))
+            if made:
+                self._tell(made)
+            return bool(made)
 
     def bar(self, version: int, *, actor: str, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
         """Take a version into quarantine, by way of `rolled_back` where it is in service; done already is done.
 
-        Raises LifecycleError for an unknown version, StoreError when it cannot be written.
+        Events that cannot be written are left to the next transition. Raises LifecycleError for an unknown version,
+        StoreError when its state cannot be written.
         """
         with self._locked():
+            made: dict[int, list[Transition]] = {}
             if self.state(version) in (State.LIVE, State.PROMOTED):
-                self._move(version, State.ROLLED_BACK, actor, reason, dict(numbers or {}))
-            self._move(version, State.QUARANTINED, actor, reason, dict(numbers or {}))
+                made = self._make(version, State.ROLLED_BACK, actor, reason, dict(numbers or {}))
+            made = self._make(version, State.QUARANTINED, actor, reason, dict(numbers or {})) or made
+            with contextlib.suppress(StoreError):
+                self._tell(made)
 
     def last_good(self, *, other_than: int | None = None) -> int | None:
         """The version that was promoted last, of those that still are; None where none is. Raises StoreError."""
@@ -205,12 +212,15 @@ class Lifecycle:
         versions = sorted(int(path.stem) for path in self._states.glob("*.json") if path.stem.isdigit())
         return {version: history for version in versions if (history := self.history(version))}
 
-    def _move(self, version: int, state: State, actor: str, reason: str, numbers: dict[str, Number]) -> bool:
+    def _make(
+        self, version: int, state: State, actor: str, reason: str, numbers: dict[str, Number]
+    ) -> dict[int, list[Transition]]:
+        """All histories with the new transition; none where the version is in that state already. Under the lock."""
         history = self.history(version)
         before = history[-1].state if history else None
         if state not in ALLOWED[before]:
             if state is before:
-                return False
+                return {}
             known = "unknown" if before is None else before.value
             raise LifecycleError(f"draft version {version} is {known} and cannot become {state.value}")
         histories = self._histories()
@@ -223,8 +233,7 @@ class Lifecycle:
             numbers=numbers,
         )
         self._replace(version, [*history, transition])
-        self._tell({**histories, version: [*history, transition]})
-        return True
+        return {**histories, version: [*history, transition]}
 
     def _last_sequence(self, histories: Mapping[int, list[Transition]]) -> int:
         """Of those that were forgotten, too: a number that is given twice would not be told."""

@@ -136,7 +136,12 @@ class Remover:
         self._redis.zremrangebyscore(self._books.erased, "-inf", f"({end}")
 
     def _take_out(self, entries: Sequence[_Entry]) -> None:
-        """In one transaction, with what is expected in the books; corrected by what the transaction found."""
+        """In one transaction, with what is expected in the books; corrected by what the transaction found.
+
+        A correction comes where the trainer took, or somebody trimmed, one of these entries in the milliseconds between
+        the look and the transaction. Killed between both, `bytes` and `erased` stay off by those few; nothing of
+        the tenant stays. WATCH would close that gap and never succeed on a stream that others append to all the time.
+        """
         keys = self._books
         _, last_delivered = self._ledger.group_state()
         pending = set(self._ledger.pending_ids(entries[0].id, entries[-1].id, 10_000))

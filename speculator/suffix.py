@@ -153,6 +153,14 @@ class SuffixDrafter:
         if tenant in self._tenants:
             self._tenants[tenant].groups.pop(group_id, None)
 
+    @property
+    def num_tokens(self) -> int:
+        """In all windows that are kept; those of running requests' own text come on top."""
+        return sum(
+            len(tenant.answers) + sum(len(group) for group in tenant.groups.values())
+            for tenant in self._tenants.values()
+        )
+
     def forget(self, tenants: Collection[str]) -> None:
         """Drop all text of these tenants; what runs keeps what it reads until it ends."""
         for tenant in tenants:

@@ -40,6 +40,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     first_position: int
     """Absolute position of the span's first token."""
     created_ms: int
+    """When the request came, not when its answer ended."""
     sampling: SamplingParams
     tenant: str = "default"
     group_id: str = ""

@@ -48,6 +48,8 @@ class TrainerConfig(BaseSettings):
     """Memory for traces; one completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
     """Traces that were read and not yet learnt from; more wait in Redis."""
+    max_known_traces: int = Field(default=20_000, ge=1)
+    """Trace ids that are remembered, some 250 bytes each, to know one that comes again: more than the stream holds."""
     replay_recent_share: float = Field(default=0.5, ge=0, le=1)
     """Of the replay's memory, for the newest traces; the rest holds an even sample of every domain's past."""
     max_domains: int = Field(default=32, ge=1)

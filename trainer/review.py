@@ -14,6 +14,9 @@ bounds that hold over all looks together (trainer/anytime.py). ε is the gate's:
     withdrawn     barred by somebody else, pinned by the operator, or a newer version has come into service; or one of
                   the two cannot be read any more
 
+Where the incumbent is barred or removed meanwhile, nobody goes back to it: the review begins anew against the one that
+is the last good version then.
+
 It costs two decodings a trace, of at most `_TRACES_A_TURN` in a turn of the training loop and `review_traces` for a
 version; meanwhile both drafts are in memory. A text that comes again is not decoded again. A trainer that is killed
 begins anew with a version that is still on trial. What cannot be read or written is tried again; learning goes on.
@@ -156,7 +159,7 @@ class Review:
         except StoreError as error:
             log.warning("the states of the drafts cannot be read", error=str(error))
             return
-        if newcomer != self._word and self._pairs:
+        if newcomer.sequence != self._word.sequence and self._pairs:
             self._verdict = Outcome.WITHDRAWN, self._compare()
             self._carry_out()
         else:

@@ -118,6 +118,7 @@ class Trainer:
             used_trace_ids=progress.used_trace_ids,
             shelf=self._shelf,
             metrics=self.metrics,
+            max_known=config.max_known_traces,
             reason_to_forget=self._forgetting.reason,
         )
         self.ranks.lead(lambda: self._tidy(progress))

@@ -28,8 +28,6 @@ from trainer.metrics import TrainerMetrics
 from trainer.provenance import Provenance, Stored, provenance_of
 from trainer.shelf import Shelf
 
-# Far more than can be pending at once, so that every redelivered trace is still known.
-MAX_KNOWN_TRACES = 20_000
 RETRY_S = 2.0
 _NUM_TAKEN_OVER = 16
 """At once: their payloads come along."""
@@ -58,18 +56,19 @@ class TraceSource:
         used_trace_ids: Iterable[str],
         shelf: Shelf,
         metrics: TrainerMetrics,
+        max_known: int = 20_000,
         reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
     ) -> None:
         """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
         arrives goes on the `shelf`, whose owner takes it off again. A trace with a `reason_to_forget` is settled
-        unseen.
+        unseen. Of the last `max_known` traces each is known when it comes again.
         """
         self._stream = stream
         self._make_example = make_example
         self._fingerprint = target_fingerprint
         self._shelf = shelf
         self._metrics = metrics
-        self._reason_to_forget = reason_to_forget
+        self._max_known, self._reason_to_forget = max_known, reason_to_forget
         self.has_refused = False
         """Traces came that had a reason to be forgotten: they are in the stream still."""
         # Insertion order is age. Trace ids that were used, or are in hand to be.
@@ -204,8 +203,9 @@ class TraceSource:
             self._metrics.traces.labels(reason).inc()
             return None
         self._known[trace_id] = None
-        while len(self._known) > MAX_KNOWN_TRACES:
+        while len(self._known) > self._max_known:
             del self._known[next(iter(self._known))]
+        self._metrics.known_traces.set(len(self._known))
         self._in_hand[trace_id] = entry.id
         self._shelf.put(trace_id, entry.payload)
         self._metrics.observe_arrival(stored.num_bases, entry.created_ms)

@@ -15,7 +15,7 @@ from serving.gateway.body import discard_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.credentials import bearer, check_admin_key, check_host, unauthorised
 from serving.gateway.deadline import deadline
-from serving.gateway.errors import ApiError
+from serving.gateway.errors import ApiError, engine_busy
 from serving.gateway.keyring import Keyring
 from serving.gateway.keys import ApiKey
 from serving.gateway.metrics import GatewayMetrics
@@ -28,6 +28,8 @@ class Access(StrEnum):
     """Everyone."""
     READ = "read"
     """Any API key; everyone where this gateway has no API keys."""
+    WATCH = "watch"
+    """A read-only API key, since what is told names all tenants; everyone where there are no API keys."""
     GENERATE = "generate"
     """An API key that is not read-only, within its limits; everyone where there are no API keys."""
     ADMIN = "admin"
@@ -48,7 +50,7 @@ ACCESS = {
     "/v1/models": Access.READ,
     "/v1/models/{model:path}": Access.READ,
     "/openapi.json": Access.READ,
-    "/metrics": Access.READ,
+    "/metrics": Access.WATCH,
     "/slipstream/live": Access.READ,
     "/slipstream/drafts": Access.READ,
     "/health": Access.OPEN,
@@ -80,12 +82,16 @@ class Gate:
         keyring: Keyring | None,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
+        is_full: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`routes`: the app's own list, later additions included. Without a keyring, who reaches the port is let in."""
+        """`routes`: the app's own list, later additions included. Without a keyring, who reaches the port is let in.
+
+        While the engine `is_full`, nothing is generated: an overload should cost little more than saying so.
+        """
         self.app = app
-        self._routes, self._keyring, self._metrics = routes, keyring, metrics
+        self._routes, self._keyring, self._metrics, self._is_full = routes, keyring, metrics, is_full
         self._admin_key, self._is_trusted = settings.admin_key, settings.auth_elsewhere
-        self._quota = Quota(settings.max_in_flight)
+        self._quota = Quota(settings.max_in_flight, max_of_key=settings.max_in_flight_of_key)
         self._limit_s = settings.max_request_s + _TRANSFER_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,14 +102,16 @@ class Gate:
         if route is None:
             raise HTTPException(404)
         scope["route"] = route  # a refusal is logged and counted under it, too
+        request = Request(scope)
         try:
-            release = self._admit(route, Request(scope))
+            release = self._admit(route, request)
         except ApiError as refusal:
             self._metrics.refusals.labels(refusal.code).inc()
             await discard_body(receive)
             raise
         try:
-            async with deadline(self._limit_s):
+            async with deadline(self._limit_s) as limit:
+                exchange_of(request).limit = limit
                 await self.app(scope, receive, send)
         finally:
             release()
@@ -119,6 +127,12 @@ class Gate:
         if access is Access.READ:
             self._key_of(request)
             return _nothing
+        if access is Access.WATCH:
+            key = self._key_of(request)
+            if key is not None and not key.read_only:
+                message = "This names other tenants: a key that `slipstream keys add --read-only` made opens it."
+                raise ApiError(403, message, code="key_is_not_read_only")
+            return _nothing
         if access is Access.GENERATE:
             return self._admit_generation(request)
         raise ApiError(403, "Nobody may reach this: it is not in the gateway's table of access.", code="not_declared")
@@ -130,6 +144,8 @@ class Gate:
                 raise ApiError(403, "This key may read, and not generate.", code="key_is_read_only")
             exchange = exchange_of(request)
             exchange.tenant, exchange.may_capture = key.tenant, key.capture
+        if self._is_full():
+            raise engine_busy()
         return self._quota.take(key)
 
     def _key_of(self, request: Request) -> ApiKey | None:

@@ -19,7 +19,8 @@ from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
 from serving.gateway.keyring import Keyring
 from serving.gateway.live import Live, live_routes
-from serving.gateway.metrics import GatewayMetrics, HealthCollector
+from serving.gateway.metrics import GatewayMetrics, HealthCollector, HeapCollector
+from serving.gateway.openapi import declare_keys
 from serving.gateway.pages import page_routes
 from serving.gateway.passthrough import Passage, passthrough_routes
 from serving.gateway.rollouts.book import RolloutBook
@@ -119,6 +120,7 @@ def _assemble(
 ) -> FastAPI:
     """`beside` runs while the app is served."""
     registry.register(HealthCollector(host.health))
+    registry.register(HeapCollector())
     live = Live(host, registry, shows_tokens=shows_tokens)
 
     @asynccontextmanager
@@ -132,8 +134,16 @@ def _assemble(
         # One flat list, in which the gate finds what the router will choose; these routers add nothing to their routes.
         app.router.routes.extend(router.routes)
     app.add_exception_handler(HTTPException, _routing_error)
+    declare_keys(app, has_keys=settings.keys_file is not None)
     keyring = None if settings.keys_file is None else Keyring(settings.keys_file)
     # What is added later stands further out.
-    app.add_middleware(Gate, routes=app.router.routes, keyring=keyring, settings=settings, metrics=metrics)
+    app.add_middleware(
+        Gate,
+        routes=app.router.routes,
+        keyring=keyring,
+        settings=settings,
+        metrics=metrics,
+        is_full=lambda: host.health().is_full,
+    )
     app.add_middleware(Telemetry, metrics=metrics)
     return app

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Cadence(Generic[T]):
     """`async with`: what is `put` inside is sent together every `interval_s`, the rest at the last such time.
 
-    With an interval of 0 each item is sent at once, and `put` waits for a slow client.
+    With an interval of 0 each item is sent at once. Either way `put` waits for a slow client.
     """
 
     def __init__(self, interval_s: float, send: Callable[[Sequence[T]], Awaitable[None]]) -> None:
@@ -28,15 +28,19 @@ class Cadence(Generic[T]):
         self._items: list[T] = []
         self._ended = False
         self._sending: asyncio.Task[None] | None = None
+        self._may_put = asyncio.Event()
+        """Cleared while items are being sent: what comes meanwhile is kept by whoever makes it."""
+        self._may_put.set()
 
     async def put(self, item: T) -> None:
         """Raises what sending earlier items raised."""
         if self._sending is None:
             await self._send([item])
             return
-        self._items.append(item)
+        await self._may_put.wait()
         if self._sending.done():
             await self._sending
+        self._items.append(item)
 
     async def __aenter__(self) -> Cadence[T]:
         if self._interval_s:
@@ -63,7 +67,14 @@ class Cadence(Generic[T]):
             due_s = max(due_s + self._interval_s, clock())
             items, self._items = self._items, []
             if items:
-                await self._send(items)
+                await self._send_all(items)
+
+    async def _send_all(self, items: Sequence[T]) -> None:
+        self._may_put.clear()
+        try:
+            await self._send(items)
+        finally:
+            self._may_put.set()
 
 
 def merged(items: Iterable[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:

@@ -12,6 +12,7 @@ from speculator.errors import ConfigError
 from speculator.secret import read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
+_SPARE_CONNECTIONS = 200
 
 
 class GatewaySettings(BaseSettings):
@@ -33,6 +34,8 @@ class GatewaySettings(BaseSettings):
     """An answer that takes longer ends with an error that says so."""
     max_in_flight: int = Field(default=400, ge=1)
     """Requests to the model under way at once, those that wait included; more are refused with status 429."""
+    max_key_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of these that one API key may have where it has no limit of its own."""
     stream_interval_ms: int = Field(default=0, ge=0, le=10_000)
     """Milliseconds between the events of a stream, so that they do not show which tokens were guessed right; 0 sends
     text as it comes."""
@@ -58,6 +61,16 @@ class GatewaySettings(BaseSettings):
     """What opens /admin; nothing does where it is not set."""
     admin_key_file: Path | None = None
     """A file with that key, for deployments that keep secrets in files."""
+
+    @property
+    def max_connections(self) -> int:
+        """Beside the requests under way: pages, probes, clients that keep one open, and those that are refused."""
+        return self.max_in_flight + _SPARE_CONNECTIONS
+
+    @property
+    def max_in_flight_of_key(self) -> int:
+        """Of one that has no limit of its own."""
+        return max(1, int(self.max_key_share * self.max_in_flight))
 
 
 def load_settings() -> GatewaySettings:

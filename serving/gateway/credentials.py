@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 from contextlib import suppress
 from ipaddress import ip_address
@@ -40,15 +41,22 @@ def check_admin_key(request: Request, key: SecretStr | None) -> None:
         raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
 
 
+@functools.lru_cache(maxsize=256)
+def _is_no_name(host: str) -> bool:
+    """`localhost`, or an address."""
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    return False
+
+
 def check_host(request: Request) -> None:
     """Raise ApiError (403) where somebody was sent to this machine under a name of somebody else's.
 
     Without keys the gateway trusts whoever reaches loopback. A browser does so for any page whose own name resolves to
     127.0.0.1 for a moment, and takes that page and this gateway for one site.
     """
-    with suppress(ValueError):
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        if name == "localhost" or ip_address(name):
-            return
+    if _is_no_name(request.headers.get("host", "")):
+        return
     message = "Without API keys this gateway answers to localhost and to addresses alone, not to names: give it keys."
     raise ApiError(403, message, code="host_not_allowed")

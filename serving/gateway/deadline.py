@@ -10,14 +10,19 @@ from serving.gateway.errors import ApiError
 
 
 @asynccontextmanager
-async def deadline(limit_s: float) -> AsyncIterator[None]:
-    """Cancel the block after `limit_s` and raise ApiError (504), which tells clients not to try the same again."""
+async def deadline(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the block after `limit_s` and raise `too_late`."""
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            yield
+            yield limit
     except TimeoutError:
         if not limit.expired():
             raise
-        message = f"The answer took longer than {limit_s:g} s: ask for fewer tokens."
-        raise ApiError(504, message, code="deadline_exceeded", headers={"x-should-retry": "false"}) from None
+        raise too_late(limit_s) from None
+
+
+def too_late(limit_s: float) -> ApiError:
+    """An error (504) that tells clients not to try the same again."""
+    message = f"The answer took longer than {limit_s:g} s: ask for fewer tokens."
+    return ApiError(504, message, code="deadline_exceeded", headers={"x-should-retry": "false"})

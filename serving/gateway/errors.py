@@ -49,6 +49,11 @@ def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=UNAVAILABLE_RETRY_AFTER_S)
 
 
+def engine_busy(retry_after_s: int = 1) -> ApiError:
+    message = "The engine's queue is full: retry later, or send fewer requests at once."
+    return ApiError(429, message, code="engine_busy", retry_after_s=retry_after_s)
+
+
 def describe(failure: Exception) -> ApiError:
     """What the client is told about `failure`. Only messages that were written for clients are passed on."""
     match failure:
@@ -57,8 +62,7 @@ def describe(failure: Exception) -> ApiError:
         case RequestError():
             return ApiError(400, str(failure), code=failure.code, param=failure.param)
         case EngineBusyError():
-            message = "The engine's queue is full: retry later, or send fewer requests at once."
-            return ApiError(429, message, code="engine_busy", retry_after_s=failure.retry_after_s)
+            return engine_busy(failure.retry_after_s)
         case EngineError():
             return unavailable("The engine stopped generating: retry later.")
         case HTTPException():

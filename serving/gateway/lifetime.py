@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Coroutine
 from typing import Any
@@ -25,6 +26,9 @@ async def serve_until_signal(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     await server.start()
+    # What was made so far stays: a full collection that walked it all would hold up every answer.
+    gc.collect()
+    gc.freeze()
     log.info("serving", url=server.url, model=model, draft_version=draft_version)
     ends += asyncio.create_task(stopping.wait()), asyncio.create_task(server.wait())
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -19,8 +19,12 @@ _SLOT_RETRY_S = 1
 
 
 class Quota:
-    def __init__(self, max_in_flight: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_in_flight: int, clock: Callable[[], float] = time.monotonic, *, max_of_key: int | None = None
+    ) -> None:
+        """`max_of_key` is for keys that have no limit of their own; by default they may have all."""
         self._max_in_flight, self._clock = max_in_flight, clock
+        self._max_of_key = max_of_key or max_in_flight
         self._num_in_flight = 0
         # By digest: a key that is revoked and made anew under the same name begins anew.
         self._num_of: defaultdict[str, int] = defaultdict(int)
@@ -47,8 +51,9 @@ class Quota:
         return release
 
     def _check_concurrency(self, key: ApiKey) -> None:
-        if key.max_concurrent is not None and self._num_of.get(key.sha256, 0) >= key.max_concurrent:
-            message = f"This key may have {key.max_concurrent} requests under way at once, and has: retry later."
+        limit = key.max_concurrent or self._max_of_key
+        if self._num_of.get(key.sha256, 0) >= limit:
+            message = f"This key may have {limit} requests under way at once, and has: retry later."
             raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after_s=_SLOT_RETRY_S)
 
     def _check_rate(self, key: ApiKey) -> None:

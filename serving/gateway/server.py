@@ -24,7 +24,7 @@ _BACKLOG = 2048
 _MAX_HEADER_BYTES = 16 * 1024
 """Of a request whose headers have not ended yet; more is answered with 400."""
 _MAX_CONNECTIONS = 600
-"""Beyond it requests get uvicorn's own 503: more than the gate lets in, less than a process has descriptors (1,024)."""
+"""What `GatewaySettings.max_connections` is by default."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,9 +80,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 class GatewayServer:
-    """Serves `app` on `listener` from `start` to `stop`; owns the listener and closes it."""
+    """Serves `app` on `listener` from `start` to `stop`; owns the listener and closes it.
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, grace_s: int = 10) -> None:
+    Requests on more than `max_connections` connections get uvicorn's own 503.
+    """
+
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, *, grace_s: int = 10, max_connections: int = _MAX_CONNECTIONS
+    ) -> None:
         self._listener = listener
         self._host, self._port = listener.getsockname()[:2]
         self._task: asyncio.Task[None] | None = None
@@ -96,7 +101,7 @@ class GatewayServer:
                 # Not whatever is installed: this parser bounds the headers.
                 http="h11",
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-                limit_concurrency=_MAX_CONNECTIONS,
+                limit_concurrency=max_connections,
                 proxy_headers=False,
                 server_header=False,
                 backlog=_BACKLOG,

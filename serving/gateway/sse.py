@@ -8,6 +8,7 @@ that a broken stream can look like.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from serving.gateway.deadline import too_late
 from serving.gateway.disconnect import until_disconnect
-from serving.gateway.errors import unavailable
+from serving.gateway.errors import ApiError, unavailable
 from serving.gateway.telemetry import Exchange
 
 _LAST_EVENT_S = 5.0
@@ -64,10 +66,17 @@ class EventStream(Response):
         try:
             await until_disconnect(receive, self._run(send))
         except asyncio.CancelledError:
-            # The server's grace period is over. A stream that just stops would pass for a complete answer.
+            # A stream that just stops would pass for a complete answer.
             if self._started:
-                await self._end_failed(send, unavailable("The server is shutting down.", code="shutting_down"))
+                await self._end_failed(send, self._why_cancelled())
             raise
+
+    def _why_cancelled(self) -> ApiError:
+        """By the limit of the whole request, or because the server's grace period is over."""
+        limit = self._exchange.limit
+        if limit is not None and limit.expired():
+            return too_late(round(time.perf_counter() - self._exchange.started_s))
+        return unavailable("The server is shutting down.", code="shutting_down")
 
     async def _run(self, send: Send) -> None:
         async def emit(block: bytes) -> None:

@@ -43,6 +43,8 @@ class Exchange:
     """Whose request it is; the gate knows it by the key."""
     may_capture: bool = True
     """Whether that key's requests may be recorded where they themselves do not object."""
+    limit: asyncio.Timeout | None = None
+    """What ends the request when it takes too long; the gate sets it."""
 
     def fail(self, failure: Exception) -> ApiError:
         """Note the failure, log it where nobody expected it, and return what the client is told."""

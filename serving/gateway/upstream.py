@@ -17,20 +17,19 @@ from speculator.spans import outgoing_headers
 
 _CONNECT_S = 5.0
 _SEND_S = 30.0
-_MAX_CONNECTIONS = 1000
-"""Requests under way at once; each holds two of the process's file descriptors, of which there are often 1,024."""
 
 
 class Upstream:
-    """SGLang's HTTP address."""
+    """SGLang's HTTP address; at most `max_connections` requests are under way there at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, max_connections: int = 400) -> None:
+        self._max_connections = max_connections
         self._client = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
             # A kept connection may be closed by the server just as a request goes out on it, and a generation is not
             # sent twice. Connecting anew takes a tenth of a millisecond on the same machine.
-            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=0),
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
             headers={"accept-encoding": "identity", "content-type": "application/json"},
             trust_env=False,
         )
@@ -48,7 +47,7 @@ class Upstream:
                     raise refusal(response.status_code, content, retry_after=response.headers.get("retry-after"))
                 yield response
         except httpx.PoolTimeout:
-            raise EngineBusyError(f"{_MAX_CONNECTIONS} requests are under way") from None
+            raise EngineBusyError(f"{self._max_connections} requests are under way") from None
         except httpx.TransportError as failure:
             raise EngineDeadError(f"SGLang does not answer: {type(failure).__name__}") from failure
 

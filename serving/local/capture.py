@@ -52,6 +52,7 @@ def build_trace(
             engine_id=engine_id,
             target_fingerprint=target_fingerprint,
             target_version=target_version,
+            created_ms=generation.created_ms,
         ),
         token_ids=np.array(generation.tokens[start : start + length], np.int32),
         aux_hidden=aux_hidden,

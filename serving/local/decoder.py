@@ -42,7 +42,7 @@ class Decoder:
             layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
         self._layers: list[FusedLayer] = list(layers)
         self._embed: Tensor = model.model.embed_tokens.weight
-        self.norm = RMSNorm(model.model.norm)
+        self._norm = model.model.norm = RMSNorm(model.model.norm)
         self._rotary = model.model.rotary_emb
         self._aux_layers = aux_layers
 
@@ -55,7 +55,7 @@ class Decoder:
             if index in self._aux_layers:
                 aux.append(x_Md)
             x_Md = layer(x_Md, rotation, window, cache, index)
-        return self.norm(x_Md).view(*tokens_BT.shape, -1), torch.cat(aux, -1).view(*tokens_BT.shape, -1)
+        return self._norm(x_Md).view(*tokens_BT.shape, -1), torch.cat(aux, -1).view(*tokens_BT.shape, -1)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
@@ -127,13 +127,18 @@ class RMSNorm(nn.Module):
         self._eps: float = norm.variance_epsilon
         width = len(norm.weight)
         # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)
-        self.scaled_weight = norm.weight.float() * math.sqrt(width)
+        self._scaled_weight = norm.weight.float() * math.sqrt(width)
         self._floor = torch.tensor(math.sqrt(width * self._eps), device=norm.weight.device)
+
+    @property
+    def derived(self) -> tuple[Tensor, Tensor]:
+        """What is read in the weight's place."""
+        return self._scaled_weight, self._floor
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.bfloat16 and x.is_cpu:  # half the time of rms_norm there, and one rounding fewer
             length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-            return (x * self.scaled_weight).div_(length.hypot_(self._floor)).to(x.dtype)  # type: ignore[no-any-return]
+            return (x * self._scaled_weight).div_(length.hypot_(self._floor)).to(x.dtype)  # type: ignore[no-any-return]
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
 
 

@@ -160,6 +160,7 @@ class LocalEngine:
             ready=alive and not self._stopping,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            is_full=len(self._waiting) >= self._config.max_waiting,
             detail=detail,
         )
 
@@ -538,6 +539,8 @@ class LocalEngine:
         for generation in [generation for generation in self._running if generation.finish_reason]:
             self._record_trace(generation)
             self._free_slot(generation)
+            if self._suffixes is not None:
+                self.metrics.suffix_tokens.set(self._suffixes.num_tokens)
 
     def _record_trace(self, generation: Generation) -> None:
         """Of a generation that has ended, or goes on under another target."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from serving.engine import Chunk, FinishReason, GenerateRequest, Source
 from serving.evidence import Stratum, stratum_of
+from serving.header import now_ms
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
 from speculator.spans import Parent
@@ -59,6 +60,7 @@ class Generation:
     capture: bool
     parent: Parent | None = None
     """What the spans of this answer are put under."""
+    created_ms: int = field(default_factory=now_ms)
     tokens: list[int] = field(init=False)
     source: DraftSource = field(init=False)
     stratum: Stratum = field(init=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.local.decoder import Decoder, RMSNorm
+from serving.local.decoder import RMSNorm
 from serving.local.packed import PackedLinear
 from speculator.errors import TargetError
 
@@ -25,15 +25,14 @@ class StagedTarget:
     tensors: tuple[Tensor, ...]
 
 
-def all_tensors(model: Any, run: object) -> Iterator[Tensor]:
+def all_tensors(model: Any) -> Iterator[Tensor]:
     """Everything that the passes read and that follows from the weights, always in the same order."""
-    norms = (run.norm,) if isinstance(run, Decoder) else ()
-    for module in (*model.modules(), *norms):
+    for module in model.modules():
         if isinstance(module, PackedLinear):
             yield module.packed
             yield from () if module.bias is None else (module.bias,)
         elif isinstance(module, RMSNorm):
-            yield module.scaled_weight
+            yield from module.derived
     yield from model.state_dict().values()
 
 

@@ -19,9 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
-from serving.local.decoder import Decoder, fusible
+from serving.local.decoder import Decoder, RMSNorm, fusible
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.local.packed import PackedLinear, pack_linears
+from serving.local.packed import PackedLinear, pack_linears, stored_bytes
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
 from speculator.weights import read_layout, read_weights
@@ -86,7 +86,7 @@ class Target:
             self._run = _HuggingFaceDecoder(self._model, aux_layers)
         if device == "cpu":
             pack_linears(self._model)
-        self._tensors = list(all_tensors(self._model, self._run))
+        self._tensors = list(all_tensors(self._model))
         self.cache = KVSlots(
             num_layers=num_layers,
             num_slots=num_slots,
@@ -109,21 +109,24 @@ class Target:
         return self._run(tokens_BT, window, self.cache)
 
     def weights(self) -> Iterator[Tensor]:
-        """What the passes read, packed layers unpacked one at a time, always in the same order."""
+        """What the passes read, packed layers as they lie in memory, always in the same order."""
         for module in self._model.modules():
             if isinstance(module, PackedLinear):
-                yield module.packed.to_dense()
+                yield stored_bytes(module.packed)
                 yield from () if module.bias is None else (module.bias,)
+            elif isinstance(module, RMSNorm):
+                yield from module.derived
         # Without the tables that a pass may compute anew, such as those of rotary embeddings that stretch.
         yield from self._model.state_dict().values()
 
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
         model = bare_copy(self._model, read_weights(folder, self._layout), self.embed.dtype)
-        run = Decoder(model, ()) if isinstance(self._run, Decoder) else self._run
+        if isinstance(self._run, Decoder):
+            Decoder(model, ())  # fuses its layers
         if self.device.type == "cpu":
             pack_linears(model)
-        return StagedTarget(tuple(all_tensors(model, run)))
+        return StagedTarget(tuple(all_tensors(model)))
 
     def install(self, staged: StagedTarget) -> None:
         """Copy staged weights over those in service, in place. What fails half-way leaves no target at all."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
-from serving.header import make_header
+from serving.header import make_header, now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, VerifyRounds
 
@@ -39,6 +39,8 @@ class SpanRequest:
     policy: CapturePolicy
     constrained: bool
     """A grammar, bias or penalty changes the distribution of the answer's tokens."""
+    created_ms: int = field(default_factory=now_ms)
+    """When its prefill began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,7 @@ class Span:
                 engine_id=engine_id,
                 target_fingerprint=target_fingerprint,
                 target_version=self.target_version,
+                created_ms=request.created_ms,
             ),
             token_ids=np.array(tokens[start : start + length], np.int32),
             aux_hidden=features,

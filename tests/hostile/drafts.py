@@ -111,6 +111,10 @@ def load(store: DraftStore, original: Original, version: int = 1) -> Outcome:
         loaded = store.load(version, expected_fingerprint=FINGERPRINT, expected_d2t=d2t, expected_shapes=shapes)
     except (DraftError, StoreError) as refusal:
         return type(refusal).__name__
+    place = store.root / "versions" / f"{version:06d}"
+    changed = [name for name, raw in original.files.items() if (place / name).read_bytes() != raw]
+    if changed and MANIFEST not in changed:
+        raise FailureError(f"{changed} are not what the manifest vouches for, and were loaded")
     if config != config_from_json(original.config):
         return "loaded, with another config"
     for name, tensor in loaded.items():
@@ -119,7 +123,7 @@ def load(store: DraftStore, original: Original, version: int = 1) -> Outcome:
         if not bool(torch.isfinite(tensor).all()):
             raise FailureError(f"{name} is not finite")
     same = all(torch.equal(loaded[name], tensor) for name, tensor in original.state.items())
-    return "loaded, the same" if same else "loaded, other weights"
+    return "loaded, the same" if same else "loaded, other weights, as vouched for"
 
 
 def odd_places(root: Path, original: Original) -> Iterator[tuple[str, DraftStore]]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from speculator.store import DraftStore
 from tests.drafts import make_draft
 from tests.hostile import drafts
-from tests.hostile.judge import Tally
+from tests.hostile.judge import FailureError, Tally
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,16 @@ def test_mutated_files_are_refused_or_do_no_harm(original: drafts.Original, tmp_
         tally.take(str(number), lambda store=store: drafts.load(store, original))  # type: ignore[misc]
     tally.check()
     assert tally.outcomes["DraftFileError"] > 50
+
+
+def test_a_changed_file_that_is_loaded_unvouched_is_a_failure(
+    original: drafts.Original, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = {**original.files, drafts.WEIGHTS: original.files[drafts.WEIGHTS] + b"\0"}
+    monkeypatch.setattr(DraftStore, "load", lambda *_, **__: original.state)
+    with pytest.raises(FailureError, match="not what the manifest vouches for"):
+        drafts.load(drafts.put(tmp_path / "a", changed), original)
+    assert "as vouched" not in drafts.load(drafts.put(tmp_path / "b", drafts.vouched(changed)), original)
 
 
 def test_what_is_no_file_is_refused(original: drafts.Original, tmp_path: Path) -> None:

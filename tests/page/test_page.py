@@ -234,6 +234,7 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
         page.press("#api-key", "Enter")
         expect(entry).to_be_hidden()
         expect(page.locator("#model")).to_have_text("double")
+        expect(page.locator("#links")).to_be_hidden()
         submit(page, "hello")
         assert watched.expected()
         keys.revoke("user")

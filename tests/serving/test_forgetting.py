@@ -10,8 +10,10 @@ import pytest
 
 from serving.engine import CapturePolicy
 from serving.forgetting import ErasureWatch
+from serving.header import now_ms
 from serving.recorder import TraceRecorder
 from speculator import suffix
+from speculator.erasures import covers
 from speculator.errors import StreamError
 from speculator.suffix import SuffixDrafter
 from tests.serving.local.harness import Harness, toy_engine
@@ -135,6 +137,15 @@ def test_a_running_engine_forgets_between_two_steps(harness: Harness, busy: bool
     harness.ask(harness.request("abc", policy=policy))
     engine.expire(0.0)
     assert not engine._suffixes._tenants
+
+
+def test_an_order_covers_the_answers_under_way(harness: Harness) -> None:
+    """Whose traces are made after it."""
+    ordered_ms: list[int] = []
+    harness.ask(harness.request("abc abc abc"), on_chunk=lambda *_: ordered_ms.append(now_ms()))
+    trace = harness.traces[-1]
+    assert covers({"default": ordered_ms[0]}, "default", trace.header.created_ms)
+    assert not covers({"default": trace.header.created_ms - 1}, "default", trace.header.created_ms)
 
 
 def test_a_stopped_engine_has_nothing_to_forget(harness: Harness) -> None:

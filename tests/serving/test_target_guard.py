@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from serving.hotswap import DraftFollower
+from serving.local.decoder import RMSNorm
 from serving.local.packed import PackedLinear, pack
 from serving.local.target import Target
 from serving.recorder import TraceRecorder
@@ -27,7 +28,7 @@ from trainer.rollback import RollbackWatch
 
 def flip_a_bit(tensor: Tensor) -> None:
     with torch.no_grad():
-        tensor.view(-1).view(torch.uint8)[7] ^= 1
+        tensor.view(-1).view(torch.uint8)[-1] ^= 1
 
 
 def flip_a_packed_bit(layer: PackedLinear) -> None:
@@ -49,7 +50,9 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, dtype: torch.dtype)
         guard = TargetGuard(target.weights)
         flip_a_packed_bit(layer)
         assert not guard.look()
-    for tensor in target._model.state_dict().values():
+    norms = [module for module in modules if isinstance(module, RMSNorm)]
+    assert len(norms) == 2 * 8 + 1
+    for tensor in (*target._model.state_dict().values(), *norms[0].derived, *norms[-1].derived):
         guard = TargetGuard(target.weights)
         flip_a_bit(tensor)
         assert not guard.look()

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from serving.gateway.config import GatewaySettings
-from slipstream.exposure import check_exposure, is_loopback, is_weak
+from slipstream.exposure import check_exposure, check_sglang_exposure, is_loopback, is_weak
 from speculator.errors import ConfigError
 from tests.serving.gateway.keyfile import KeyFile
 
@@ -106,3 +106,13 @@ def test_the_commands_refuse(refused: Refused, toy_model: Path) -> None:
     for words in (("serve",), ("serve", "--engine", "sglang"), ("gateway", "--sglang", "http://127.0.0.1:1")):
         line = refused(*words, "--model", toy_model, "--host", "0.0.0.0", "--port", 0)
         assert "others can reach --host 0.0.0.0 and there are no API keys" in line
+
+
+@pytest.mark.parametrize("host", PUBLIC)
+def test_sglang_itself_is_for_a_private_network(host: str) -> None:
+    check_sglang_exposure("127.0.0.1", "redis://elsewhere", is_private=False)
+    with pytest.raises(ConfigError, match="--private-network"):
+        check_sglang_exposure(host, HERE, is_private=False)
+    check_sglang_exposure(host, HERE, is_private=True)
+    with pytest.raises(ConfigError, match="has no password"):
+        check_sglang_exposure(host, "redis://elsewhere", is_private=True)

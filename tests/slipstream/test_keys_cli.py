@@ -71,6 +71,8 @@ def test_what_cannot_be_done_is_one_line(refused: Refused, keys: Callable[..., s
     assert "$.name" in refused("keys", "add", "no/name")
     assert "$.tenant" in refused("keys", "add", "carol", "--tenant", "a b")
     assert "$.expires_s" in refused("keys", "add", "carol", "--expires-days", 10**9)
+    assert "--expires-days inf" in refused("keys", "add", "carol", "--expires-days", "inf")
+    assert CliRunner().invoke(app, ["keys", "add", "carol", "--expires-days", "nan"]).exit_code == 2
     assert (tmp_path / "keys.json").read_bytes() == before
     assert "cannot be read" in refused("keys", "list", "--file", tmp_path / "none")
     (tmp_path / "keys.json").write_text("{")

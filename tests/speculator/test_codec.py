@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import struct
@@ -334,3 +335,25 @@ def test_what_stands_in_padding_does_not_matter() -> None:
     padding = trace.rounds.draft_tokens < 0
     assert padding.any()
     check_trace(with_rounds(trace, draft_logprobs=changed(trace.rounds.draft_logprobs, padding, np.nan)))
+
+
+@pytest.mark.parametrize("features", ["float8", "bfloat16"])
+def test_the_bytes_are_those_that_safetensors_writes(features: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(data: bytes) -> tuple[Any, bytes]:
+        """The header, whose names come in any order, and the arrays."""
+        end = 8 + int.from_bytes(data[:8], "little")
+        return json.loads(data[8:end]), data[end:]
+
+    for trace in (make_trace(T=9), make_trace(R=0), make_trace(P=0)):
+        ours = encode_trace(trace, features=features)
+        with monkeypatch.context() as patch:
+            patch.setattr("speculator.codec._serialised", safetensors.torch.save)
+            assert parts(encode_trace(trace, features=features)) == parts(ours)
+
+
+def test_answers_of_many_lengths_leave_nothing_behind() -> None:
+    """Ctypes keeps a type for each size of an array that it has seen."""
+    before = len(ctypes._pointer_type_cache)  # type: ignore[attr-defined]
+    for length in range(100, 130):
+        encode_trace(make_trace(T=length))
+    assert len(ctypes._pointer_type_cache) == before  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from speculator.errors import (
     DraftMismatchError,
     LifecycleError,
     SlipstreamError,
+    StoreError,
     StreamError,
     UnknownDraftError,
 )
@@ -249,6 +251,30 @@ def test_rolling_back_serves_the_last_good_version(desk: DraftDesk, store: Draft
     assert store.lifecycle.events.tail(1)[0].fields == {"version": 2, "desired": 1, "reason": "answers are slow"}
     # Of operators, not of engines: the trainer does not pause.
     assert store.lifecycle.rollbacks_in_a_row() == []
+
+
+def test_a_full_disk_of_the_event_log_keeps_no_bad_draft_in_service(
+    desk: DraftDesk, store: DraftStore, pointer: DraftPointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(store, *TO_GOOD)
+    add(store, *TO_SCORED, State.LIVE)
+    pointer.publish(2)
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("speculator.events._append_line", no_space)
+        outcome = desk.rollback(actor="operator:me", reason="r")
+        assert (outcome.state, outcome.desired, outcome.num_unrecorded) == (State.QUARANTINED, 1, 2)
+        with pytest.raises(StoreError, match="free space"):
+            desk.pin(1, actor="operator:me")
+    assert pointer.desired() == 1
+    assert [kind for kind, _, _ in events(store)][-1] == "live"
+    # What the states know is told when there is room; the operator's own two events are lost.
+    assert desk.pin(1, actor="operator:me").num_unrecorded == 0
+    store.lifecycle.move(1, State.PROMOTED, actor="test")
+    assert [kind for kind, _, _ in events(store)][-5:] == ["asked", "pin", "rolled_back", "quarantined", "promoted"]
 
 
 def test_without_a_published_version_the_last_good_one_is_rolled_back(

@@ -268,6 +268,21 @@ def test_a_newer_version_takes_its_place_with_evidence_of_its_own(scene: Scene) 
     assert {version for version, _ in scene.decoded[-10:]} == {3, 2}
 
 
+def test_with_another_incumbent_the_review_begins_anew(scene: Scene) -> None:
+    scene.come(2, State.LIVE, State.PROMOTED)
+    scene.come(3, change=-0.1)
+    scene.turn()
+    scene.serve(4)
+    assert {version for version, _ in scene.decoded} == {3, 2}
+    scene.states.bar(2, actor="operator:ann", reason="")
+    scene.turn()
+    scene.decoded.clear()
+    scene.serve()
+    assert {version for version, _ in scene.decoded} == {3, 1}
+    assert scene.outcomes == [(3, "rolled_back")]
+    assert scene.states.history(3)[-1].numbers["incumbent"] == 1
+
+
 def test_what_an_engine_rolls_back_is_not_reviewed_further(scene: Scene) -> None:
     scene.come(2, change=-0.1)
     scene.turn()

@@ -25,6 +25,8 @@ export function withBearer(secret, headers) {
 export async function isLocked(response) {
   const locked = response.status === 401;
   byId("entry").hidden = !locked;
+  // A link is followed without the key.
+  if (locked) byId("links").hidden = true;
   if (locked) say("key-status", key ? (await response.json()).error.message : "");
   return locked;
 }

@@ -147,7 +147,9 @@ def expected(access: Access, who: str) -> tuple[int, str] | None:
         return 401, "api_key_expired"
     if who == "reader":
         return (403, "key_is_read_only") if access is Access.GENERATE else None
-    return None if who == "user" else (401, "invalid_api_key")
+    if who == "user":
+        return (403, "key_is_not_read_only") if access is Access.WATCH else None
+    return 401, "invalid_api_key"
 
 
 @pytest.mark.parametrize("which", [local_app, passthrough_app])
@@ -414,3 +416,21 @@ def test_refusals_are_counted_and_no_secret_is_told(keys: KeyFile, capfd: pytest
     for told in (repr(logs), metrics, "".join(capfd.readouterr())):
         assert "secret-of" not in told
         assert ADMIN_KEY not in told
+
+
+def test_the_document_says_which_key_each_operation_needs(keys: KeyFile) -> None:
+    document = local_app(keys).openapi()
+    schemes = document["components"]["securitySchemes"]
+    assert {name: (scheme["type"], scheme["scheme"]) for name, scheme in schemes.items()} == {
+        "apiKey": ("http", "bearer"),
+        "adminKey": ("http", "bearer"),
+    }
+    needed = {path: next(iter(found.values()))["security"] for path, found in document["paths"].items()}
+    assert needed["/health"] == []
+    assert needed["/v1/models/{model}"] == needed[CHAT] == [{"apiKey": []}]
+    assert needed["/admin/drafts/{version}/pin"] == [{"adminKey": []}]
+    open_document = local_app(None).openapi()
+    assert [open_document["paths"][path]["get"]["security"] for path in ("/v1/models", "/admin/drafts")] == [
+        [],
+        [{"adminKey": []}],
+    ]

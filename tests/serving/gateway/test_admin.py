@@ -257,11 +257,12 @@ def test_the_real_desk_answers_in_json(tmp_path: Path, redis_client: redis.Redis
             "version": 1,
             "state": "promoted",
             "desired": 1,
+            "num_unrecorded": 0,
         }
         assert (await client.post("/admin/drafts/2/pin")).json()["desired"] == 2
         assert [row["is_pinned"] for row in (await client.get("/admin/drafts")).json()["drafts"]] == [False, True]
         rolled_back = await client.post("/admin/drafts/rollback", json={"reason": "slow"})
-        assert rolled_back.json() == {"version": 2, "state": "quarantined", "desired": 1}
+        assert rolled_back.json() == {"version": 2, "state": "quarantined", "desired": 1, "num_unrecorded": 0}
         assert (await client.get("/admin/drafts/2")).json()["history"][-1]["reason"] == "slow"
         assert (await client.get("/admin/drafts/1/diff/2")).json()["tensors"][0]["num_changed"] == 0
         events = (await client.get("/admin/drafts/events?count=2")).json()

@@ -153,3 +153,26 @@ def test_what_sending_raises_ends_the_stream() -> None:
 
     with pytest.raises(OSError, match="gone"):
         asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_what_a_slow_client_has_not_taken_is_not_piled_up() -> None:
+    async def run() -> list[list[int]]:
+        sent: list[list[int]] = []
+        sending, reading = asyncio.Event(), asyncio.Event()
+
+        async def send(items: Sequence[int]) -> None:
+            sent.append(list(items))
+            sending.set()
+            await reading.wait()
+
+        async with asyncio.timeout(10), Cadence[int](0.001, send) as cadence:
+            await cadence.put(0)
+            await sending.wait()
+            putting = asyncio.create_task(cadence.put(1))
+            await asyncio.wait((putting,), timeout=0.02)
+            assert not putting.done(), "it waits for the client"
+            reading.set()
+            await putting
+        return sent
+
+    assert asyncio.run(run()) == [[0], [1]]

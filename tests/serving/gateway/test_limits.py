@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from serving.engine import Chunk, GenerateRequest
+from serving.engine import Chunk, EngineHealth, GenerateRequest
 from serving.gateway import access, body, sse
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.deadline import deadline
+from serving.gateway.descriptors import make_room
 from serving.gateway.errors import ApiError
 from serving.gateway.keys import ApiKey
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.quota import Quota
 from serving.gateway.server import GatewayServer, serve
-from serving.gateway.telemetry import Telemetry
+from serving.gateway.telemetry import Exchange, Telemetry
+from speculator.errors import ConfigError
 from tests.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, events, gateway, openai_client, post, running
@@ -77,6 +81,22 @@ def test_a_limit_that_was_lowered_holds_at_once() -> None:
         clock.now_s += 10
     # Begun 50, 40, 30, 20 and 10 s ago: of two in a minute there is room when the last but one is a minute old.
     assert wait_of(quota, key(requests_per_minute=2)) == 40
+
+
+def test_a_key_without_a_limit_of_its_own_leaves_places_to_others() -> None:
+    settings = GatewaySettings(max_in_flight=5, max_key_share=0.5)
+    quota = Quota(settings.max_in_flight, max_of_key=settings.max_in_flight_of_key)
+    greedy, entitled = key(), ApiKey(name="b", sha256="1" * 64, max_concurrent=4)
+    held = [quota.take(greedy), quota.take(greedy)]
+    with pytest.raises(ApiError, match="may have 2 requests") as refused:
+        quota.take(greedy)
+    assert (refused.value.status, refused.value.code) == (429, "concurrency_limit_exceeded")
+    held += [quota.take(entitled) for _ in range(3)]
+    with pytest.raises(ApiError, match="as many as may be"):
+        quota.take(entitled)
+    for release in held:
+        release()
+    assert GatewaySettings(max_in_flight=1).max_in_flight_of_key == 1
 
 
 # -- at once --------------------------------------------------------------------------------------------------------
@@ -330,6 +350,63 @@ def test_no_route_holds_a_place_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")
 
     asyncio.run(run())
+
+
+def test_a_stream_that_takes_too_long_to_leave_says_so() -> None:
+    """The gate's limit ends it, as a shutdown would."""
+    events_sent: list[bytes] = []
+
+    async def produce(emit: sse.Emit) -> bytes:
+        await emit(b"data: {}\n\n")
+        await asyncio.Event().wait()
+        return b""
+
+    async def send(message: Any) -> None:
+        events_sent.append(message.get("body", b""))
+
+    async def run(exchange: Exchange) -> None:
+        async with deadline(0.01) as exchange.limit:
+            await sse.EventStream(exchange, produce)({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    with pytest.raises(ApiError):
+        asyncio.run(run(Exchange()))
+    assert b"deadline_exceeded" in events_sent[-1]
+    assert b"shutting_down" not in events_sent[-1]
+
+
+class FullEngine(DoubleEngine):
+    def health(self) -> EngineHealth:
+        return replace(super().health(), is_full=True)
+
+
+def test_while_the_engine_is_full_no_body_is_read() -> None:
+    engine, registry = FullEngine(), CollectorRegistry()
+    app = create_app(engine, settings=GatewaySettings(), registry=registry)
+    headers = {"content-type": "application/json"}
+    refused = ask(app, lambda client: client.post(CHAT, content=b"no JSON", headers=headers))
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "engine_busy")
+    assert refused.headers["retry-after"] == "1"
+    assert registry.get_sample_value("slipstream_gateway_refusals_total", {"code": "engine_busy"}) == 1
+    assert ask(app, lambda client: client.get("/v1/models")).status_code == 200
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(("limits", "wanted"), [((1024, 4096), 2300), ((4096, 4096), None), ((-1, -1), None)])
+def test_the_process_may_open_what_the_limits_let_in(
+    limits: tuple[int, int], wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, asked = GatewaySettings(max_in_flight=1000), list[tuple[int, int]]()
+    assert settings.max_connections == 1200
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.setrlimit", lambda _, given: asked.append(given))
+    make_room(settings, each=2)
+    assert asked == ([] if wanted is None else [(wanted, limits[1])])
+
+
+def test_more_requests_than_the_system_has_descriptors_are_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
+    with pytest.raises(ConfigError, match="MAX_IN_FLIGHT=1000 takes 2100 file descriptors"):
+        make_room(GatewaySettings(max_in_flight=1000), each=2)
 
 
 def test_headers_that_do_not_end_are_refused() -> None:

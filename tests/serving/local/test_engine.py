@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
+import types
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from serving.engine import CapturePolicy, Chunk
 from serving.evidence import Verification
-from serving.local.generation import Generation
+from serving.local.generation import Generation, TopK
 from serving.local.packed import pack, pack_linears
 from speculator.codec import decode_trace, encode_trace
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
@@ -24,6 +27,7 @@ from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
 from speculator.planner import FixedPlanner, Plan
 from speculator.sampling import SamplingParams
+from speculator.suffix import SuffixRequest
 from speculator.trace import NO_DRAFT, Trace
 from tests.serving.local.harness import Answer, Harness, toy_engine
 from tests.toy import make_toy_model, random_draft
@@ -399,3 +403,21 @@ def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
         np.testing.assert_array_equal(trace.token_ids, other.token_ids)
         np.testing.assert_array_equal(trace.target_topk_ids, other.target_topk_ids)
         torch.testing.assert_close(trace.aux_hidden, other.aux_hidden)
+
+
+def test_answers_that_have_ended_leave_nothing(harness: Harness) -> None:
+    """Objects are counted, which is exact where memory is not."""
+
+    def census() -> Counter[type]:
+        harness.traces.clear()
+        gc.collect()
+        return Counter(kind for each in gc.get_objects() if (kind := type(each)) in kinds)
+
+    kinds = (Generation, SuffixRequest, TopK, asyncio.Queue, types.CoroutineType)
+    seen = []
+    for _ in range(2):
+        for number in range(8):
+            harness.ask(*(harness.request(f"question {number} {other}", max_tokens=12) for other in range(2)))
+        seen.append(census())
+    assert (seen[1] - seen[0]).total() == 0
+    assert seen[1][Generation] <= 2

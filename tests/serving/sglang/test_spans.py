@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,15 @@ def trace_of(span: Span, tokens: list[int]) -> Trace | None:
     if trace is not None:
         check_trace(trace)
     return trace
+
+
+def test_a_trace_is_as_old_as_its_request() -> None:
+    span = Span(dataclasses.replace(request(), created_ms=1_000))
+    span.add_rows(rows(0, 5, 1))
+    span.add_rows(rows(5, 1, 1))
+    trace = trace_of(span, [11, 12, 13, 14, 15, 21, 31])
+    assert trace is not None
+    assert trace.header.created_ms == 1_000
 
 
 def test_an_answer_of_a_chunked_prompt_and_two_rounds() -> None:
