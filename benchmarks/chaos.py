@@ -14,6 +14,7 @@ Exit code 1 when a promise is broken. --quick leaves out the faults that take lo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.faults import drafts, processes, redis, requests, traces
 from benchmarks.faults.fault import Fault, Observed
-from benchmarks.faults.loop import Loop
+from benchmarks.faults.loop import STREAM_MAX_BYTES, Loop
 from slipstream.models import resolve_model
 from slipstream.report import host
 from speculator.errors import SlipstreamError
@@ -87,7 +88,9 @@ def _run(folder: Path, model: str | None, chosen: list[Fault]) -> Seen:
                 seen[fault.name] = _NO_GOOD_DRAFT
                 continue
             try:
-                seen[fault.name] = fault.inject(loop)
+                lost_before = loop.lag().lost
+                observed = fault.inject(loop)
+                seen[fault.name] = _with_losses(observed, loop.lag().lost - lost_before)
             except TimeoutError as error:
                 seen[fault.name] = str(error)
             except SlipstreamError as error:
@@ -95,6 +98,14 @@ def _run(folder: Path, model: str | None, chosen: list[Fault]) -> Seen:
                 seen[fault.name] = str(error)
                 break
     return seen
+
+
+def _with_losses(observed: Observed, num_lost: int) -> Observed:
+    """Nothing else removes what the trainer has not used: there is no time to live here, and nobody erases."""
+    if not num_lost:
+        return observed
+    told = f"{observed.told}; {num_lost} traces too many for the stream's {STREAM_MAX_BYTES >> 20} MiB, counted as lost"
+    return dataclasses.replace(observed, told=told, figures={**observed.figures, "lost_meanwhile": num_lost})
 
 
 def table(chosen: list[Fault], seen: Seen) -> list[str]:

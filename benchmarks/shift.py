@@ -167,7 +167,8 @@ class Training:
         self.trained_tokens = 0
 
     def take(self, stored: Stored) -> None:
-        provenance, domain = stored.provenance, self._domains.name(stored.provenance.domain)
+        provenance = stored.provenance
+        domain = self._domains.name(provenance.domain, provenance.tenant)
         weight = priority(provenance.acceptance, *self._drift.level(domain), bound=self._config.max_priority)
         if self.replay.add(stored, domain=domain, priority=weight) is not Admission.NEW:
             self.num_refused += 1

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ BASELINE = "depth0_same_batch"
 
 _NUM_BLOCKS = 20
 _FEWEST_GROUPS = 5
-_MAX_GROUPS = 32
+_MAX_GROUPS = 64
 _REST = ("other", "other")
 _ENOUGH_TOKENS = 500
 """Tokens of drafting rounds in the window from which on a group's speedup is worth showing."""
@@ -107,6 +107,7 @@ class SpeedupMeter:
         self._window_s = window_s
         self._blocks: deque[_Block] = deque()
         self._known: set[Group] = set()
+        self._num_of: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add(
@@ -159,11 +160,14 @@ class SpeedupMeter:
         return self._blocks[-1]
 
     def _group(self, group: Group) -> Group:
-        """Labels are bounded: whoever comes late is among the rest."""
+        """Labels are bounded: who comes late is among the rest. Clients make up domains: a tenant takes no more
+        places than it leaves free.
+        """
         if group not in self._known:
-            if len(self._known) >= _MAX_GROUPS:
+            if self._num_of[group[0]] >= _MAX_GROUPS - len(self._known):
                 return _REST
             self._known.add(group)
+            self._num_of[group[0]] += 1
         return group
 
 

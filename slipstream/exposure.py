@@ -32,14 +32,15 @@ def check_exposure(host: str, redis_url: str, settings: GatewaySettings) -> None
     """Raise ConfigError for a file of keys that is not usable, and for an unsafe start on an address that others reach.
 
     Unsafe: no API keys, no admin key, a key or a password of Redis that can be guessed, another machine's Redis without
-    a password. An operator who has something in front that authenticates says so (AUTH_ELSEWHERE).
+    a password. An operator who has something in front that authenticates says so (AUTH_ELSEWHERE), and then needs no
+    API keys, but all the rest.
     """
     if settings.keys_file is not None:
         read_keys(settings.keys_file)
-    if is_loopback(host) or settings.auth_elsewhere:
+    if is_loopback(host):
         return
     where = f"others can reach --host {host}"
-    if settings.keys_file is None:
+    if settings.keys_file is None and not settings.auth_elsewhere:
         raise ConfigError(
             f"{where} and there are no API keys: make one with `slipstream keys add` and set {ENV_PREFIX}KEYS_FILE, or "
             f"set {ENV_PREFIX}AUTH_ELSEWHERE=1 where something in front of the gateway lets in the right clients alone"

@@ -89,8 +89,8 @@ LABELS = {
     "batch": "1 to the number of slots (`--slots`); with SGLang `all`",
     "source": "`head`, `suffix`",
     "position": "1 to the deepest draft: `--depth`, `--suffix-depth`",
-    "tenant": "the first 32 pairs of tenant and domain, then `other`",
-    "domain": "engine: as `tenant`; trainer: the first SLIPSTREAM_TRAINER_MAX_DOMAINS, then `other`; and `all`",
+    "tenant": "the first 64 pairs of tenant and domain, half of them of one tenant at most, then `other`",
+    "domain": "engine: as `tenant`; trainer: likewise the first SLIPSTREAM_TRAINER_MAX_DOMAINS; and `all`",
     "route": "the gateway's route templates, and `unmatched`",
     "code": "`api_key_missing`, `invalid_api_key`, `api_key_expired`, `key_is_read_only`, `key_is_not_read_only`, "
     "`admin_key_missing`, `admin_key_wrong`, `no_admin_key`, `not_declared`, `gateway_busy`, `engine_busy`, "

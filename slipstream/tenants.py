@@ -29,9 +29,11 @@ from speculator.store import DraftStore
 from speculator.stream import DraftPointer
 from speculator.tenants import counts_of
 from speculator.trace import TraceHeader
-from trainer.shelf import shelf_folder
+from trainer.shelf import TEMPORARY, shelf_folder
 
 _POLL_S = 0.2
+_WRITTEN_S = 5.0
+"""How long a trainer may take to write one trace; what has no name after that was left by a kill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class Eraser:
 
 def remove_files(state: Path, is_theirs: Any, *, dry_run: bool) -> int:
     """Remove traces from a trainer's folder, unreadable ones too; returns how many. Raises ConfigError."""
-    # Also what a trainer was writing when it was killed.
+    # Also what a trainer was writing when it was killed, and not what one is writing now of another tenant.
     files = (path for path in shelf_folder(state).glob("*") if path.is_file())
     paths = list(_their_files(files, is_theirs))
     try:
@@ -159,17 +161,23 @@ def remove_files(state: Path, is_theirs: Any, *, dry_run: bool) -> int:
 
 def _their_files(paths: Iterable[Path], is_theirs: Any) -> Iterable[Path]:
     for path in paths:
-        try:
-            payload = path.read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"cannot read {path} ({error.strerror}): run this as the trainer's user") from error
-        try:
-            if is_theirs(read_header(payload)):
-                yield path
-        except TraceError:
+        deadline = time.monotonic() + (_WRITTEN_S if path.suffix == TEMPORARY else 0)
+        while (theirs := _is_their_file(path, is_theirs)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if theirs is not False:
             yield path
+
+
+def _is_their_file(path: Path, is_theirs: Any) -> bool | None:
+    """None where it cannot be read as a trace; False also where it is gone."""
+    try:
+        return bool(is_theirs(read_header(path.read_bytes())))
+    except FileNotFoundError:
+        return False
+    except TraceError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}): run this as the trainer's user") from error
 
 
 def sentences(document: Mapping[str, Any]) -> str:

@@ -33,7 +33,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     used_trace_ids: list[str]
     replay: dict[str, float] | None = None
     """Traces in the replay's memory with their priorities; None: whatever the stream still holds."""
-    domains: list[str] = []
+    domains: dict[str, str] | list[str] = {}
+    """Of `DomainNames`; a list, without the tenants, in older checkpoints."""
     drift: dict[str, SeriesState] = {}
     curve: list[tuple[float, ...]] = []
     """Of `LearningCurve`."""
@@ -52,6 +53,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Of `Patience`."""
     target_version: int = 0
     """The newest of which a trace has come."""
+
+    @property
+    def domain_tenants(self) -> dict[str, str]:
+        """By label; nobody's in checkpoints that do not say."""
+        return self.domains if isinstance(self.domains, dict) else dict.fromkeys(self.domains, "")
 
     @property
     def trace_ids(self) -> list[str]:

@@ -52,8 +52,9 @@ class TrainerConfig(BaseSettings):
     """Trace ids that are remembered, some 250 bytes each, to know one that comes again: more than the stream holds."""
     replay_recent_share: float = Field(default=0.5, ge=0, le=1)
     """Of the replay's memory, for the newest traces; the rest holds an even sample of every domain's past."""
-    max_domains: int = Field(default=32, ge=1)
-    """Domain labels that get a reservoir, a drift alarm and metrics of their own; later ones share one."""
+    max_domains: int = Field(default=64, ge=1)
+    """Domain labels that get a reservoir, a drift alarm and metrics of their own, half of them one tenant's at most;
+    later ones share one."""
     max_tenant_share: float = Field(default=0.6, gt=0, le=1)
     """Of memory and of the training mix, for one tenant where there are others; 1 sets no cap."""
     max_priority: float = Field(default=2.0, ge=1)

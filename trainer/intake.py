@@ -66,7 +66,7 @@ class Intake:
         self.target_version = progress.target_version
         """The newest of which a trace has come to any rank."""
         self._follow(self.target_version)
-        self.domains = DomainNames(config.max_domains, progress.domains)
+        self.domains = DomainNames(config.max_domains, progress.domain_tenants)
         self.drift = DriftMonitor(progress.drift)
         self._priorities = progress.replay or {}
         # An operator's recording takes the place of golden traces, which then are learnt from in the end.
@@ -170,7 +170,7 @@ class Intake:
         self.new_tokens += stored.num_bases
         provenance = stored.provenance
         if provenance.acceptance is not None:
-            domain = self.domains.name(provenance.domain)
+            domain = self.domains.name(provenance.domain, provenance.tenant)
             self.watch(domain, provenance.num_accepted, provenance.num_completion_tokens)
         return admission
 
@@ -193,7 +193,8 @@ class Intake:
 
     def _offer(self, stored: Stored) -> Admission:
         """To the replay."""
-        provenance, domain = stored.provenance, self.domains.name(stored.provenance.domain)
+        provenance = stored.provenance
+        domain = self.domains.name(provenance.domain, provenance.tenant)
         weight = priority(provenance.acceptance, *self.drift.level(domain), bound=self._config.max_priority)
         admission = self._replay.add(stored, domain=domain, priority=weight)
         self._metrics.admissions.labels(admission).inc()
@@ -215,5 +216,5 @@ class Intake:
         elif stored.trace_id in self._were_held_out:
             self.held_out.keep(stored)
         else:
-            domain, weight = self.domains.name(stored.provenance.domain), self._priorities.get(stored.trace_id, 1.0)
-            self._replay.restore(stored, domain=domain, priority=weight)
+            domain = self.domains.name(stored.provenance.domain, stored.provenance.tenant)
+            self._replay.restore(stored, domain=domain, priority=self._priorities.get(stored.trace_id, 1.0))

@@ -33,7 +33,7 @@ def joined(parts: Sequence[Progress]) -> Progress:
         held_out=list(dict.fromkeys(trace_id for part in parts for trace_id in part.held_out)),
         golden=list(dict.fromkeys(trace_id for part in parts for trace_id in part.golden)),
         tenants=joined_counts(part.tenants or TenantCounts(complete=False) for part in parts),
-        domains=list(dict.fromkeys(domain for part in parts for domain in part.domains)),
+        domains={label: tenant for part in reversed(parts) for label, tenant in part.domain_tenants.items()},
     )
 
 

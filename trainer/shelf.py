@@ -22,6 +22,8 @@ from speculator.files import sync
 log = structlog.get_logger()
 
 _SUFFIX = ".trace"
+TEMPORARY = ".tmp"
+"""Of a file that is being written."""
 
 
 def shelf_folder(state_dir: Path) -> Path:
@@ -40,7 +42,7 @@ class Shelf:
     def put(self, trace_id: str, payload: bytes) -> None:
         """Keep an encoded trace; a power cut may take it until `sync`."""
         path = self._path(trace_id)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = path.with_suffix(f".{os.getpid()}{TEMPORARY}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(payload)

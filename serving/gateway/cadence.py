@@ -8,11 +8,17 @@ fixed times they show how much text a period brought; no longer which round brou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
 
 from serving.engine import Chunk, Piece
+from serving.gateway.config import GatewaySettings
+from serving.gateway.deadline import deadline
+
+_LAST_ITEMS_S = 5.0
+"""Beyond the time for an answer, for its last items to leave."""
 
 T = TypeVar("T")
 
@@ -26,7 +32,7 @@ class Cadence(Generic[T]):
     def __init__(self, interval_s: float, send: Callable[[Sequence[T]], Awaitable[None]]) -> None:
         self._interval_s, self._send = interval_s, send
         self._items: list[T] = []
-        self._ended = False
+        self._ended = self._has_sent = False
         self._sending: asyncio.Task[None] | None = None
         self._may_put = asyncio.Event()
         """Cleared while items are being sent: what comes meanwhile is kept by whoever makes it."""
@@ -53,8 +59,10 @@ class Cadence(Generic[T]):
         if self._sending is None:
             return
         self._ended = True
-        if kind is not None and not issubclass(kind, Exception):
-            # The client has gone, or the server stops: nobody reads the rest.
+        is_left = kind is not None and not issubclass(kind, Exception)
+        is_refused = kind is not None and not self._items and not self._has_sent
+        if is_left or is_refused:
+            # The client has gone, or the server stops: nobody reads the rest. Or there is none.
             self._sending.cancel()
         else:
             await self._sending
@@ -67,6 +75,7 @@ class Cadence(Generic[T]):
             due_s = max(due_s + self._interval_s, clock())
             items, self._items = self._items, []
             if items:
+                self._has_sent = True
                 await self._send_all(items)
 
     async def _send_all(self, items: Sequence[T]) -> None:
@@ -75,6 +84,17 @@ class Cadence(Generic[T]):
             await self._send(items)
         finally:
             self._may_put.set()
+
+
+@asynccontextmanager
+async def paced(settings: GatewaySettings, send: Callable[[Sequence[T]], Awaitable[None]]) -> AsyncIterator[Cadence[T]]:
+    """What a stream's items go through, for as long as an answer may take and its last items need to leave.
+
+    Raises ApiError (504) where the client does not take them by then.
+    """
+    interval_s = settings.stream_interval_ms / 1000
+    async with deadline(settings.max_request_s + interval_s + _LAST_ITEMS_S), Cadence(interval_s, send) as cadence:
+        yield cadence
 
 
 def merged(items: Iterable[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:

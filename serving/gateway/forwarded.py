@@ -1,8 +1,8 @@
 """The body of a request that goes on to SGLang: checked as far as the gateway must know, everything else untouched.
 
-What the gateway adds travels in fields that SGLang hands through to its scheduler: `rid`, and in
-`custom_params["slipstream"]`, where the plugin reads it, the capture policy and the span that its own spans join. No
-client can write there.
+What the gateway adds travels in fields that SGLang hands through to its scheduler: `rid`; `cache_salt`, which keeps
+the prefix cache of one tenant out of another's reach; and in `custom_params["slipstream"]`, where the plugin reads it,
+the capture policy and the span that its own spans join. No client can write there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from speculator.spans import outgoing_headers
 POLICY_KEY = "slipstream"
 
 _NOT_FOR_CLIENTS = frozenset(
-    ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+    ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
 )
-"""Code to run, a pattern that can keep SGLang's process busy for ever, and a machine to connect to."""
+"""Code to run, a pattern that can keep SGLang's process busy for ever, a machine to connect to, and what SGLang makes
+the names of its adapters' caches of."""
+_MAX_SALT_CHARS = 256
 _NULL = msgspec.Raw(b"null")
 
 _SCALARS = (type(None), bool, int, float, str)
@@ -71,6 +73,8 @@ class ForwardedBody(Strict):
     stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema({})] = None
     stream: bool | None = None
     prompt: Any = None
+    cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
+    """Parts the prefix cache within the tenant."""
     custom_params: Annotated[
         dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": ["object", "null"]})
     ] = Field(default_factory=dict)
@@ -91,10 +95,9 @@ class ForwardedBody(Strict):
 def rewrite(
     raw: bytes, body: ForwardedBody, *, request_id: str, policy: CapturePolicy, max_tokens: int | None
 ) -> bytes:
-    """The body to send on; values that are not the gateway's keep their bytes.
+    """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
 
-    `max_tokens` is put in where the request names no limit. Raises RequestError for invalid JSON and for a field that
-    no client may use.
+    Raises RequestError for invalid JSON and for a field that no client may use.
     """
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -108,7 +111,10 @@ def rewrite(
             )
     fields.pop("slipstream", None)
     ours = {**asdict(policy), **outgoing_headers()}
-    added: dict[str, Any] = {"custom_params": {**body.custom_params, POLICY_KEY: ours}, "rid": request_id}
-    if max_tokens is not None and body.completion_tokens is None:
+    # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
+    salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
+    params = {**body.custom_params, POLICY_KEY: ours}
+    added: dict[str, Any] = {"custom_params": params, "rid": request_id, "cache_salt": salt}
+    if max_tokens is not None:
         added["max_tokens"] = max_tokens
     return msgspec.json.encode({**fields, **added})

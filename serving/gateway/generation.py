@@ -115,9 +115,8 @@ class Generation:
             self._gateway.metrics.first_token_s.labels(self._route).observe(waited_s)
 
     @property
-    def stream_interval_s(self) -> float:
-        """Between the events of a stream; 0: as the text comes."""
-        return self._gateway.settings.stream_interval_ms / 1000
+    def settings(self) -> GatewaySettings:
+        return self._gateway.settings
 
     def usage(self) -> dict[str, object]:
         num_completion_tokens = sum(sample.num_tokens for sample in self.samples)

@@ -21,6 +21,7 @@ class Keyring:
         self._file = file
         self._seen = self._identity()
         self._keys = read_keys(file)
+        self._failure: tuple[tuple[int, ...], str] | None = None
 
     def find(self, secret: bytes) -> ApiKey | None:
         """The key with that secret, expired or not."""
@@ -37,12 +38,18 @@ class Keyring:
         identity = self._identity()
         if identity == self._seen:
             return
-        self._seen = identity  # first: what changes while we read is read again next time
         try:
             self._keys = read_keys(self._file)
         except ConfigError as error:
-            log.error("keys_not_read", reason=str(error), kept=len(self._keys))
+            # Tried again at the next request, or a key that was revoked while there was no descriptor to read with
+            # would open for ever; said once.
+            failure = identity, str(error)
+            if failure != self._failure:
+                log.error("keys_not_read", reason=str(error), kept=len(self._keys))
+            self._failure = failure
         else:
+            # As it was before we read: what changed meanwhile is read again next time.
+            self._seen, self._failure = identity, None
             log.info("keys_read", num_keys=len(self._keys))
 
     def _identity(self) -> tuple[int, ...]:

@@ -7,20 +7,22 @@ begin becomes an error response, and one that breaks off gets the last event tha
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 from fastapi import APIRouter, Request, Response
 
-from serving.engine import DraftHost
+from serving.engine import DraftHost, EngineInfo
 from serving.gateway import chat, completions
 from serving.gateway.body import parse, read_json
-from serving.gateway.cadence import Cadence
+from serving.gateway.cadence import paced
 from serving.gateway.config import GatewaySettings
 from serving.gateway.deadline import deadline
 from serving.gateway.disconnect import until_disconnect
+from serving.gateway.errors import ApiError
 from serving.gateway.forwarded import ForwardedBody, rewrite
 from serving.gateway.limits import check_completion_tokens, check_limits
 from serving.gateway.metrics import GatewayMetrics
@@ -28,8 +30,11 @@ from serving.gateway.schema import request_body
 from serving.gateway.sse import DONE, Emit, EventStream
 from serving.gateway.telemetry import Exchange, exchange_of
 from serving.gateway.upstream import Upstream
-from serving.gateway.upstream_errors import ERROR_EVENT, refusal_in
+from serving.gateway.upstream_errors import ERROR_EVENT, refusal_in, room_in
 from speculator.errors import EngineError
+
+_DEFAULT_OF_COMPLETIONS = 16
+"""Tokens that SGLang makes of a text, as OpenAI did; a chat goes on until its context is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +58,10 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
         check_completion_tokens(settings, body.completion_tokens or 0)
         policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
-        max_tokens = settings.max_completion_tokens
-        content = rewrite(raw, body, request_id=exchange.request_id, policy=policy, max_tokens=max_tokens)
-        asked = _Asked(passage, exchange, route, content)
+        rewritten = partial(rewrite, raw, body, request_id=exchange.request_id, policy=policy)
+        limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
+        shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
+        asked = _Asked(passage, exchange, route, rewritten(max_tokens=limit), shorter)
         if body.stream:
             return EventStream(exchange, asked.stream)
         return await until_disconnect(request.receive, asked.whole())
@@ -79,6 +85,8 @@ class _Asked:
     exchange: Exchange
     route: str
     body: bytes
+    shorter: Callable[[int], bytes] | None
+    """The body that asks for so many tokens; None where the client has said how many it wants."""
 
     async def whole(self) -> Response:
         with self.passage.metrics.in_flight.track_inprogress():
@@ -89,11 +97,14 @@ class _Asked:
     async def stream(self, emit: Emit) -> bytes:
         """Emit the answer's events as they come; raises ApiError or EngineError where it cannot begin or breaks off."""
         is_done = has_begun = False
-        interval_s = self.passage.settings.stream_interval_ms / 1000
+
+        async def send(blocks: Sequence[bytes]) -> None:
+            await emit(b"".join(blocks))
+
         with self.passage.metrics.in_flight.track_inprogress():
             async with (
                 # Outermost: what came before the deadline is sent before the error.
-                Cadence[bytes](interval_s, lambda parts: emit(b"".join(parts))) as paced,
+                paced(self.passage.settings, send) as cadence,
                 self._answer() as response,
             ):
                 async for block in whole_events(response):
@@ -104,16 +115,26 @@ class _Asked:
                         has_begun = True
                     self._note_failure(block)
                     is_done = block.endswith(DONE)
-                    await paced.put(block)
+                    await cadence.put(block)
         if not is_done:
             raise EngineError("the stream ended before it was done")
         return b""
 
     @asynccontextmanager
     async def _answer(self) -> AsyncIterator[httpx.Response]:
-        limit_s, upstream = self.passage.settings.max_request_s, self.passage.upstream
-        async with deadline(limit_s), upstream.answer(self.route, self.body) as response:
-            yield response
+        async with deadline(self.passage.settings.max_request_s), AsyncExitStack() as opened:
+            yield await self._open(opened)
+
+    async def _open(self, opened: AsyncExitStack) -> httpx.Response:
+        """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
+        answer = self.passage.upstream.answer
+        try:
+            return await opened.enter_async_context(answer(self.route, self.body))
+        except ApiError as refused:
+            room = room_in(refused)
+            if self.shorter is None or room is None:
+                raise
+        return await opened.enter_async_context(answer(self.route, self.shorter(room)))
 
     def _note_first_event(self) -> None:
         waited_s = time.perf_counter() - self.exchange.started_s
@@ -124,6 +145,16 @@ class _Asked:
         at = block.find(ERROR_EVENT)
         if at >= 0 and (failure := refusal_in(block[at:])):
             self.exchange.fail(failure)
+
+
+def limit_to_add(body: ForwardedBody, limit: int | None, route: str, info: EngineInfo) -> int | None:
+    """The operator's limit on completion tokens, where the request names none and SGLang's own may be above it."""
+    if route == chat.ROUTE:
+        is_named, default = body.completion_tokens is not None, info.context_length
+    else:
+        # SGLang knows no other name for it there.
+        is_named, default = body.max_tokens is not None, _DEFAULT_OF_COMPLETIONS
+    return limit if limit is not None and limit < default and not is_named else None
 
 
 async def whole_events(response: httpx.Response) -> AsyncIterator[bytes]:

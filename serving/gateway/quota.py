@@ -28,7 +28,7 @@ class Quota:
         self._num_in_flight = 0
         # By digest: a key that is revoked and made anew under the same name begins anew.
         self._num_of: defaultdict[str, int] = defaultdict(int)
-        self._begun_s: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._begun_s: dict[str, deque[float]] = {}
 
     def take(self, key: ApiKey | None) -> Callable[[], None]:
         """Count a request in, and return what counts it out; raises ApiError (429) where there is no room for it."""
@@ -61,7 +61,10 @@ class Quota:
         limit = key.requests_per_minute
         if limit is None:
             return
-        begun_s, now_s = self._begun_s[key.sha256], self._clock()
+        now_s = self._clock()
+        if key.sha256 not in self._begun_s:
+            self._forget(now_s)
+        begun_s = self._begun_s.setdefault(key.sha256, deque())
         while begun_s and begun_s[0] <= now_s - _WINDOW_S:
             begun_s.popleft()
         if len(begun_s) >= limit:
@@ -70,3 +73,9 @@ class Quota:
             message = f"This key may begin {limit} requests a minute: retry in {wait_s} s."
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
         begun_s.append(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Drop the keys that have begun nothing in the last minute: those that are revoked never come again."""
+        idle = [sha256 for sha256, begun_s in self._begun_s.items() if begun_s[-1] <= now_s - _WINDOW_S]
+        for sha256 in idle:
+            del self._begun_s[sha256]

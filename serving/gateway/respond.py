@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from serving.engine import Chunk
 from serving.gateway.answer import Answer, Dialect
-from serving.gateway.cadence import Cadence, merged
+from serving.gateway.cadence import merged, paced
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.generation import Generation
 from serving.gateway.schema import GenerationBody
@@ -41,7 +41,7 @@ def _streamed(answer: Answer) -> EventStream:
         async def send(chunks: Sequence[tuple[int, Chunk]]) -> None:
             await emit(_block(data for index, chunk in merged(chunks) for data in answer.events(index, chunk)))
 
-        async with Cadence(answer.generation.stream_interval_s, send) as cadence:
+        async with paced(answer.generation.settings, send) as cadence:
             await answer.generation.run(lambda index, chunk: cadence.put((index, chunk)))
         return _block(answer.closing_events()) + DONE
 

@@ -20,6 +20,7 @@ _MAX_MESSAGE_CHARS = 1000
 _NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
+_TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
 _NOT_THE_CLIENTS = {401, 403, 405}
 """Said to whoever runs the gateway, since it is the gateway that asked."""
 
@@ -53,6 +54,14 @@ def refusal_in(block: bytes) -> ApiError | None:
     except _NOT_JSON:
         said = _Said()
     return _translate(said.code if isinstance(said.code, int) else 500, said, None)
+
+
+def room_in(refused: ApiError) -> int | None:
+    """How many completion tokens would have fitted, where SGLang refuses a request for asking for more; else None."""
+    if not (found := _TOO_MANY.search(refused.message)):
+        return None
+    context_length, num_prompt_tokens = map(int, found.groups())
+    return max(context_length - num_prompt_tokens, 0) or None
 
 
 def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:

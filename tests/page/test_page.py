@@ -242,6 +242,22 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
         assert watched.expected()
 
 
+def test_a_refusal_is_told_as_one(watched: Watched, gateway: Gateway) -> None:
+    page, message = watched.page, "This gateway answers to addresses, not to names."
+    error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "host_not_allowed"}}
+    page.route("**/slipstream/*", lambda route: route.fulfill(status=403, json=error))
+    page.goto(gateway.url)
+    expect(page.locator("#status")).to_have_text(message)
+    expect(page.locator("#versions-note")).to_have_text(
+        "This gateway answers to addresses, not to names; trying again."
+    )
+    page.route("**/slipstream/*", lambda route: route.fulfill(status=502, body="<html>Bad Gateway"))
+    expect(page.locator("#status")).to_have_text("refused with status 502")
+    page.unroute_all()
+    expect(page.locator("#status")).to_have_text("live")
+    assert watched.expected()
+
+
 def test_in_front_of_sglang_what_is_missing_is_not_zero(watched: Watched) -> None:
     @asynccontextmanager
     async def passed(port: int) -> AsyncIterator[GatewayServer]:

@@ -102,8 +102,13 @@ def test_the_number_of_groups_is_bounded() -> None:
         meter.add(batch=1, drafted=False, seconds=0.01, committed=1)
         meter.add(batch=1, drafted=True, seconds=0.01, committed=600, earned=[(("t", f"domain {index}"), 600)])
     groups = meter.measure_groups()
-    assert len(groups) == 33
+    assert len(groups) == 33, "half of 64, and the rest"
     assert groups["other", "other"].speculative_rounds == 68
+    for tenant in range(100):
+        meter.add(batch=1, drafted=True, seconds=0.01, committed=600, earned=[((f"t{tenant}", "mine"), 600)])
+    groups = meter.measure_groups()
+    assert len(groups) == 65
+    assert ("t31", "mine") in groups, "others find room"
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (0.02, 190, 210), (1.0, 10_000, 10_000)])

@@ -60,7 +60,9 @@ def serving(folder: Path, model_dir: Path, redis_url: str) -> Iterator[Served]:
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
             "OTEL_BSP_SCHEDULE_DELAY": "200",
         }
-        environment = {**os.environ, **cpu_environment(), **spans}
+        # Nearly the whole context, so that it changes nothing but where a long prompt leaves less.
+        limit = {"SLIPSTREAM_GATEWAY_MAX_COMPLETION_TOKENS": "8000"}
+        environment = {**os.environ, **cpu_environment(), **spans, **limit}
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         served = Served(url=f"http://127.0.0.1:{port}", process=process, log=log, store=store, exported=exported)
         try:

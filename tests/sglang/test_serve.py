@@ -81,6 +81,33 @@ def test_errors_have_one_shape(client: openai.OpenAI) -> None:
         client.chat.completions.create(model=NAME, messages=_messages("word " * 20_000), max_tokens=10)
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_the_prefix_cache_is_parted_by_salt(served: Served, path: str) -> None:
+    """And so by tenant, whose name is the salt or its beginning."""
+    beginning = f"A beginning that many requests to {path} have. " * 8
+    asked = {"prompt": beginning} if path == "completions" else {"messages": _messages(beginning)}
+
+    def num_cached(salt: str | None) -> int:
+        body = {**asked, "model": NAME, "max_tokens": 1, "cache_salt": salt, "return_cached_tokens_details": True}
+        answer = httpx.post(f"{served.url}/v1/{path}", json=body, timeout=60, trust_env=False).raise_for_status().json()
+        found = answer.get("sglext")
+        return int(found["cached_tokens_details"]["device"]) if found else 0
+
+    for salt in ("mine", "yours"):
+        assert num_cached(salt) == 0
+        assert num_cached(salt) > 60
+    # Others have brought no more than what the template puts before each question.
+    assert num_cached(None) < 60
+    assert num_cached(None) > 60
+
+
+def test_a_prompt_that_leaves_less_room_than_the_limit_is_answered(served: Served) -> None:
+    body = {"model": NAME, "messages": _messages("word " * 400), "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False) as answer:
+        assert answer.status_code == 200
+        assert next(answer.iter_lines()).startswith('data: {"id"')
+
+
 def test_policy_reaches_the_trace(client: openai.OpenAI, model_dir: Path, redis_url: str) -> None:
     stream = TraceStream(connect(redis_url), model_key(model_dir, target_fingerprint(model_dir)), max_bytes=1 << 30)
     for body in ({"capture": False}, {"domain": "geography", "group_id": "g7"}):

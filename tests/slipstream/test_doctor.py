@@ -316,7 +316,13 @@ def test_a_hook_point_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert levels(found(check_keys)) == [Level.OK]
+    [alone] = found(check_keys)
+    assert "starts on loopback alone" in alone.detail
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "1")
+    elsewhere, admin = found(check_keys)
+    assert "loopback" not in elsewhere.detail
+    assert "no admin key" in admin.detail
+    monkeypatch.delenv("SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE")
     keys = KeyFile(tmp_path / "keys.json")
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_KEYS_FILE", str(keys.path))
     assert "cannot be read" in the_fault(found(check_keys))

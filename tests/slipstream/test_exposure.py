@@ -53,7 +53,10 @@ def test_elsewhere_keys_and_an_admin_key_are(host: str, keys: Path) -> None:
     assert "SLIPSTREAM_GATEWAY_KEYS_FILE" in reason(host, GatewaySettings(admin_key=SecretStr(STRONG)))
     assert "SLIPSTREAM_GATEWAY_ADMIN_KEY" in reason(host, GatewaySettings(keys_file=keys))
     assert reason(host, safe(keys)) == ""
-    assert reason(host, GatewaySettings(auth_elsewhere=True)) == ""
+    trusting = GatewaySettings(auth_elsewhere=True, admin_key=SecretStr(STRONG))
+    assert reason(host, trusting) == ""
+    assert "SLIPSTREAM_GATEWAY_ADMIN_KEY" in reason(host, GatewaySettings(auth_elsewhere=True))
+    assert "no password" in reason(host, trusting, "redis://far:6379/0")
 
 
 @pytest.mark.parametrize(

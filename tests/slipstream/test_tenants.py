@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from serving.forgetting import ErasureWatch
 from serving.recorder import TraceRecorder
+from slipstream import tenants
 from slipstream.cli import app
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
@@ -279,6 +280,26 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
     assert kept == {*(trace.header.trace_id for trace in of(traces[:8], BO)), "after the order"}
     assert len(list(shelf.glob("*.trace"))) == 5
     trainer.close()
+
+
+def test_what_a_trainer_is_writing_is_not_taken_from_it(
+    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenants, "_WRITTEN_S", 2.0)
+    folder = shelf_folder(tmp_path)
+    folder.mkdir()
+    being_written, left_by_a_kill = folder / "1.7.tmp", folder / "2.6.tmp"
+    for path in (being_written, left_by_a_kill):
+        path.write_bytes(b"")
+
+    def write_on() -> None:
+        being_written.write_bytes(encode_trace(of(traces, BO)[0]))
+
+    writer = threading.Timer(0.5, write_on)
+    writer.start()
+    assert tenants.remove_files(tmp_path, lambda header: header.tenant == ANNA, dry_run=False) == 1
+    writer.join()
+    assert list(folder.iterdir()) == [being_written]
 
 
 def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() ->
         Progress(
             target_fingerprint="f", learnt_tokens=90, new_tokens=10 + rank, num_traces=2, num_repeated=rank,
             used_trace_ids=["before", *(f"{rank}-{n}" for n in range(2 + rank))],
-            replay={f"{rank}-0": 1.5}, held_out=[f"{rank}-h"], golden=[f"{rank}-g"], domains=["a", f"only-{rank}"],
+            replay={f"{rank}-0": 1.5}, held_out=[f"{rank}-h"], golden=[f"{rank}-g"],
+            domains={"a": f"t{rank}", f"only-{rank}": "t"},
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -186,7 +187,7 @@ def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() ->
     assert set(whole.used_trace_ids[-2:]) == {"0-1", "1-2"}
     assert whole.replay == {"0-0": 1.5, "1-0": 1.5}
     assert (whole.held_out, whole.golden) == (["0-h", "1-h"], ["0-g", "1-g"])
-    assert whole.domains == ["a", "only-0", "only-1"]
+    assert whole.domains == {"a": "t0", "only-0": "t", "only-1": "t"}
     shares = [share_of(whole, rank) for rank in range(3)]
     assert joined(shares) == whole
     for size in (1, 2, 3):

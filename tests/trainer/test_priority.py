@@ -109,14 +109,23 @@ def test_stale_verdicts_are_left_out_in_proportion() -> None:
 
 
 def test_domain_names_are_bounded_and_survive() -> None:
-    names = DomainNames(2)
-    assert [names.name(label) for label in ("", "math", "code", "math", "rag", "all", "other")] == [
+    names = DomainNames(4)
+    assert [names.name(label, "me") for label in ("", "math", "code", "math", "rag", "all", "other")] == [
         DEFAULT, "math", "code", "math", OTHER, OTHER, OTHER,
     ]  # fmt: skip
-    assert names.name("math" + 100 * "x") == OTHER
-    again = DomainNames(2, names.known)
-    assert again.name("code") == "code"
-    assert again.name("rag") == OTHER
+    assert names.name("math" + 100 * "x", "me") == OTHER
+    again = DomainNames(4, names.known)
+    assert again.name("code", "you") == "code"
+    assert again.name("rag", "me") == OTHER, "half of them, after a restart as well"
+
+
+def test_no_tenant_has_all_domain_names() -> None:
+    names = DomainNames(8)
+    for tenant, num_own in (("a", 4), ("b", 2), ("c", 1), ("d", 1)):
+        own = {names.name(f"{tenant} {number}", tenant) for number in range(100)} - {OTHER}
+        assert len(own) == num_own
+    assert len(names.known) == 8
+    assert names.name("new", "e") == OTHER
 
 
 def test_provenance_counts_what_was_proposed_and_hashes_what_was_said() -> None:

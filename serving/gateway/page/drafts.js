@@ -1,7 +1,7 @@
 // Draft versions and events, which every API key may see, and the actions on them, which need the admin key.
 
 import { byId, element, fixed, moment, NONE, say, signedPercent } from "./dom.js";
-import { withBearer, withKey } from "./key.js";
+import { refusal, withBearer, withKey } from "./key.js";
 
 const POLL_MS = 2000;
 const TIMEOUT_MS = 10_000;
@@ -37,16 +37,17 @@ async function poll() {
 }
 
 async function refresh() {
-  let text = null;
+  let text = null, why = "The draft store cannot be read now";
   try {
     const response = await fetch("/slipstream/drafts", { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (response.status === 401) return; // the head of the page asks for a key
-    text = response.ok ? await response.text() : null;
+    if (response.ok) text = await response.text();
+    else why = await refusal(response);
   } catch (failure) {
     if (failure.name !== "TimeoutError") return; // the head of the page says that the gateway is gone
   }
   if (text === null) {
-    say("versions-note", "The draft store cannot be read now; trying again.");
+    say("versions-note", `${why.replace(/\.$/, "")}; trying again.`);
     shown = "";
   } else if (text !== shown) {
     shown = text;
@@ -128,8 +129,7 @@ async function act(action) {
   for (const button of actions()) button.disabled = true;
   try {
     const response = await fetch(`/admin/drafts/${path}`, { method: "POST", headers: headers(), body });
-    const found = await response.json();
-    say("admin-status", response.ok ? outcome(action, found) : found.error.message);
+    say("admin-status", response.ok ? outcome(action, await response.json()) : await refusal(response));
   } catch {
     say("admin-status", "The gateway does not answer.");
   } finally {

@@ -27,6 +27,15 @@ export async function isLocked(response) {
   byId("entry").hidden = !locked;
   // A link is followed without the key.
   if (locked) byId("links").hidden = true;
-  if (locked) say("key-status", key ? (await response.json()).error.message : "");
+  if (locked) say("key-status", key ? await refusal(response) : "");
   return locked;
+}
+
+/** Why the gateway, or what stands before it, refuses. */
+export async function refusal(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `refused with status ${response.status}`;
+  }
 }

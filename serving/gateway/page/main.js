@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { byId, count, element, fixed, NONE, say } from "./dom.js";
 import { watchDrafts } from "./drafts.js";
-import { isLocked, setUpKey, withKey } from "./key.js";
+import { isLocked, refusal, setUpKey, withKey } from "./key.js";
 import { setUpTheme } from "./theme.js";
 import { setUpTry } from "./try.js";
 
@@ -119,7 +119,7 @@ function setStatus(kind, text) {
   say("status", text);
 }
 
-/** What the gateway says now; null where it does not answer, undefined where it asks for a key. */
+/** What the gateway says now; null where it does not answer, undefined where it refuses: the status says why. */
 async function ask() {
   const since = history.length ? history.at(-1)[AT] : 0;
   try {
@@ -128,7 +128,11 @@ async function ask() {
       setStatus("trouble", "needs a key");
       return undefined;
     }
-    return response.ok ? await response.json() : null;
+    if (!response.ok) {
+      setStatus("trouble", await refusal(response));
+      return undefined;
+    }
+    return await response.json();
   } catch {
     return null;
   }

@@ -1,7 +1,7 @@
 // The form that asks the model, and its streamed answer, coloured by where each token comes from.
 
 import { byId, element, fixed, say } from "./dom.js";
-import { withKey } from "./key.js";
+import { refusal, withKey } from "./key.js";
 
 const SOURCES = ["head", "suffix", "target"];
 const WORDS = { head: "from the head", suffix: "from earlier text", target: "the target's own" };
@@ -43,7 +43,7 @@ async function answer(served, signal) {
       body: JSON.stringify(question(served)),
       signal,
     });
-    if (!response.ok) throw new Error((await response.json()).error.message);
+    if (!response.ok) throw new Error(await refusal(response));
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       shown.take(event);

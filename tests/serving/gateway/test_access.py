@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,7 @@ def test_sglang_gets_the_tenant_of_the_key(keys: KeyFile) -> None:
 
     bodies = asyncio.run(run())
     assert [body["custom_params"]["slipstream"]["tenant"] for body in bodies] == ["tenant-of-user"] * 2
+    assert [body["cache_salt"] for body in bodies] == ["tenant-of-user"] * 2
 
 
 # -- a file that changes --------------------------------------------------------------------------------------------
@@ -300,6 +302,23 @@ def test_a_running_gateway_sees_new_and_revoked_keys_and_survives_a_broken_file(
     assert len(said) == 5
     assert all(str(keys.path) in reason for reason in said)
     assert [each["num_keys"] for each in logs if each["event"] == "keys_read"] == [0, 3]
+
+
+def test_a_read_that_failed_is_repeated(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = local_app(keys)
+
+    def status() -> int:
+        return answer(app, "GET", "/v1/models", bearer("secret-of-user")).status_code
+
+    def no_descriptor(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    keys.revoke("user")
+    with capture_logs() as logs, monkeypatch.context() as full:
+        full.setattr(Path, "open", no_descriptor)
+        assert [status(), status()] == [200, 200]
+    assert status() == 401
+    assert [each["event"] for each in logs if each["event"].startswith("keys_")] == ["keys_not_read"]
 
 
 def test_a_file_that_is_not_usable_ends_the_start(tmp_path: Path) -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Message, Receive, Scope, Send
 
 from serving.engine import Chunk, Piece
-from serving.gateway.cadence import Cadence, merged
+from serving.gateway import cadence
+from serving.gateway.app import create_passthrough_app
+from serving.gateway.cadence import Cadence, merged, paced
+from serving.gateway.config import GatewaySettings
+from serving.gateway.errors import ApiError
+from serving.gateway.server import serve
+from serving.gateway.upstream import Upstream
 from speculator.errors import EngineError
 from tests.doubles import DoubleEngine, says
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, chat, complete, events, post
-from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
+from tests.serving.sglang_client.fake_sglang import EVENTS, MODEL, FakeSglang, flat_error
 
 TEXT = "one two three four five six seven"
 
@@ -63,12 +71,54 @@ def test_a_failure_comes_after_the_text_before_it() -> None:
 
 
 def test_in_front_of_sglang_its_events_come_together() -> None:
+    blocks = asyncio.run(_sent_in_front_of_sglang(stream_interval_ms=100))
+    assert b"".join(block for _, block in blocks) == b"".join(EVENTS)
+    times_s = [time_s for time_s, _ in blocks]
+    assert times_s[0] >= 0.099, "nothing leaves before one interval"
+    assert all(late - early >= 0.09 for early, late in itertools.pairwise(times_s))
+    assert len(blocks) < len(EVENTS) / 2
+
+
+async def _sent_in_front_of_sglang(**settings: Any) -> list[tuple[float, bytes]]:
+    """What the gateway sends of a stream whose events are a millisecond apart: seconds after the request, and bytes."""
+    sent: list[tuple[float, bytes]] = []
+    clock = asyncio.get_running_loop().time
+    async with serve(FakeSglang().app(), port=0, grace_s=0) as behind:
+        upstream = Upstream(behind.url)
+        registry = CollectorRegistry()
+        app = create_passthrough_app(passage.host(), upstream, settings=GatewaySettings(**settings), registry=registry)
+
+        async def noting(scope: Scope, receive: Receive, send: Send) -> None:
+            started_s = clock()
+
+            async def note(message: Message) -> None:
+                if message.get("body"):
+                    sent.append((clock() - started_s, message["body"]))
+                await send(message)
+
+            await app(scope, receive, note)
+
+        transport = httpx.ASGITransport(noting)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            body = {"model": MODEL, "messages": passage.HELLO, "stream": True}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+        await upstream.close()
+    return sent
+
+
+def test_a_refusal_does_not_wait_for_the_time_of_events() -> None:
     body = {"model": MODEL, "messages": passage.HELLO, "stream": True}
-    as_it_comes, paced = (
-        passage.post(FakeSglang(), CHAT, body, stream_interval_ms=interval).text for interval in (0, 20)
-    )
-    assert "[DONE]" in paced
-    assert text_of(_parsed(paced)) == text_of(_parsed(as_it_comes)) != ""
+    refusing = FakeSglang(refusal=flat_error(400, "temperature must be finite"))
+
+    async def run() -> int:
+        async with (
+            asyncio.timeout(8),
+            passage.passing(refusing, stream_interval_ms=10_000) as server,
+            httpx.AsyncClient(base_url=server.url) as client,
+        ):
+            return (await client.post(CHAT, json=body)).status_code
+
+    assert asyncio.run(run()) == 400
 
 
 def test_in_front_of_sglang_the_text_before_the_deadline_is_sent() -> None:
@@ -77,10 +127,6 @@ def test_in_front_of_sglang_the_text_before_the_deadline_is_sent() -> None:
     late = events(passage.post(fake, CHAT, body, max_request_s=1.0, stream_interval_ms=1500))
     assert late[-1]["error"]["code"] == "deadline_exceeded"
     assert late[:-1] == events(passage.post(plain, CHAT, body))[: len(late) - 1] != []
-
-
-def _parsed(stream: str) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
 
 
 def test_merged_chunks_have_everything() -> None:
@@ -115,9 +161,9 @@ async def bursts() -> AsyncIterator[int]:
 def test_times_follow_the_interval_and_not_what_comes() -> None:
     async def run() -> Clock:
         clock = Clock(0.03)
-        async with Cadence[int](0.03, clock.send) as cadence:
+        async with Cadence[int](0.03, clock.send) as pacing:
             async for number in bursts():
-                await cadence.put(number)
+                await pacing.put(number)
         return clock
 
     clock = asyncio.run(run())
@@ -133,12 +179,28 @@ def test_without_an_interval_each_item_goes_at_once() -> None:
         async def send(items: Sequence[int]) -> None:
             sent.append(list(items))
 
-        async with Cadence[int](0, send) as cadence:
-            await cadence.put(1)
-            await cadence.put(2)
+        async with Cadence[int](0, send) as pacing:
+            await pacing.put(1)
+            await pacing.put(2)
         return sent
 
     assert asyncio.run(run()) == [[1], [2]]
+
+
+def test_a_client_that_takes_nothing_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cadence, "_LAST_ITEMS_S", 0.05)
+    settings = GatewaySettings(max_request_s=0.05, stream_interval_ms=10)
+
+    async def run() -> None:
+        async def send(items: Sequence[int]) -> None:
+            await asyncio.Event().wait()
+
+        async with asyncio.timeout(5), paced(settings, send) as items:
+            await items.put(1)
+
+    with pytest.raises(ApiError) as late:
+        asyncio.run(run())
+    assert (late.value.status, late.value.code) == (504, "deadline_exceeded")
 
 
 def test_what_sending_raises_ends_the_stream() -> None:
@@ -146,9 +208,9 @@ def test_what_sending_raises_ends_the_stream() -> None:
         async def send(items: Sequence[int]) -> None:
             raise OSError("gone")
 
-        async with Cadence[int](0.001, send) as cadence:
+        async with Cadence[int](0.001, send) as pacing:
             for number in range(10_000):
-                await cadence.put(number)
+                await pacing.put(number)
                 await asyncio.sleep(0.001)
 
     with pytest.raises(OSError, match="gone"):

@@ -33,7 +33,7 @@ from tests.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, events, gateway, openai_client, post, running
 from tests.serving.gateway.keyfile import KeyFile
-from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
+from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
 
 BODY: dict[str, Any] = {"model": "double", "messages": HELLO, "max_tokens": 40}
 
@@ -71,6 +71,16 @@ def test_a_minute_holds_so_many_requests_wherever_it_begins() -> None:
     assert wait_of(quota, limited) == 1
     clock.now_s += 0.5
     assert [wait_of(quota, limited) for _ in range(4)] == [0, 0, 0, 60]
+
+
+def test_a_key_that_is_no_longer_used_is_forgotten() -> None:
+    clock = Clock()
+    quota = Quota(10, clock)
+    for number in range(100):
+        wait_of(quota, ApiKey(name="a", sha256=f"{number:064x}", requests_per_minute=1))
+        clock.now_s += 6
+    assert len(quota._begun_s) <= 10
+    assert wait_of(quota, ApiKey(name="a", sha256=f"{99:064x}", requests_per_minute=1)) == 54
 
 
 def test_a_limit_that_was_lowered_holds_at_once() -> None:
@@ -220,11 +230,53 @@ def test_tokens_of_an_answer_are_bounded_in_front_of_sglang() -> None:
     assert asked == [(10, None), (7, None), (None, 8)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_limit_on_a_chat_in_front_of_sglang_refuses_no_prompt_that_fits(stream: bool) -> None:
+    fake = FakeSglang(num_prompt_tokens=CONTEXT_LENGTH - 300)
+
+    def chat(limit: int, **fields: Any) -> httpx.Response:
+        return passage.post(fake, CHAT, {"messages": HELLO, "stream": stream, **fields}, max_completion_tokens=limit)
+
+    assert chat(1000).status_code == 200
+    assert [body.pop("max_tokens") for body in fake.bodies] == [1000, 300]
+    first, second = fake.bodies
+    assert {**first, "max_tokens": 300} == second, "nothing else has changed"
+    fake.raw.clear()
+    assert chat(200).status_code == 200
+    assert chat(CONTEXT_LENGTH).status_code == 200, "SGLang's own limit is the same"
+    assert [body.get("max_tokens") for body in fake.bodies] == [200, None]
+    fake.raw.clear()
+    refused = chat(1000, max_tokens=900)
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "context_length_exceeded")
+    assert len(fake.bodies) == 1, "what a client asks for itself is its own to mend"
+    fake.raw.clear()
+    fake.num_prompt_tokens = CONTEXT_LENGTH
+    assert chat(1000).status_code == 400
+    assert len(fake.bodies) == 1
+
+
+def test_a_completion_in_front_of_sglang_keeps_sglangs_default() -> None:
+    def sent(limit: int, **fields: Any) -> int | None:
+        fake = FakeSglang()
+        body = {"prompt": "hello", **fields}
+        response = passage.post(fake, "/v1/completions", body, max_completion_tokens=limit)
+        assert response.status_code == (200 if fake.bodies else 400)
+        return fake.bodies[0].get("max_tokens") if fake.bodies else -1
+
+    assert sent(1000) is None
+    assert sent(1000, max_tokens=900) == 900
+    assert sent(1000, max_tokens=1001) == -1
+    assert sent(10) == 10, "less than the 16 tokens that SGLang would make"
+    assert sent(10, max_completion_tokens=9) == 10, "SGLang does not know that name here"
+    assert sent(10, max_tokens=7) == 7
+
+
 def test_sglangs_own_levers_are_not_for_clients() -> None:
     fake = FakeSglang()
 
     async def talk(client: httpx.AsyncClient) -> None:
-        for name in ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room"):
+        levers = ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+        for name in (*levers, "extra_key"):
             body = {"model": MODEL, "messages": HELLO, name: "(a+)+$"}
             refused = error_of(await client.post(CHAT, json=body))
             assert (refused["code"], refused["param"]) == ("unsupported_parameter", name)

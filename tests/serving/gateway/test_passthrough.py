@@ -85,9 +85,10 @@ def test_other_parameters_go_on_unchanged() -> None:
     }
     chat(fake, **asked)
     [sent] = fake.bodies
-    added = {key: sent.pop(key) for key in ("rid", "custom_params")}
+    added = {key: sent.pop(key) for key in ("rid", "custom_params", "cache_salt")}
     assert sent == {"model": MODEL, "messages": HELLO, **asked}
     assert added["custom_params"] == {"slipstream": POLICY}
+    assert added["cache_salt"] == "default"
 
 
 def test_numbers_keep_their_digits() -> None:
@@ -135,6 +136,26 @@ def test_no_client_writes_the_policy_or_the_request_id() -> None:
     response = talk(fake, lambda client: client.post("/v1/chat/completions", content=twice, headers=headers))
     assert fake.raw[0].count(b'"rid"') == 1
     assert fake.bodies[0]["rid"] == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("salt", "status", "sent"),
+    [
+        (None, 200, "default"),
+        ("", 200, "default"),
+        ("mine", 200, "default/mine"),
+        ("../other", 200, "default/../other"),
+        ("x" * 257, 400, None),
+        (["other"], 400, None),
+        (1, 400, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_cache_salt_stays_within_the_tenant(path: str, salt: object, status: int, sent: str | None) -> None:
+    fake = FakeSglang()
+    response = post(fake, path, {"messages": HELLO, "prompt": "x", "cache_salt": salt})
+    assert response.status_code == status
+    assert [body["cache_salt"] for body in fake.bodies] == ([] if sent is None else [sent])
 
 
 @pytest.mark.parametrize("custom", [{"a": {"b": {"c": 1}}}, {"a": [[1]]}, {"a": [{}]}, [1], "x"])

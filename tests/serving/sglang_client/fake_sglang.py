@@ -66,6 +66,16 @@ def flat_error(
     return JSONResponse(body, status_code=status, headers=headers)
 
 
+def _too_many(num_prompt_tokens: int, asked: int) -> str:
+    """As SGLang's tokenizer manager says it."""
+    return (
+        f"Requested token count exceeds the model's maximum context length of {CONTEXT_LENGTH} tokens. You requested a "
+        f"total of {num_prompt_tokens + asked} tokens: {num_prompt_tokens} tokens from the input messages and {asked} "
+        "tokens for the completion. Please reduce the number of tokens in the input messages or the completion to fit "
+        "within the limit."
+    )
+
+
 def error_event(status: int, message: str) -> bytes:
     """As SGLang's `create_streaming_error_response`."""
     body = {"object": "error", "message": message, "type": "SERVICE_UNAVAILABLE", "param": None, "code": status}
@@ -79,6 +89,8 @@ class FakeSglang:
     model: str = MODEL
     depth: int = 3
     refusal: Response | None = None
+    num_prompt_tokens: int = 0
+    """What it takes every prompt to have, where it refuses to go beyond its context."""
     events: list[bytes] = field(default_factory=lambda: list(EVENTS))
     cut: bool = False
     """Ends the connection after the last event, without the end of the body."""
@@ -126,6 +138,9 @@ class FakeSglang:
         self.headers.append(dict(request.headers))
         if self.refusal is not None:
             return self.refusal
+        asked = self.bodies[-1].get("max_tokens") or 0
+        if self.num_prompt_tokens + asked > CONTEXT_LENGTH:
+            return flat_error(400, _too_many(self.num_prompt_tokens, asked))
         if self.bodies[-1].get("stream"):
             return StreamingResponse(self._stream(), media_type="text/event-stream")
         if self.hold:
