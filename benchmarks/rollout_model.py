@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from serving.rollout.drafting import Claim, best_depth, committed_tokens, depth_by_length, share
+from serving.rollout.drafting import Claim, best_depth, committed_tokens, depth_by_length
 from serving.rollout.order import Order
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.work import GroupRequest, Lease, SampleId
@@ -256,9 +256,9 @@ class _Engine:
         depth = best_depth(
             claims, lambda depth: costs.round_s(batch, depth + 1, context) + (batch * costs.propose_s if depth else 0)
         )
-        depths = share([Claim(acceptance=c.acceptance, most=min(c.most, depth)) for c in claims], batch * depth)
-        for run, claim, chosen in zip(self.runs, claims, depths, strict=True):
-            run.depth, run.committed = chosen, committed_tokens(claim.acceptance, chosen)
+        for run, claim in zip(self.runs, claims, strict=True):
+            run.depth = min(claim.most, depth)
+            run.committed = committed_tokens(claim.acceptance, run.depth)
 
     def _claim(self, run: _Run, drafting: Drafting) -> Claim:
         sample = self._scheduler.sample(run.lease.sample_id)

@@ -7,7 +7,6 @@ has on disk still holds the entry until its append-only file is written anew (`c
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from speculator.codec import read_header
-from speculator.errors import TraceError
+from speculator.errors import StreamError, TraceError
 from speculator.ledger import Ledger, LedgerKeys, index_of, size_member
 from speculator.redis_client import redis_errors
 from speculator.stream import StreamKeys
@@ -113,10 +112,14 @@ class Remover:
     def _begin_rewrite(self) -> None:
         deadline = time.monotonic() + _COMPACT_TIMEOUT_S
         while True:
-            # One that is under way has perhaps copied already what was removed since: another must follow it.
-            with contextlib.suppress(ResponseError):
+            try:
                 self._redis.bgrewriteaof()
                 return
+            except redis.exceptions.NoPermissionError:
+                raise
+            except ResponseError:
+                # One that is under way has perhaps copied already what was removed since: another must follow it.
+                pass
             if time.monotonic() > deadline:
                 raise redis.exceptions.TimeoutError("another rewrite of the append-only file does not end")
             time.sleep(0.02)
@@ -173,9 +176,11 @@ class Remover:
 
 
 def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
-    # Somebody else's entry is in no book, and has no index.
-    index = fields.get(b"index", b"")
-    return _Entry(entry_id.decode(), int(index) if index.isdigit() else -1, len(fields.get(b"payload", b"")))
+    try:
+        index = index_of(entry_id, fields)
+    except StreamError:
+        index = -1  # somebody else's entry is in no book
+    return _Entry(entry_id.decode(), index, len(fields.get(b"payload", b"")))
 
 
 def _goes(payload: bytes, chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:

@@ -112,7 +112,7 @@ class TrainerConfig(BaseSettings):
     golden_patience_s: float = Field(default=24 * 3600.0, ge=0)
     """Without a version because of the golden set alone, after which it is filled anew; a recording is not."""
     review_traces: int = Field(default=100, ge=0)
-    """Most traces on which a version that came into service is compared once more with the one before it; 0: none."""
+    """Most traces, answers to one prompt being one, on which a version in service is compared once more; 0: none."""
 
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
     """Least time between two checkpoints of its own; traces are settled in Redis by them."""

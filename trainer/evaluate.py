@@ -62,7 +62,8 @@ def accept_probabilities(
     draft: Eagle3Draft, batch: Batch, *, depth: int, min_confidence: float, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """([N, depth] float64 P(proposal k of the chain from base n is verified and accepted, once those before it are),
-    [N] bool the base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled.
+    [N] bool the base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled. What is
+    not a number, because weights or features overflow, accepts nothing.
     """
     num_bases = len(batch.rows)
     device = batch.rows.device
@@ -80,7 +81,8 @@ def accept_probabilities(
         accept_S = proposals.hits if greedy else coupled_acceptance(logits_SD, labels, text_S)
         chosen_S1 = text_S.clamp_min(0)[:, None]
         confidence_N[chains] += logits_SD.gather(1, chosen_S1)[:, 0] - logits_SD.logsumexp(-1)
-        accept_NK[chains, proposals.step] = accept_S.double() * (confidence_N[chains] >= least)
+        sure_S = accept_S.double() * (confidence_N[chains] >= least)
+        accept_NK[chains, proposals.step] = sure_S.nan_to_num(0.0, posinf=0.0)
         if proposals.step == 0:
             labelled_N[chains] = True
     return accept_NK.cpu(), labelled_N.cpu()

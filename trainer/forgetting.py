@@ -49,6 +49,15 @@ class Forgetting:
         too_old = self._ttl_s and self._clock() - provenance.created_ms / 1000 > self._ttl_s
         return "expired" if too_old else None
 
+    def reason_in_recording(self, provenance: Provenance) -> str | None:
+        """The same for an operator's recording: whoever chose it chose its age, too."""
+        return "erased" if self.reason(provenance) == "erased" else None
+
+    @property
+    def has_orders(self) -> bool:
+        """Some tenant is to be forgotten, as far as is known."""
+        return bool(self._orders)
+
     def look(self) -> bool:
         """True where it was time to look: remove what has a reason, then `report`. Redis being away is no error."""
         now_s = time.monotonic()

@@ -4,8 +4,9 @@ Both drafts decode the same traces again (trainer/evaluate.py). What is compared
 
     L = Σ committed tokens / Σ verifications        change = L_candidate / L_incumbent − 1
 
-and its standard error comes from how much the traces differ in it (`compare`). Traces are few, so the bounds are those
-of Student's t: four traces decide only what is plain.
+and its standard error comes from how much the traces differ in it (`compare`). Answers to one prompt resemble each
+other and count as one trace, with the sums of them all (`by_prompt`). Traces are few, so the bounds are those of
+Student's t: four traces decide only what is plain.
 
     promote   better, and worse by more than ε in at most one case of twenty
     refuse    worse, or worse by more than the golden ε on the golden set, in all but one case of twenty
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -40,16 +42,21 @@ class Outcome(enum.Enum):
 
 
 class Pair(NamedTuple):
-    """What both drafts would commit on one trace."""
+    """What both drafts would commit on one trace, or on several."""
 
     candidate: Acceptance
     incumbent: Acceptance
+
+
+Answer = tuple[bytes, Pair]
+"""A trace of the prompt with this hash."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """`change` is relative, and so are its bounds, which are None where there are too few traces for any."""
 
     num_traces: int
+    """Of different prompts."""
     candidate_length: float
     incumbent_length: float
     change: float
@@ -89,18 +96,29 @@ def _for_one_look(count: int) -> float:
     return student_t_quantile(CONFIDENCE, count - 1)
 
 
-def compare(pairs: Sequence[Pair], *, quantile: Callable[[int], float] = _for_one_look) -> Comparison:
+def by_prompt(answers: Iterable[Answer]) -> list[Pair]:
+    """One pair for each prompt."""
+    found: defaultdict[bytes, list[Pair]] = defaultdict(list)
+    for prompt_hash, pair in answers:
+        found[prompt_hash].append(pair)
+    return [_total(pairs) for pairs in found.values()]
+
+
+def compare(
+    pairs: Sequence[Pair], *, quantile: Callable[[int], float] = _for_one_look, doubt: float = 0.0
+) -> Comparison:
     """The change of a ratio of sums, with bounds from its linearisation: the relative residual of a trace is
 
         z = (C/ΣC − R/ΣR) of the candidate − the same of the incumbent,     se(change) = (1 + change) · √(n/(n−1) Σz²)
 
-    for C committed tokens and R verifications (Cochran, "Sampling Techniques", 3rd edition, chapter 6).
+    for C committed tokens and R verifications (Cochran, "Sampling Techniques", 3rd edition, chapter 6), Σ also over
+    z = `doubt` / n: as if one more average trace had been off by so much, so that traces that agree prove little.
     Traces without a verification say nothing and are left out. `quantile` gives how many standard errors the bounds are
     away, for so many traces; infinite where they bound nothing.
     """
     pairs = [pair for pair in pairs if pair.candidate.num_rounds > 0 and pair.incumbent.num_rounds > 0]
     count = len(pairs)
-    totals = Pair(*(sum(column, Acceptance()) for column in zip(*pairs, strict=True))) if pairs else None
+    totals = _total(pairs) if pairs else None
     lengths = (totals.candidate.length, totals.incumbent.length) if totals else (1.0, 1.0)
     change = lengths[0] / lengths[1] - 1
     lower = upper = None
@@ -109,6 +127,7 @@ def compare(pairs: Sequence[Pair], *, quantile: Callable[[int], float] = _for_on
             (_residual(pair.candidate, totals.candidate) - _residual(pair.incumbent, totals.incumbent)) ** 2
             for pair in pairs
         )
+        squares += (doubt / count) ** 2
         error = (1 + change) * math.sqrt(count / (count - 1) * squares)
         lower, upper = change - width * error, change + width * error
     return Comparison(
@@ -143,6 +162,10 @@ def _judge(fresh: Comparison, golden: Comparison | None, epsilon: float, golden_
 
 def _is_worse(found: Comparison, epsilon: float) -> bool:
     return found.num_traces >= MIN_TRACES and found.upper is not None and found.upper < -epsilon
+
+
+def _total(pairs: Sequence[Pair]) -> Pair:
+    return Pair(*(sum(column, Acceptance()) for column in zip(*pairs, strict=True)))
 
 
 def _residual(one: Acceptance, total: Acceptance) -> float:

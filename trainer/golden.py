@@ -9,7 +9,8 @@ veto would stand for ever:
     vetoed ──(golden_patience_s without a version, and vetoed again)──▶ learnt from; the next take their places
 
 Poison must be most of the traffic for all that time to come so far, and live traffic still judges what is published. An
-operator's recording is never given up: whoever chose it can choose another.
+operator's recording is never given up: whoever chose it can choose another. Its traces do not grow too old, either, but
+those of an erased tenant go.
 """
 
 from __future__ import annotations

@@ -132,9 +132,11 @@ class Intake:
             self._offer(stored)
         return len(given_up)
 
-    def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
+    def forget(
+        self, is_gone: Callable[[Provenance], object], *, is_golden_gone: Callable[[Provenance], object]
+    ) -> list[Stored]:
         """Remove, and return, the traces that are gone, from wherever they are kept. None of them needs a step now."""
-        gone = [*self._replay.forget(is_gone), *self.held_out.forget(is_gone), *self.golden.forget(is_gone)]
+        gone = [*self._replay.forget(is_gone), *self.held_out.forget(is_gone), *self.golden.forget(is_golden_gone)]
         self._source.mark_used(gone)
         return gone
 

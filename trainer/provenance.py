@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speculator.trace import NO_DRAFT, Trace
+from speculator.trace import NO_DRAFT, Trace, TraceHeader
 from trainer.batch import Example
 
 _HASH_BYTES = 16
@@ -22,13 +22,16 @@ _HASH_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """`text_hash` is the same for the same token ids, whoever sent them; no text can be read from it."""
+    """`text_hash` is the same for the same token ids, whoever sent them, and `prompt_hash` for answers to one prompt,
+    which resemble each other: one more says less than one to another prompt. No text can be read from either.
+    """
 
     tenant: str
     request_id: str
     domain: str
     created_ms: int
     text_hash: bytes
+    prompt_hash: bytes
     num_completion_tokens: int
     num_accepted: int
     """Completion tokens that were proposals of the draft."""
@@ -75,7 +78,8 @@ def provenance_of(trace: Trace) -> Provenance:
         request_id=header.request_id,
         domain=header.domain,
         created_ms=header.created_ms,
-        text_hash=hashlib.blake2b(token_ids.tobytes(), digest_size=_HASH_BYTES).digest(),
+        text_hash=_hash(token_ids.tobytes()),
+        prompt_hash=_prompt_hash(header, token_ids),
         num_completion_tokens=trace.num_completion_tokens,
         num_accepted=int(rounds.num_accepted.sum()),
         target_version=header.target_version,
@@ -83,3 +87,19 @@ def provenance_of(trace: Trace) -> Provenance:
             (version, count) for version, count in sorted(proposed.items()) if count and version != NO_DRAFT
         ),
     )
+
+
+def _prompt_hash(header: TraceHeader, token_ids: np.ndarray) -> bytes:
+    """Of the group where the client named one: a sample that goes on elsewhere has another prompt than its siblings.
+    An answer whose span keeps nothing of its prompt is taken to be the only one.
+    """
+    if header.group_id:
+        return _hash(f"{len(header.tenant)} {header.tenant} {header.group_id}".encode())
+    prompt = token_ids[: max(header.num_prompt_tokens - header.first_position, 0)]
+    # The span keeps the tail of a long prompt, and of one that was in the prefix cache. Others may have the same tail;
+    # fewer have the same length, too.
+    return _hash(b"%d " % header.num_prompt_tokens + (prompt if len(prompt) else token_ids).tobytes())
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()

@@ -33,6 +33,7 @@ from trainer.heldout import HeldOut
 from trainer.intake import Intake
 from trainer.metrics import TrainerMetrics
 from trainer.pressure import tokens_owed, training_pressure
+from trainer.provenance import Provenance
 from trainer.replay import Replay
 from trainer.rewards import RewardWeights
 from trainer.shares import joined, share_of
@@ -120,6 +121,7 @@ class Trainer:
             metrics=self.metrics,
             max_known=config.max_known_traces,
             reason_to_forget=self._forgetting.reason,
+            has_refused=self._forgetting.has_orders,
         )
         self.ranks.lead(lambda: self._tidy(progress))
         self.intake = Intake(
@@ -137,7 +139,7 @@ class Trainer:
                 to_example,
                 self.ranks,
                 target_fingerprint=self._fingerprint,
-                is_gone=self._forgetting.reason,
+                is_gone=self._reason_to_forget_golden,
             ),
             config,
             self.metrics,
@@ -306,11 +308,15 @@ class Trainer:
             return
         if self._source.has_refused and self._forgetting.sweep():
             self._source.swept()
-        gone = self.intake.forget(self._forgetting.reason)
+        gone = self.intake.forget(self._forgetting.reason, is_golden_gone=self._reason_to_forget_golden)
         self._candidates.review.forget(self._forgetting.reason)
         self._shelf.remove(stored.trace_id for stored in gone)
         self._forgetting.removed(gone)
         self._forgetting.report()
+
+    @property
+    def _reason_to_forget_golden(self) -> Callable[[Provenance], str | None]:
+        return self._forgetting.reason if self._config.golden is None else self._forgetting.reason_in_recording
 
     def _survey(self) -> None:
         """Look over all replays: what is in them decides whether all ranks go on."""

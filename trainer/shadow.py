@@ -19,7 +19,7 @@ from speculator.model import Eagle3Draft
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.evaluate import predict_acceptance
-from trainer.gate import Comparison, GateDecision, Outcome, Pair, compare, decide
+from trainer.gate import Answer, Comparison, GateDecision, Outcome, Pair, by_prompt, compare, decide
 from trainer.golden import GoldenSet
 from trainer.guard import all_finite
 from trainer.heldout import HeldOut
@@ -87,21 +87,24 @@ class Shadow:
 
     def _compare(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> Comparison | None:
         """Over the traces of all ranks, on rank 0."""
-        failed, pairs = False, list[Pair]()
+        failed, answers = False, list[Answer]()
         try:
-            pairs = self._pairs(candidate, traces)
+            answers = self._answers(candidate, traces)
         except (DraftError, StoreError):
             failed = True
         if self._ranks.any(failed):
             raise StoreError(f"the incumbent, draft version {self._incumbent}, cannot be loaded to compare with it")
-        parts = self._ranks.gather(msgspec.json.encode(pairs))
-        every = [pair for part in parts for pair in msgspec.json.decode(part, type=list[Pair])]
-        return compare(every) if self._ranks.leads else None
+        parts = self._ranks.gather(msgspec.json.encode(answers))
+        every = [answer for part in parts for answer in msgspec.json.decode(part, type=list[Answer])]
+        return compare(by_prompt(every)) if self._ranks.leads else None
 
-    def _pairs(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> list[Pair]:
+    def _answers(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> list[Answer]:
         self._score(lambda: self._load_draft(self._incumbent), traces, self._scores)
         self._score(lambda: candidate, traces, self._candidate_scores)
-        return [Pair(self._candidate_scores[one.trace_id], self._scores[one.trace_id]) for one in traces]
+        return [
+            (one.provenance.prompt_hash, Pair(self._candidate_scores[one.trace_id], self._scores[one.trace_id]))
+            for one in traces
+        ]
 
     def _score(self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], scores: Scores) -> None:
         """Add what is not known yet."""

@@ -58,10 +58,12 @@ class TraceSource:
         metrics: TrainerMetrics,
         max_known: int = 20_000,
         reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
+        has_refused: bool = False,
     ) -> None:
         """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
         arrives goes on the `shelf`, whose owner takes it off again. A trace with a `reason_to_forget` is settled
-        unseen. Of the last `max_known` traces each is known when it comes again.
+        unseen; `has_refused` says that the process before may have refused some that it did not sweep. Of the last
+        `max_known` traces each is known when it comes again.
         """
         self._stream = stream
         self._make_example = make_example
@@ -69,8 +71,8 @@ class TraceSource:
         self._shelf = shelf
         self._metrics = metrics
         self._max_known, self._reason_to_forget = max_known, reason_to_forget
-        self.has_refused = False
-        """Traces came that had a reason to be forgotten: they are in the stream still."""
+        self.has_refused = has_refused
+        """Traces came of a tenant that is to be forgotten: they are in the stream still. Old ones go by themselves."""
         # Insertion order is age. Trace ids that were used, or are in hand to be.
         self._known: dict[str, None] = dict.fromkeys(used_trace_ids)
         self._in_hand: dict[str, str] = {}  # trace id -> entry id
@@ -198,7 +200,7 @@ class TraceSource:
                 self._found.append(stored)
             return None
         if (reason := self._reason_to_forget(stored.provenance)) is not None:
-            self.has_refused = True
+            self.has_refused |= reason == "erased"
             self._settled.append(entry.id)
             self._metrics.traces.labels(reason).inc()
             return None

@@ -37,6 +37,11 @@ class Host:
         need = self._need(sample)
         return need <= self.free_tokens and (not self.running or self._outlook(sample, need) <= room)
 
+    def could_hold(self, sample: Sample) -> bool:
+        """If nothing else ran."""
+        held = sum(self.promise(running) for running in self.running.values())
+        return self._need(sample) <= self.free_tokens + held
+
     def add(self, sample: Sample) -> None:
         self.free_slots -= 1
         self.free_tokens -= self._need(sample)
@@ -44,9 +49,9 @@ class Host:
         self.running[sample.sample_id] = sample
 
     def extend(self, sample: Sample) -> bool:
-        """Promise a running sample its next chunk, if there is room for it."""
+        """Promise a running sample its next chunk, if there is room for it and for what it got beyond the last."""
         end = self.end_of_chunk(sample)
-        more = end - len(sample.tokens)
+        more = end - sample.chunk_end
         if more > self.free_tokens:
             return False
         sample.chunk_end = end
@@ -56,7 +61,8 @@ class Host:
     def remove(self, sample: Sample) -> None:
         del self.running[sample.sample_id]
         self.free_slots += 1
-        self.free_tokens += self.promise(sample)
+        beyond = max(len(sample.tokens) - sample.chunk_end, 0) if self.division else 0
+        self.free_tokens += self.promise(sample) - beyond
 
     def _need(self, sample: Sample) -> int:
         """Memory to take a sample: its next chunk's; undivided, its next token's."""

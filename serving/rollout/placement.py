@@ -8,6 +8,7 @@ anything runs, as a synchronous rollout splits its batch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -17,9 +18,10 @@ class Placement:
     dealt_to: tuple[str, ...] = ()
     """Engines that get whole groups in turn; none: the first that asks gets the group."""
 
-    def engine_of(self, group_number: int) -> str | None:
-        """The engine of a group when it is submitted; None where it is open."""
-        return self.dealt_to[group_number % len(self.dealt_to)] if self.dealt_to else None
+    def engine_of(self, group_number: int, lost: Collection[str] = ()) -> str | None:
+        """The engine of a group when it is submitted, none of the `lost`; None where it is open."""
+        engines = [engine for engine in self.dealt_to if engine not in lost]
+        return engines[group_number % len(engines)] if engines else None
 
 
 ANYWHERE = Placement()

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from serving.rollout.order import Rank
+from serving.rollout.order import Rank, urgency
 from serving.rollout.work import Sample, SampleId
 
 _LOOKS = 64
@@ -52,17 +52,25 @@ class WaitingQueue:
         heap = self._best_heap(engine)
         return heap[0][2] if heap else None
 
-    def take(self, engine: str, fits: Callable[[Sample], bool]) -> Sample | None:
-        """The best that this engine may take and that fits, among the first 64: what does not fit keeps its place."""
+    def take(self, engine: str, fits: Callable[[Sample], bool], will_fit: Callable[[Sample], bool]) -> Sample | None:
+        """The best that this engine may take and that fits, among the first 64: what does not fit keeps its place.
+        Nothing less urgent goes before one that `will_fit` once others have ended.
+        """
         passed_over: list[tuple[list[_Entry], _Entry]] = []
         found: Sample | None = None
+        awaited: Rank | None = None
         while found is None and len(passed_over) < _LOOKS and (heap := self._best_heap(engine)):
+            sample = heap[0][2]
+            if awaited is not None and urgency(sample) > awaited:
+                break
             entry = heapq.heappop(heap)
-            if fits(entry[2]):
-                found = entry[2]
+            if fits(sample):
+                found = sample
                 self.discard(found)
             else:
                 passed_over.append((heap, entry))
+                if awaited is None and will_fit(sample):
+                    awaited = urgency(sample)
         for heap, entry in passed_over:
             heapq.heappush(heap, entry)
         return found

@@ -19,7 +19,7 @@ from typing import Literal
 
 from serving.rollout.division import Division
 from serving.rollout.host import Host
-from serving.rollout.order import Order
+from serving.rollout.order import Order, urgency
 from serving.rollout.placement import ANYWHERE, Placement
 from serving.rollout.queue import WaitingQueue
 from serving.rollout.staleness import is_stale
@@ -48,6 +48,8 @@ class Scheduler:
         self._num_groups = 0
         self._queue = WaitingQueue()
         self._hosts: dict[str, Host] = {}
+        self._lost: set[str] = set()
+        """Engines that have not asked again."""
         # Numbers are of all groups, since a group may come back under the name of one that was forgotten.
         self._lease_numbers = itertools.count(1)
         self._leases: dict[int, Sample] = {}
@@ -62,7 +64,7 @@ class Scheduler:
         if request.group_id in self._groups:
             raise RequestError(f"there is a group {request.group_id} already", param="group_id", code="duplicate")
         group = Group(request=request, number=self._num_groups)
-        engine = self._policy.placement.engine_of(group.number)
+        engine = self._policy.placement.engine_of(group.number, self._lost)
         group.samples = [
             Sample(group=group, index=index, seed=seed, engine=engine) for index, seed in enumerate(request.seeds)
         ]
@@ -95,10 +97,11 @@ class Scheduler:
         promised (`promised_tokens`).
         """
         host = self._hosts.setdefault(engine, self._new_host())
+        self._lost.discard(engine)
         host.free_slots, host.free_tokens = free_slots, free_tokens
         leases = []
         while host.free_slots > 0:
-            sample = self._queue.take(engine, functools.partial(host.fits, room=host.room()))
+            sample = self._queue.take(engine, functools.partial(host.fits, room=host.room()), host.could_hold)
             if sample is None:
                 break
             leases.append(self._start(sample, engine, host))
@@ -112,6 +115,7 @@ class Scheduler:
     def engine_lost(self, engine: str) -> list[SampleId]:
         """What ran there waits again with the tokens that were reported, and what was to run there may run anywhere."""
         host = self._hosts.pop(engine, self._new_host())
+        self._lost.add(engine)
         for sample in host.running.values():
             del self._leases[sample.lease]
             self._to_queue(sample, engine=None)
@@ -254,12 +258,22 @@ class Scheduler:
         host = self._hosts[engine]
         waiting = self._queue.first(engine)
         better = None if waiting is not None else self._emptier_engine(sample, engine, division)
-        # A slot that is free already will do for what waits.
-        is_displaced = waiting is not None and host.free_slots == 0 and self._policy.order.displaces(waiting, sample)
+        is_displaced = waiting is not None and self._displaces(waiting, sample, host)
         if better is None and not is_displaced and host.extend(sample):
             return "go on"
         self._pause(sample, engine=better)
         return "stop"
+
+    def _displaces(self, waiting: Sample, running: Sample, host: Host) -> bool:
+        """Whether a sample leaves its slot, or its memory, to one that waits; what is free already will do.
+
+        For memory several may have to leave, and nothing else begins until then: only what is more urgent is worth it.
+        """
+        if not host.could_hold(waiting):
+            return False
+        if host.free_slots == 0:
+            return self._policy.order.displaces(waiting, running)
+        return urgency(waiting) < urgency(running) and not host.fits(waiting, host.room())
 
     def _emptier_engine(self, sample: Sample, engine: str, division: Division) -> str | None:
         """Where the sample would end so much earlier that reading its context there pays."""

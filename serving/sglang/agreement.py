@@ -41,6 +41,14 @@ class Agreement:
         dist.broadcast(wanted, dist.get_global_rank(self._group, 0), group=self._group)
         return int(wanted[0])
 
+    def all(self, holds: bool) -> bool:
+        """Whether it holds on every rank; call at a meeting, on every rank."""
+        if self._group is None:
+            return holds
+        found = torch.tensor([int(holds)])
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
+        return bool(found[0])
+
     def all_staged(self, version: int) -> bool:
         """Whether every rank waits with this version; call at a meeting, on every rank. 0 means none."""
         if self._group is None:

@@ -85,8 +85,10 @@ class EngineRuntime:
         self._guard = TargetGuard(
             partial(_weights, target.model), on_change=self._distrust_traces, on_renewal=self._trust_traces
         )
+        self._is_target_unchanged = True
+        """On all ranks together, each of which guards its share of the weights; as of the last meeting."""
         self._process = f"{socket.gethostname()}:{os.getpid()}"
-        self._target_version = 0
+        self._announced = self._target_version = 0
         num_slots = worker.req_to_token_pool.req_to_token.shape[0]
         self.probe = DraftProbe(
             num_slots=num_slots,
@@ -260,11 +262,22 @@ class EngineRuntime:
         if not self._agreement.is_alone:
             self.depth.adopt(self._agreement.costs(self.depth.measured))
             self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
+            self._agree_on_target()
         if self._agreement.all_staged(self.draft.staged_version):
             self.draft.at_boundary(self.steps)
         if self.draft.draft_version != self._depth_version:
             self._depth_version = self.draft.draft_version
             self.depth.renewed(self._depth_version)
+
+    def _agree_on_target(self) -> None:
+        self._announced = max(self._announced, self._agreement.first(self._announced))
+        was_unchanged = self._is_target_unchanged
+        self._is_target_unchanged = self._agreement.all(self._guard.is_unchanged)
+        if was_unchanged and not self._is_target_unchanged:
+            log.critical("the target's weights have changed on one rank: the text can no longer be trusted, restart")
+            self._distrust_traces()
+        elif self._is_target_unchanged and not was_unchanged:
+            self._trust_traces()
 
     # -- on the follower's thread -----------------------------------------------------------------------------------
 
@@ -277,9 +290,14 @@ class EngineRuntime:
             self._recorder.trust()
 
     def _follow_target(self) -> None:
-        """SGLang's target has been moved by whoever announces it: its weights are the right ones from now on."""
-        announced = self._pointer.announced_target(self._process) if self._is_writer else None
-        if announced is not None and announced > self._target_version:
+        """SGLang's target has been moved by whoever announces it: its weights are the right ones from now on.
+
+        Rank 0 reads the announcement; the others hear of it at a meeting.
+        """
+        if self._is_writer:
+            self._announced = max(self._announced, self._pointer.announced_target(self._process) or 0)
+        announced = self._announced
+        if announced > self._target_version:
             self._guard.move(partial(self._take_target, announced))
             log.info("slipstream: the target is of version %d now", announced)
 
@@ -289,6 +307,8 @@ class EngineRuntime:
             self._capture.target_version = version
 
     def _status(self) -> dict[str, str | int | float]:
+        # Before Redis is asked, which may be away for long.
+        is_unchanged = self._guard.look_at_times()
         self._follow_target()
         self.depth.limit = self._pointer.depth_limit(self._engine_id)
         swaps, speedup = self._follower.log, self.meter.measure()
@@ -300,7 +320,7 @@ class EngineRuntime:
             "asleep": int(self.depth.is_asleep),
             "verifications": self.depth.num_verifications,
             "verified_tokens": self.depth.num_verified_tokens,
-            "target_ok": int(self._guard.look_at_times()),
+            "target_ok": int(is_unchanged and self._is_target_unchanged),
             "target_version": self._target_version,
             "process": self._process,
             **self._erasures.look(),

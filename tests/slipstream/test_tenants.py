@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,8 +107,15 @@ class Deployment:
         """The trace's tokens are in a file, or in a value of Redis."""
         needle = trace.token_ids.tobytes()
         values = [self.client.dump(key) or b"" for key in self.client.scan_iter()]
-        files = [path.read_bytes() for path in self.folder.rglob("*") if path.is_file()]
-        return any(needle in data for data in [*values, *files])  # type: ignore[operator]
+        return any(needle in data for data in [*values, *self._files()])  # type: ignore[operator]
+
+    def _files(self) -> Iterator[bytes]:
+        """The trainer writes meanwhile: what is gone before it is read is not there."""
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISREG(os.stat(Path(folder, name)).st_mode):
+                        yield Path(folder, name).read_bytes()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import redis
 
+from speculator import removal
 from speculator import stream as stream_module
 from speculator.codec import encode_trace, read_header
 from speculator.embedded_redis import EmbeddedRedis
@@ -124,6 +125,23 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
         assert on_disk() == [False, True, False]
         dumped = client.dump(StreamKeys(model_key="toy").ledger.traces) or b""
         assert [trace.token_ids.tobytes() in dumped for trace in traces] == [False, True, False]  # type: ignore[operator]
+
+
+def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "_COMPACT_TIMEOUT_S", 0.5)
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
+        assert not Remover(client, "toy").compact()
+
+
+def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis_client: redis.Redis) -> None:
+    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    fill(stream, ["anna"])
+    payload = encode_trace(trace_of(9, "anna"))
+    for index in (b"9" * 5000, b"9" * 30):
+        redis_client.xadd(StreamKeys(model_key="toy").ledger.traces, {"payload": payload, "index": index})
+    assert remover.remove(is_annas) == Removed(stream=3)
+    assert stream.lag().length == 0
 
 
 def test_old_entries_go_by_themselves(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:

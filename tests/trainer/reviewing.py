@@ -6,6 +6,7 @@ import random
 
 from speculator.acceptance import Acceptance
 from speculator.errors import StreamError
+from trainer.gate import Pair
 
 LENGTH = 2.0
 NOISE = 0.02
@@ -17,6 +18,14 @@ def accepted(version: int, trace_id: str, change: float) -> Acceptance:
     hardness = random.Random(trace_id).uniform(0.5, 1.5)
     luck = 1 + random.Random(f"{version} {trace_id}").gauss(0, NOISE)
     return Acceptance(num_committed=100, num_rounds=100 / (LENGTH * (1 + change)) * hardness * luck)
+
+
+def partly_worse(rng: random.Random, *, share: float, loss: float) -> Pair:
+    """A trace that both drafts decode alike, but for a `share` of the traces."""
+    tokens, length = rng.randint(40, 120), rng.uniform(1.2, 2.2)
+    factor = 1 - loss if rng.random() < share else 1.0
+    both = [Acceptance(num_committed=tokens, num_rounds=tokens / (length * each)) for each in (factor, 1.0)]
+    return Pair(*both)
 
 
 class Pointer:

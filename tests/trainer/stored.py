@@ -30,13 +30,17 @@ def _example(num_tokens: int) -> Example:
 
 
 def stored_of(trace_id: str, *, num_tokens: int = 24, text: str | None = None, **provenance: Any) -> Stored:
-    """A trace whose text is its id unless `text` says otherwise. Its tensors are those of every other of its length."""
+    """A trace whose text, and prompt, is its id unless `text` says otherwise. Its tensors are those of every other of
+    its length.
+    """
+    text_hash = hashlib.blake2b((text or trace_id).encode(), digest_size=16).digest()
     values: dict[str, Any] = {
         "tenant": "default",
         "request_id": trace_id,
         "domain": "",
         "created_ms": 0,
-        "text_hash": hashlib.blake2b((text or trace_id).encode(), digest_size=16).digest(),
+        "text_hash": text_hash,
+        "prompt_hash": text_hash,
         "num_completion_tokens": 20,
         "num_accepted": 5,
         "num_proposed_by_version": ((1, 10),),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -127,3 +129,22 @@ def test_windows_of_a_long_answer_add_up_to_the_whole(
     whole = predicted(draft, traces, [3], 0.15)[3]
     monkeypatch.setattr("trainer.evaluate._MAX_BASES", 7)
     assert predicted(draft, traces, [3], 0.15)[3] == whole
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("where", ["weights", "features"])
+def test_what_overflows_accepts_nothing(
+    model_dir: Path, draft: Eagle3Draft, traces: list[Trace], temperature: float, where: str
+) -> None:
+    """Every number is finite; what the draft makes of them is not."""
+    header = msgspec.structs.replace(traces[0].header, sampling=SamplingParams(temperature=temperature))
+    trace = dataclasses.replace(traces[0], header=header)
+    if where == "weights":
+        draft = float32_copy(draft, model_dir)
+        draft.fc.weight.data.fill_(3e38)
+    else:
+        trace = dataclasses.replace(trace, aux_hidden=torch.full_like(trace.aux_hidden, 3e38))
+    found = predicted(draft, [trace], [DEPTH], 0.15)[DEPTH]
+    assert (found.length, set(found.rates)) == (1.0, {0.0})
+    assert found.num_rounds > 0
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Acceptance) == found

@@ -121,6 +121,7 @@ def test_traces_from_before_the_order_are_refused_and_later_ones_learnt(
 ) -> None:
     at_ms = Erasures(redis_client, "toy").order("anna")
     trainer = start()
+    trainer.read(block_ms=0)  # with the search of the stream that every start makes
     before, after = (
         with_header(trace, tenant="anna", created_ms=at_ms + difference)
         for trace, difference in zip(traces[:2], (0, 1), strict=True)
@@ -177,6 +178,20 @@ def test_an_operators_golden_recording_is_no_exception(
     assert trainer.intake.golden.trace_ids == []
     trainer.close()
     start(golden=path, golden_traces=4).close()
+
+
+def test_an_operators_golden_recording_may_be_as_old_as_the_operator_likes(
+    start: MakeTrainer, traces: list[Trace], tmp_path: Path
+) -> None:
+    now_s = [time.time()]
+    old = mixed(traces[:4], now_s[0] - 2 * HOUR_S)
+    path = record(tmp_path / "golden.rec", old)
+    trainer = start(clock=lambda: now_s[0], golden=path, golden_traces=4, trace_ttl_hours=1.0)
+    for _ in range(2):
+        assert set(trainer.intake.golden.trace_ids) == {trace.header.trace_id for trace in old}
+        now_s[0] += HOUR_S
+        trainer.read(block_ms=0)
+    trainer.close()
 
 
 def test_a_version_says_whom_it_was_learnt_from(
@@ -241,6 +256,7 @@ def test_what_could_not_be_taken_out_of_the_stream_is_taken_out_later(
 
     Erasures(redis_client, "toy").order("anna")
     trainer = start()
+    trainer.read(block_ms=0)  # with the search of the stream that every start makes
     send(stream, mixed(traces[:2], created_s=1.0))
     trainer.read(block_ms=0)
     with monkeypatch.context() as patched:
@@ -250,6 +266,36 @@ def test_what_could_not_be_taken_out_of_the_stream_is_taken_out_later(
     trainer.read(block_ms=0)
     assert stream.lag().length == 1
     trainer.close()
+
+
+def test_the_stream_is_searched_for_erased_tenants_and_not_for_what_is_old(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Remover, "remove", lambda *_, **__: pytest.fail("every entry of the stream is read"))
+    trainer = start(trace_ttl_hours=1.0)
+    send(stream, mixed(traces[:2], created_s=1.0))
+    for _ in range(2):
+        trainer.read(block_ms=0)
+    assert metric(trainer, "traces_total", outcome="expired") == 2
+    trainer.close()
+
+
+def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
+) -> None:
+    Erasures(redis_client, "toy").order("anna")
+    first = start()
+    first.read(block_ms=0)
+    send(stream, mixed(traces[:2], created_s=1.0))
+    first.read(block_ms=0)
+    first.checkpoint()
+    first.ack()
+    first.close()
+    assert stream.lag().length == 2
+    again = start()
+    again.read(block_ms=0)
+    assert stream.lag().length == 1
+    again.close()
 
 
 def test_what_others_write_among_the_orders_is_an_error_that_names_the_place(redis_client: redis.Redis) -> None:

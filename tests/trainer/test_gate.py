@@ -5,11 +5,30 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from speculator.acceptance import Acceptance
-from trainer.gate import MIN_TRACES, Comparison, GateDecision, Outcome, Pair, compare, decide, student_t_quantile
+from tests.drafts import make_draft
+from tests.trainer.examples import config_for
+from tests.trainer.reviewing import accepted
+from tests.trainer.stored import stored_of
+from trainer.distributed import Ranks
+from trainer.gate import (
+    MIN_TRACES,
+    Comparison,
+    GateDecision,
+    Outcome,
+    Pair,
+    by_prompt,
+    compare,
+    decide,
+    student_t_quantile,
+)
+from trainer.golden import GoldenSet
+from trainer.heldout import HeldOut
+from trainer.shadow import Shadow
 
 
 @pytest.mark.parametrize(
@@ -75,6 +94,31 @@ def test_a_bound_is_wrong_in_one_case_of_twenty(count: int) -> None:
     too_low = sum(one.upper is not None and one.upper < many for one in found) / len(found)
     assert 0.03 < too_high < 0.07
     assert 0.03 < too_low < 0.07
+
+
+def test_answers_to_one_prompt_are_summed() -> None:
+    answers = [(b"p", pair((10, 4), (10, 5))), (b"q", pair((9, 3), (9, 9))), (b"p", pair((30, 10), (32, 16)))]
+    assert by_prompt(answers) == [pair((40, 14), (42, 21)), pair((9, 3), (9, 9))]
+
+
+def test_the_gate_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is a tenth better, on eight answers to each of a few prompts."""
+    held_out = HeldOut(share=0.5, max_traces=100, max_bytes=1e9, max_tenant_share=1.0, seed=0)
+    golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=1.0)
+    incumbent, candidate = make_draft(1), make_draft(2)
+    change = {id(incumbent): 0.0, id(candidate): 0.1}
+    monkeypatch.setattr("trainer.shadow.score", lambda draft, one, _: accepted(1, one.trace_id, change[id(draft)]))
+    config = config_for(tmp_path, tmp_path)
+    shadow = Shadow(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent)
+    found = []
+    for prompt in range(MIN_TRACES):
+        for index in range(8):
+            held_out.keep(stored_of(f"{prompt}-{index}", prompt_hash=b"%d" % prompt))
+        judged = shadow.judge(candidate, incumbent=1)
+        assert judged is not None
+        assert judged.fresh is not None
+        found.append((judged.fresh.num_traces, judged.outcome))
+    assert found == [(1, Outcome.HOLD), (2, Outcome.HOLD), (3, Outcome.HOLD), (4, Outcome.PROMOTE)]
 
 
 def test_one_trace_or_none_bounds_nothing() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,19 @@ from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
-from tests.trainer.reviewing import Pointer, accepted
+from tests.trainer.reviewing import Pointer, accepted, partly_worse
 from tests.trainer.stored import stored_of
+from trainer.anytime import anytime_quantile
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
+from trainer.gate import Pair, compare
 from trainer.metrics import TrainerMetrics
 from trainer.provenance import Stored
-from trainer.review import ACTOR, LOOK_INTERVAL_S, Review
+from trainer.review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
 from trainer.service import Trainer
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
-NUM_TRACES = 60
+NUM_TRACES = 100
 
 
 class Scene:
@@ -41,6 +46,8 @@ class Scene:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.states, self.pointer = root, Lifecycle(root), Pointer()
         self.change: dict[int, float] = {1: 0.0}
+        self.on_prompt: dict[bytes, float] = {}
+        """How much more versions after the first accept of a prompt."""
         self.failure: Exception | None = None
         self.decoded: list[tuple[int, str]] = []
         self.now_s, self._num_sent = 0.0, 0
@@ -69,7 +76,8 @@ class Scene:
 
     def score(self, version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
         self.decoded.append((version, stored.trace_id))
-        return accepted(version, stored.trace_id, self.change[version])
+        on_prompt = self.on_prompt.get(stored.provenance.prompt_hash, 0.0) if version != 1 else 0.0
+        return accepted(version, stored.trace_id, self.change[version] + on_prompt)
 
     def come(self, version: int, *states: State, change: float = 0.0, actor: str = "engine:0") -> None:
         """A version comes into service."""
@@ -135,6 +143,70 @@ def test_good_versions_are_kept_and_then_left_alone(scene: Scene) -> None:
     scene.serve()
     assert len(scene.decoded) == num_decoded
     assert not scene.review.has_work
+
+
+def share_of_verdicts(share: float, loss: float, *, draws: int = 80, traces: int = 100) -> dict[Outcome | None, float]:
+    """Of versions that lose so much on such a share of the traces: what becomes of them, looked at every second one."""
+    counts: Counter[Outcome | None] = Counter()
+    for draw in range(draws):
+        rng, pairs = random.Random(draw), list[Pair]()
+        outcome: Outcome | None = None
+        while outcome is None and len(pairs) < traces:
+            pairs += [partly_worse(rng, share=share, loss=loss) for _ in range(2)]
+            found = compare(pairs, quantile=partial(anytime_quantile, alpha=ALPHA), doubt=DOUBT)
+            outcome = judge(found, epsilon=0.02, is_last=len(pairs) == traces)
+        counts[outcome] += 1
+    return {outcome: count / draws for outcome, count in counts.items()}
+
+
+def test_traces_on_which_both_do_the_same_prove_little_while_they_are_few() -> None:
+    assert share_of_verdicts(0.0, 0.0, draws=1, traces=MIN_KEPT - 2) == {Outcome.UNDECIDED: 1.0}
+    assert share_of_verdicts(0.0, 0.0, draws=1) == {Outcome.KEPT: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("share", "loss", "most_kept"), [(0.2, 0.3, 0.01), (0.1, 0.5, 0.02), (0.05, 0.6, 0.15), (0.2, 0.1, 0.03)]
+)
+def test_a_loss_on_a_part_of_the_traffic_is_not_kept_before_it_shows(
+    share: float, loss: float, most_kept: float
+) -> None:
+    assert share_of_verdicts(share, loss).get(Outcome.KEPT, 0.0) <= most_kept
+
+
+def test_a_gain_on_a_part_of_the_traffic_makes_up_for_a_loss_on_the_rest() -> None:
+    """Just as good, by a fifth of the traces; the four fifths that come first are a little worse."""
+    pairs = [partly_worse(random.Random(one), share=1.0, loss=0.03) for one in range(8)]
+    found = compare(pairs, quantile=partial(anytime_quantile, alpha=ALPHA), doubt=DOUBT)
+    assert found.change == pytest.approx(-0.03)
+    assert judge(found, epsilon=0.02, is_last=False) is None
+
+
+def test_answers_to_one_prompt_count_as_one(scene: Scene) -> None:
+    """A version as good as the other: better on some prompts, worse on others, the worse ones first."""
+    scene.come(2)
+    scene.turn()
+    for group in range(12):
+        prompt_hash = b"%d" % group
+        scene.on_prompt[prompt_hash] = -0.08 if group < 3 else 0.04
+        siblings = [stored_of(f"{group}-{index}", prompt_hash=prompt_hash) for index in range(8)]
+        scene.review.arrived(siblings)
+        for _ in siblings:
+            scene.turn()
+    assert scene.outcomes == []
+    assert len(scene.decoded) == 2 * 4 * 12, "of each prompt a few answers are decoded"
+
+
+def test_the_budget_counts_prompts(scene: Scene) -> None:
+    scene.start(review_traces=6)
+    scene.come(2)
+    scene.turn()
+    scene.turn()
+    for group in range(6):
+        assert scene.outcomes == []
+        scene.review.arrived([stored_of(f"{group}-{index}", prompt_hash=b"%d" % group) for index in range(4)])
+        scene.turn()
+        scene.turn()
+    assert scene.outcomes == [(2, "undecided")]
 
 
 def test_a_version_that_comes_right_after_a_verdict_takes_nothing_over(scene: Scene) -> None:
@@ -268,19 +340,19 @@ def test_a_newer_version_takes_its_place_with_evidence_of_its_own(scene: Scene) 
     assert {version for version, _ in scene.decoded[-10:]} == {3, 2}
 
 
-def test_with_another_incumbent_the_review_begins_anew(scene: Scene) -> None:
-    scene.come(2, State.LIVE, State.PROMOTED)
-    scene.come(3, change=-0.1)
+def test_a_version_whose_incumbent_is_barred_is_compared_with_the_one_before(scene: Scene) -> None:
+    scene.come(2, State.LIVE, State.PROMOTED, change=0.1)
+    scene.start()
+    scene.come(3, change=-0.3)
     scene.turn()
     scene.serve(4)
-    assert {version for version, _ in scene.decoded} == {3, 2}
     scene.states.bar(2, actor="operator:ann", reason="")
     scene.turn()
-    scene.decoded.clear()
+    assert scene.outcomes == []
     scene.serve()
-    assert {version for version, _ in scene.decoded} == {3, 1}
     assert scene.outcomes == [(3, "rolled_back")]
     assert scene.states.history(3)[-1].numbers["incumbent"] == 1
+    assert {version for version, _ in scene.decoded[-4:]} == {3, 1}
 
 
 def test_what_an_engine_rolls_back_is_not_reviewed_further(scene: Scene) -> None:

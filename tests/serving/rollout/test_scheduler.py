@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.rollout.division import Division
-from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.order import ContextAware, Fifo, Order
 from serving.rollout.placement import TOGETHER, dealt
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.work import MAX_SAMPLES, SampleId, State
@@ -57,6 +57,22 @@ def test_whole_groups_in_turn() -> None:
         scheduler.submit(request(name))
     assert names(scheduler.next_for("x", 9, ROOMY)) == ["a0", "a1", "c0", "c1"]
     assert names(scheduler.next_for("y", 9, ROOMY)) == ["b0", "b1"]
+
+
+def test_groups_are_dealt_past_an_engine_that_died_until_it_asks_again() -> None:
+    scheduler = Scheduler(Policy(order=Fifo(), placement=dealt(("x", "y"))))
+    scheduler.engine_lost("x")
+    for name in "abc":
+        scheduler.submit(request(name))
+    assert names(scheduler.next_for("y", 9, ROOMY)) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert scheduler.next_for("x", 9, ROOMY) == []
+    for name in "de":
+        scheduler.submit(request(name))
+    assert names(scheduler.next_for("x", 9, ROOMY)) == ["e0", "e1"]
+    for name in "xy":
+        scheduler.engine_lost(name)
+    scheduler.submit(request("f"))
+    assert "f0" in names(scheduler.next_for("z", 99, ROOMY))
 
 
 def test_a_group_stays_with_the_engine_that_asked_first_until_that_dies() -> None:
@@ -246,3 +262,64 @@ def test_unknown_and_duplicate_names_are_refused() -> None:
 def test_a_divided_sample_cannot_be_kept_with_its_group() -> None:
     with pytest.raises(ValueError, match="divided"):
         Policy(order=Fifo(), placement=TOGETHER, division=Division(chunk_tokens=8))
+
+
+@pytest.mark.parametrize("order", [Fifo(), ContextAware()])
+def test_what_is_urgent_gets_memory_at_the_end_of_a_chunk(order: Order) -> None:
+    scheduler = Scheduler(Policy(order=order, division=Division(chunk_tokens=16)))
+    for number in range(25):
+        scheduler.submit(request(f"small-{number}", samples=16, max_tokens=40 + number))
+    running = scheduler.next_for("x", 100, 2000)
+    assert 10 < len(running) < 100, "memory is short, slots are not"
+    scheduler.submit(request("urgent", samples=1, priority=9, prompt_token_ids=(0,) * 1200, max_tokens=60))
+    stopped = [scheduler.progressed(lease, (0,) * 16) for lease in running].count("stop")
+    assert 10 < stopped < len(running), "as many as have to, and no more"
+    assert names(scheduler.next_for("x", 100 - len(running) + stopped, 2000 - scheduler.promised_tokens("x")))[0] == (
+        "urgent0"
+    )
+    scheduler.check()
+
+
+def test_what_is_not_more_urgent_goes_into_the_gap() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1, max_tokens=100))
+    (first,) = scheduler.next_for("x", 9, 200)
+    scheduler.submit(request("b", samples=1, prompt_token_ids=(0,) * 150))
+    scheduler.submit(request("c", samples=1, max_tokens=20))
+    assert names(scheduler.next_for("x", 8, 170)) == ["c0"]
+    assert scheduler.progressed(first, (0,) * 20) == "go on"
+
+
+def test_nothing_less_urgent_begins_while_memory_is_being_freed() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=3))
+    assert len(scheduler.next_for("x", 9, 300)) == 3
+    scheduler.submit(request("b", samples=1, max_tokens=20))
+    scheduler.submit(request("c", samples=1, priority=9, prompt_token_ids=(0,) * 250))
+    assert scheduler.next_for("x", 6, 210) == [], "b would fit"
+    scheduler.cancel("c")
+    assert names(scheduler.next_for("x", 6, 210)) == ["b0"]
+
+
+def test_what_never_fits_here_stops_nothing_here() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=2, max_tokens=100))
+    (first, _) = scheduler.next_for("x", 2, 200)
+    scheduler.submit(request("b", samples=1, priority=9, prompt_token_ids=(0,) * 500))
+    assert scheduler.progressed(first, (0,) * 20) == "go on"
+    scheduler.submit(request("c", samples=1, max_tokens=20))
+    assert names(scheduler.next_for("x", 1, 120)) == ["c0"]
+    assert names(scheduler.next_for("y", 1, 600)) == ["b0"]
+
+
+def test_tokens_beyond_the_end_of_a_chunk_are_booked() -> None:
+    scheduler = divided(chunk_tokens=20)
+    scheduler.submit(request("a", samples=1, max_tokens=90))
+    (lease,) = scheduler.next_for("x", 1, 90)
+    # 10 of prompt and 20 of the chunk; the last round of it brings 8 more than that, and 20 follow.
+    assert scheduler.progressed(lease, (0,) * 28) == "go on"
+    assert (scheduler.promised_tokens("x"), scheduler._hosts["x"].free_tokens) == (58, 32)
+    assert scheduler.progressed(lease, (0,) * 28) == "go on"
+    assert (scheduler.promised_tokens("x"), scheduler._hosts["x"].free_tokens) == (86, 4)
+    assert scheduler.progressed(lease, (0,) * 24) == "stop", "10 more would be needed"
+    assert scheduler._hosts["x"].free_tokens == 90

@@ -118,16 +118,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         known.extend(tokens)
         return tokens
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), count=st.integers(0, 8))
-    def progress(self, data: st.DataObject, count: int) -> None:
-        """Up to the end of the chunk and no further, and not to the end of the sample, as the interface asks."""
-        lease = self.lease(data)
-        left = lease.max_tokens + lease.num_generated - len(self.reported[lease.sample_id])
-        in_chunk = self.scheduler.sample(lease.sample_id).chunk_end - len(self.reported[lease.sample_id])
-        verdict = self.scheduler.progressed(lease, self.more(lease, min(count, left - 1, in_chunk)))
-        if verdict == "stop":
-            del self.running[lease.sample_id]
+    @rule(count=st.integers(1, 12))
+    def work(self, count: int) -> None:
+        """A round of every engine: beyond the end of a chunk where it ends there, but not to the end of a sample."""
+        for engine in ENGINES:
+            self.ask(engine)
+        for lease in list(self.running.values()):
+            left = lease.max_tokens + lease.num_generated - len(self.reported[lease.sample_id])
+            if self.scheduler.progressed(lease, self.more(lease, min(count, left - 1))) == "stop":
+                del self.running[lease.sample_id]
+            self.everything_is_accounted_for()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 8))
@@ -181,6 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sample.tokens == tokens
             assert (sample.state is State.RUNNING) == (sample_id in self.running)
             assert sample.state.has_ended == (sample_id in self.ended)
+        if self.policy.division is not None:
+            for engine, host in self.scheduler._hosts.items():
+                assert host.free_tokens + self.scheduler.promised_tokens(engine) == MEMORY
 
     def teardown(self) -> None:
         """Whatever happened, one engine that goes on brings everything that has not ended to its end."""

@@ -33,6 +33,8 @@ def _rank(rank: int, folder: str) -> None:
         "different": agreement.all_staged(7 + rank),
         "both": agreement.all_staged(7),
         "first": agreement.first(5 + rank),
+        "all hold": agreement.all(True),
+        "one does not": agreement.all(rank == 0),
         "seconds": costs.seconds(4, 2),
         "unknown": costs.seconds(4, 1),
     }
@@ -51,6 +53,8 @@ def test_two_ranks(tmp_path: Path) -> None:
             "different": False,
             "both": True,
             "first": 5,
+            "all hold": True,
+            "one does not": False,
             "seconds": 0.1,
             "unknown": None,
         }
@@ -63,3 +67,4 @@ def test_alone_every_step_will_do() -> None:
     assert agreement.all_staged(3)
     assert agreement.first(3) == 3
     assert not agreement.all_staged(0)
+    assert [agreement.all(holds) for holds in (True, False)] == [True, False]

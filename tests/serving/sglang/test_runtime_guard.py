@@ -1,0 +1,78 @@
+"""The guard over the target's weights in an SGLang server: on all ranks, and with Redis away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving.sglang.runtime import EngineRuntime
+from speculator.errors import StreamError
+
+
+class Guard:
+    def __init__(self) -> None:
+        self.is_unchanged, self.num_looks, self.num_moves = True, 0, 0
+
+    def look_at_times(self) -> bool:
+        self.num_looks += 1
+        return self.is_unchanged
+
+    def move(self, take: Callable[[], None]) -> None:
+        self.num_moves += 1
+        take()
+
+
+@pytest.fixture
+def runtime() -> Any:
+    """No worker, no draft: the parts that have to do with the guard."""
+    runtime: Any = object.__new__(EngineRuntime)
+    runtime._guard, runtime._is_target_unchanged = Guard(), True
+    runtime._announced = runtime._target_version = 0
+    runtime._is_writer, runtime._capture, runtime.depth = False, None, SimpleNamespace(target_version=0)
+    runtime._recorder = SimpleNamespace(
+        distrust=lambda: runtime.told.append("distrust"), trust=lambda: runtime.told.append("trust")
+    )
+    runtime.told = []
+    return runtime
+
+
+def test_weights_that_changed_on_another_rank_are_no_longer_trusted_here(
+    runtime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = [True, True, False, False]
+    runtime._agreement = SimpleNamespace(first=lambda version: version, all=lambda holds: holds and others.pop(0))
+    found = []
+    for _ in range(4):
+        runtime._agree_on_target()
+        found.append(runtime._is_target_unchanged)
+    assert found == [True, True, False, False]
+    assert runtime.told == ["distrust"]
+    assert len(caplog.records) == 1
+
+
+def test_an_announced_target_is_the_right_one_on_every_rank(runtime: Any) -> None:
+    """Rank 1 finds its weights changed before it hears why."""
+    announced, holds = [0, 3], [False, True]
+    runtime._agreement = SimpleNamespace(first=lambda _: announced.pop(0), all=lambda _: holds.pop(0))
+    runtime._agree_on_target()
+    runtime._follow_target()
+    assert (runtime._guard.num_moves, runtime.told) == (0, ["distrust"])
+    runtime._agree_on_target()
+    for _ in range(2):
+        runtime._follow_target()
+    assert (runtime._guard.num_moves, runtime._target_version, runtime.depth.target_version) == (1, 3, 3)
+    assert runtime.told == ["distrust", "trust"]
+
+
+def test_it_looks_while_redis_is_away(runtime: Any) -> None:
+    def away(_: str) -> int:
+        raise StreamError("away")
+
+    runtime._engine_id, runtime._pointer = "e", SimpleNamespace(depth_limit=away)
+    for _ in range(2):
+        with pytest.raises(StreamError):
+            runtime._status()
+    assert runtime._guard.num_looks == 2
