@@ -28,10 +28,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from speculator.errors import LifecycleError, StoreError
 from speculator.events import Event, EventLog
 from speculator.files import exclusive, shared, sync, write_synced
+
+log = structlog.get_logger(__name__)
 
 Number = float | int | str | bool | None
 
@@ -154,8 +157,10 @@ class Lifecycle:
             if self.state(version) in (State.LIVE, State.PROMOTED):
                 made = self._make(version, State.ROLLED_BACK, actor, reason, dict(numbers or {}))
             made = self._make(version, State.QUARANTINED, actor, reason, dict(numbers or {})) or made
-            with contextlib.suppress(StoreError):
+            try:
                 self._tell(made)
+            except StoreError as error:
+                log.warning("events are not written yet", version=version, error=str(error))
 
     def last_good(self, *, other_than: int | None = None) -> int | None:
         """The version that was promoted last, of those that still are; None where none is. Raises StoreError."""

@@ -150,7 +150,7 @@ def decide(
 
 def _judge(fresh: Comparison, golden: Comparison | None, epsilon: float, golden_epsilon: float) -> tuple[Outcome, str]:
     if fresh.num_traces < MIN_TRACES or fresh.lower is None:
-        return Outcome.HOLD, f"fewer than {MIN_TRACES} held-out traces"
+        return Outcome.HOLD, f"fewer than {MIN_TRACES} prompts are held out"
     if _is_worse(fresh, 0.0):
         return Outcome.REFUSE, "worse on held-out traces"
     if fresh.change <= 0 or fresh.lower <= -epsilon:

@@ -59,14 +59,16 @@ class GoldenSet(KeptTraces):
         self._max_of_tenant = max_tenant_share * max_traces
 
     def wants(self, stored: Stored) -> bool:
-        """There is room, and its domain and tenant have not had their shares. A domain's share leaves as much for the
-        next one that comes: half of the places for the first, a third for the second.
+        """There is room, no other answer to its prompt is here, for answers to one prompt judge as one, and its domain
+        and tenant have not had their shares. A domain's share leaves as much for the next one that comes: half of the
+        places for the first, a third for the second.
         """
         domains = {one.provenance.domain for one in self} | {stored.provenance.domain}
         of_domain = sum(one.provenance.domain == stored.provenance.domain for one in self)
         of_tenant = sum(one.provenance.tenant == stored.provenance.tenant for one in self)
         return (
             len(self) < self._max_traces
+            and stored.provenance.prompt_hash not in {one.provenance.prompt_hash for one in self}
             and of_domain < self._max_traces / (len(domains) + 1)
             and of_tenant < self._max_of_tenant
             and stored.num_bytes + self.num_bytes <= self._max_bytes

@@ -4,8 +4,8 @@
 
 Which texts are held out depends on the text alone: a text that comes again goes the same way, and one that was learnt
 from does not come back as a fresh one while the replay remembers it. Nothing is lost: a trace leaves as soon as the
-pool is full, the oldest first, and before it one of a tenant that has more than its share. The pool is part of the
-trainer's checkpoint.
+pool is full. First leaves one of a tenant that has more than its share, then one that has siblings here, since answers
+to one prompt judge as one, then the oldest. The pool is part of the trainer's checkpoint.
 """
 
 from __future__ import annotations
@@ -44,4 +44,7 @@ class HeldOut(KeptTraces):
     def _next(self) -> bytes:
         tenants = Counter(stored.provenance.tenant for stored in self)
         above = {name for name, count in tenants.items() if len(tenants) > 1 and count > self._max_of_tenant}
-        return next(text for text, stored in self._by_text.items() if not above or stored.provenance.tenant in above)
+        may_leave = [stored.provenance for stored in self if not above or stored.provenance.tenant in above]
+        answers = Counter(provenance.prompt_hash for provenance in may_leave)
+        # Of equals the first, so the oldest.
+        return max(may_leave, key=lambda provenance: answers[provenance.prompt_hash]).text_hash

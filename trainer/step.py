@@ -160,8 +160,10 @@ class Learner:
         self._optimizer.step()
         # AdamW moves every weight alike, and features differ in size by hundreds. Each column of `fc` moves as if its
         # feature were of size 1: else the few largest features decide alone what the draft reads.
-        with torch.no_grad():
-            fusion.copy_(before + (fusion - before) / rms_w.clamp_min(LEAST_FEATURE_RMS * rms_w.mean()))
+        size_w = rms_w.clamp_min(LEAST_FEATURE_RMS * rms_w.mean())
+        if size_w.min() > 0:  # else all features are 0
+            with torch.no_grad():
+                fusion.copy_(before + (fusion - before) / size_w)
         self._average()
 
     def _learning_rate(self) -> float:

@@ -34,6 +34,8 @@ async def serve_until_signal(
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")
     await server.stop()
+    # Or extension modules say at the end of the process that their objects leaked.
+    gc.unfreeze()
     for task in ends:
         task.cancel()
     for task in done:

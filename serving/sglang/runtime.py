@@ -272,7 +272,9 @@ class EngineRuntime:
     def _agree_on_target(self) -> None:
         self._announced = max(self._announced, self._agreement.first(self._announced))
         was_unchanged = self._is_target_unchanged
-        self._is_target_unchanged = self._agreement.all(self._guard.is_unchanged)
+        # A rank that has just heard of a new target takes its weights for the right ones at its next look.
+        is_expected = self._announced > self._target_version
+        self._is_target_unchanged = self._agreement.all(self._guard.is_unchanged or is_expected)
         if was_unchanged and not self._is_target_unchanged:
             log.critical("the target's weights have changed on one rank: the text can no longer be trusted, restart")
             self._distrust_traces()

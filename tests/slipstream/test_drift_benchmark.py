@@ -31,7 +31,7 @@ def test_an_answer_decoded_again_has_the_acceptance_of_its_trace(toy_model: Path
         config_for(toy_model, tmp_path, autocast=False),
     )
     batch = batch_of(answer_traces(toy_model, num_traces=8), learner.draft)
-    for _ in range(60):
+    for _ in range(200):
         learner.step(batch)
     prompts = torch.randint(6, 47, (6, 6), generator=torch.Generator().manual_seed(0)).tolist()
     served = random_draft(toy_model, seed=1, draft_vocab_size=40)

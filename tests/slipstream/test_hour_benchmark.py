@@ -40,7 +40,7 @@ def learner(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Learne
     draft = random_draft(toy_model, seed=1, draft_vocab_size=40, scale=0.2)
     learner = Learner(draft, config_for(toy_model, tmp_path_factory.mktemp("learner"), autocast=False))
     batch = batch_of(answer_traces(toy_model, num_traces=8), learner.draft)
-    for _ in range(60):
+    for _ in range(200):
         learner.step(batch)
     return learner
 

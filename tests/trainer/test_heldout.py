@@ -128,3 +128,22 @@ def test_an_operators_recording_takes_the_place_of_traffic(
         read(Ranks(), target="another")
     with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_GOLDEN"):
         read(Ranks(), draft=make_draft())
+
+
+def test_siblings_leave_before_other_prompts_do() -> None:
+    """A whole group, or two, would otherwise be all that a draft is judged by."""
+    siblings = [stored_of(f"a{number}", prompt_hash=b"a") for number in range(8)]
+    held_out = pool(4, max_tenant_share=1.0)
+    assert fill(held_out, [stored_of("b"), stored_of("c"), *siblings]) == [f"a{number}" for number in range(6)]
+    assert fill(held_out, [stored_of("d"), stored_of("e")]) == ["a6", "b"]
+    assert [one.trace_id for one in held_out] == ["c", "a7", "d", "e"]
+
+
+def test_in_the_golden_set_siblings_take_one_place() -> None:
+    golden = GoldenSet(max_traces=8, max_bytes=MANY, max_tenant_share=1.0)
+    for number in range(4):
+        sibling = stored_of(f"a{number}", prompt_hash=b"a")
+        assert golden.wants(sibling) == (number == 0)
+        if number == 0:
+            golden.keep(sibling)
+    assert golden.wants(stored_of("b"))

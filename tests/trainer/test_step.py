@@ -65,6 +65,15 @@ def test_what_is_learnt_does_not_depend_on_the_size_of_the_features(
     assert (other.draft.fc.weight * sizes_w - learner.draft.fc.weight).abs().mean() < 0.05 * moved_dw.abs().mean()
 
 
+def test_features_that_are_all_zero_do_no_harm(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
+    learner = make_learner(model_dir, tmp_path)
+    batch = batch_of(traces[:2], learner.draft)
+    assert learner.step(batch).applied
+    assert learner.step(dataclasses.replace(batch, aux=torch.zeros_like(batch.aux))).applied
+    assert learner.draft.fc.weight.isfinite().all()
+    assert learner.step(batch).applied
+
+
 def test_a_batch_that_is_not_finite_changes_nothing(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
     learner = make_learner(model_dir, tmp_path)
     good = batch_of(traces[:2], learner.draft)

@@ -22,6 +22,7 @@ class Guard:
 
     def move(self, take: Callable[[], None]) -> None:
         self.num_moves += 1
+        self.is_unchanged = True
         take()
 
 
@@ -54,17 +55,20 @@ def test_weights_that_changed_on_another_rank_are_no_longer_trusted_here(
 
 
 def test_an_announced_target_is_the_right_one_on_every_rank(runtime: Any) -> None:
-    """Rank 1 finds its weights changed before it hears why."""
-    announced, holds = [0, 3], [False, True]
-    runtime._agreement = SimpleNamespace(first=lambda _: announced.pop(0), all=lambda _: holds.pop(0))
+    """Rank 1 finds its weights changed: without a word that is an alarm, and with the word it is over."""
+    announced = [0, 3, 3]
+    runtime._agreement = SimpleNamespace(first=lambda _: announced.pop(0), all=lambda holds: holds)
+    runtime._guard.is_unchanged = False
     runtime._agree_on_target()
     runtime._follow_target()
     assert (runtime._guard.num_moves, runtime.told) == (0, ["distrust"])
     runtime._agree_on_target()
+    assert runtime.told == ["distrust", "trust"]
     for _ in range(2):
         runtime._follow_target()
     assert (runtime._guard.num_moves, runtime._target_version, runtime.depth.target_version) == (1, 3, 3)
-    assert runtime.told == ["distrust", "trust"]
+    runtime._agree_on_target()
+    assert runtime._is_target_unchanged
 
 
 def test_it_looks_while_redis_is_away(runtime: Any) -> None:
