@@ -76,6 +76,8 @@ class Chunk:
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] = ()
+    target_version: int = 0
+    """Of the weights that these tokens are from (`MovesTarget`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

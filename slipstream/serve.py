@@ -16,7 +16,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from serving.forgetting import ErasureWatch
+from serving.forgetting import ErasureWatch, Forget
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.descriptors import make_room
@@ -121,7 +121,17 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         engine.start()
         opened.callback(engine.stop)
         erasures = Erasures(opened.enter_context(connect(options.redis_url)), key)
-        privacy = _privacy(engine, recorder, sharing, erasures, options)
+        targets = TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir, around=guard.move)
+        rewards = RewardStream(opened.enter_context(connect(options.redis_url)), key) if recorder else None
+        app = create_app(
+            engine,
+            settings=settings,
+            registry=registry,
+            drafts=DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint),
+            targets=targets,
+            send_rewards=rewards.append if rewards else None,
+        )
+        privacy = _privacy(app.state.erase, engine, recorder, sharing, erasures, options)
         follower = DraftFollower(
             engine,
             pointer,
@@ -138,34 +148,29 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         registry.register(VerdictCollector(lambda: follower.log))
         follower.start()
         opened.callback(follower.stop)
-        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        targets = TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir, around=guard.move)
-        rewards = RewardStream(opened.enter_context(connect(options.redis_url)), key) if recorder else None
-        app = create_app(
-            engine,
-            settings=settings,
-            registry=registry,
-            drafts=drafts,
-            targets=targets,
-            send_rewards=rewards.append if rewards else None,
-        )
         server = GatewayServer(app, listener, max_connections=settings.max_connections)
         asyncio.run(serve_until_signal(server, model=config.model_name, draft_version=engine.draft_version))
 
 
 def _privacy(
+    erase_rollouts: Forget,
     engine: LocalEngine,
     recorder: TraceRecorder | None,
     sharing: GroupSharing | None,
     erasures: Erasures,
     options: ServeOptions,
 ) -> ErasureWatch:
-    """What the process keeps of its traffic: text for suffix drafts, and traces on their way."""
+    """What the process keeps of its traffic: rollouts, text for suffix drafts, and traces on their way."""
     ttl_s = options.trace_ttl_s
     return ErasureWatch(
         erasures.orders,
         # What still arrives would go into what the engine forgets.
-        [*([sharing.forget] if sharing else []), engine.forget, *([recorder.forget] if recorder else [])],
+        [
+            erase_rollouts,
+            *([sharing.forget] if sharing else []),
+            engine.forget,
+            *([recorder.forget] if recorder else []),
+        ],
         expire=partial(engine.expire, ttl_s) if ttl_s else lambda: None,
     )
 

@@ -32,6 +32,10 @@ class Access(StrEnum):
     """A read-only API key, since what is told names all tenants; everyone where there are no API keys."""
     GENERATE = "generate"
     """An API key that is not read-only, within its limits; everyone where there are no API keys."""
+    QUEUE = "queue"
+    """The same, also while the engine is full: what is asked for waits beside its queue."""
+    OWN = "own"
+    """The same, beyond the key's limits too: what was begun has to be looked after, or it would be cancelled."""
     ADMIN = "admin"
     """The admin key; nobody where there is none."""
 
@@ -43,10 +47,10 @@ ACCESS = {
     "/v1/chat/completions": Access.GENERATE,
     "/v1/completions": Access.GENERATE,
     # What a rollout has said is for the tenant that asked: a key that only reads sees none of it.
-    "/v1/rollouts": Access.GENERATE,
-    "/v1/rollouts/{rollout_id}": Access.GENERATE,
-    "/v1/rollouts/{rollout_id}/samples": Access.GENERATE,
-    "/v1/rollouts/{rollout_id}/rewards": Access.GENERATE,
+    "/v1/rollouts": Access.QUEUE,
+    "/v1/rollouts/{rollout_id}": Access.OWN,
+    "/v1/rollouts/{rollout_id}/samples": Access.OWN,
+    "/v1/rollouts/{rollout_id}/rewards": Access.OWN,
     "/v1/models": Access.READ,
     "/v1/models/{model:path}": Access.READ,
     "/openapi.json": Access.READ,
@@ -133,20 +137,22 @@ class Gate:
                 message = "This names other tenants: a key that `slipstream keys add --read-only` made opens it."
                 raise ApiError(403, message, code="key_is_not_read_only")
             return _nothing
-        if access is Access.GENERATE:
-            return self._admit_generation(request)
+        if access in (Access.GENERATE, Access.QUEUE, Access.OWN):
+            key = self._writing_key_of(request)
+            if access is Access.GENERATE and self._is_full():
+                raise engine_busy()
+            return _nothing if access is Access.OWN else self._quota.take(key)
         raise ApiError(403, "Nobody may reach this: it is not in the gateway's table of access.", code="not_declared")
 
-    def _admit_generation(self, request: Request) -> Callable[[], None]:
+    def _writing_key_of(self, request: Request) -> ApiKey | None:
+        """One that is not read-only, with its tenant noted for the route."""
         key = self._key_of(request)
         if key is not None:
             if key.read_only:
                 raise ApiError(403, "This key may read, and not generate.", code="key_is_read_only")
             exchange = exchange_of(request)
             exchange.tenant, exchange.may_capture = key.tenant, key.capture
-        if self._is_full():
-            raise engine_busy()
-        return self._quota.take(key)
+        return key
 
     def _key_of(self, request: Request) -> ApiKey | None:
         """None where this gateway has no keys; raises ApiError (401, 403)."""

@@ -48,7 +48,8 @@ def create_app(
     send_rewards: SendRewards | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too, and
-    with `targets` the one that moves the target. Rewards of rollouts go to `send_rewards`.
+    with `targets` the one that moves the target. Rewards of rollouts go to `send_rewards`. The app's own `state.erase`
+    drops what it keeps of tenants (`serving.forgetting.Forget`).
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
@@ -62,9 +63,11 @@ def create_app(
         rollout_routes(gateway, book, send_rewards),
         *_admin(drafts, targets, settings, on_moved=book.driver.set_target_version),
     ]
-    return _assemble(
+    app = _assemble(
         routers, engine, gateway.settings, gateway.metrics, registry, drafts, shows_tokens=True, beside=book.running
     )
+    app.state.erase = book.erase
+    return app
 
 
 def create_passthrough_app(

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -176,7 +176,8 @@ class LocalEngine:
         generation = Generation(
             request,
             AnswerText(self._tokenizer, request.stop, begun=_begun(request)),
-            lambda chunk: _hand_over(loop, arrived, chunk),
+            # Called between two moves of the target, by the thread that moves it.
+            lambda chunk: _hand_over(loop, arrived, replace(chunk, target_version=self._target_version)),
             self._target.eos_token_ids,
             capture=self._on_trace is not None and request.policy.capture,
             parent=current(),

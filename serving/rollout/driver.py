@@ -88,7 +88,7 @@ class Driver:
         """The target is a newer one: samples that are too old for it end, and the engines are stopped on them.
 
         Engines have to serve the new target by then: what is begun from now on carries its number. Nothing
-        happens where this is not news.
+        happens where this is not news, as when a chunk has said so before.
         """
         if version > self._scheduler.target_version:
             self._end_all(self._scheduler.announce_target(version))
@@ -231,6 +231,9 @@ class Driver:
 
     def _take(self, lease: Lease, chunk: Chunk) -> bool:
         """Whether the engine shall go on. What a lease says that is over is dropped."""
+        if lease.number in self._live and (too_old := self._scheduler.target_seen(lease, chunk.target_version)):
+            self._end_all(too_old)
+            self.wake()
         if lease.number not in self._live:
             return False
         self._answers[lease.sample_id].add(chunk, lease.engine)
@@ -248,19 +251,23 @@ class Driver:
         return False
 
     def _fail(self, lease: Lease, failure: Exception) -> None:
-        answer = self._answers[lease.sample_id]
-        answer.num_failures += 1
         if isinstance(failure, RequestError):
             self._refuse(lease.sample_id.group_id, str(failure))
         elif isinstance(failure, EngineDeadError) or not self._engines[lease.engine].is_alive:
             self._lose(lease.engine)
-        elif not isinstance(failure, EngineBusyError) and answer.num_failures >= MAX_FAILURES:
+        elif not isinstance(failure, EngineBusyError) and self._has_failed_too_often(lease.sample_id):
             log.error("rollout_sample_failed", error=type_and_place(failure))
             self._refuse(lease.sample_id.group_id, "the engine failed on it again and again")
         else:
             self._resting.add(lease.engine)
             self._scheduler.preempted(lease)
             self._stop(lease.number)
+
+    def _has_failed_too_often(self, sample_id: SampleId) -> bool:
+        """Once more, that is."""
+        answer = self._answers[sample_id]
+        answer.num_failures += 1
+        return answer.num_failures >= MAX_FAILURES
 
     def _refuse(self, group_id: str, why: str) -> None:
         """The samples of a group have one prompt: what one cannot have, none can."""

@@ -11,6 +11,8 @@ from serving.rollout.order import Rank, urgency
 from serving.rollout.work import Sample, SampleId
 
 _LOOKS = 64
+_SPARE = 64
+"""Outdated entries that a heap may have beside as many as it has live ones."""
 
 _Entry = tuple[Rank, int, Sample]
 
@@ -46,6 +48,7 @@ class WaitingQueue:
         if sample.sample_id in self._tickets:
             _, place = self._tickets.pop(sample.sample_id)
             self._counts[place] -= 1
+            self._clear_up(place)
 
     def first(self, engine: str) -> Sample | None:
         """The best that this engine may take; it stays."""
@@ -84,6 +87,17 @@ class WaitingQueue:
 
     def _cleaned(self, place: str | None) -> list[_Entry]:
         heap = self._heaps[place]
-        while heap and self._tickets.get(heap[0][2].sample_id, (-1, None))[0] != heap[0][1]:
+        while heap and not self._is_live(heap[0]):
             heapq.heappop(heap)
         return heap
+
+    def _clear_up(self, place: str | None) -> None:
+        """Samples of groups that have ended would stay for as long as something better waits."""
+        heap = self._heaps[place]
+        if len(heap) > 2 * self._counts[place] + _SPARE:
+            heap[:] = [entry for entry in heap if self._is_live(entry)]
+            heapq.heapify(heap)
+
+    def _is_live(self, entry: _Entry) -> bool:
+        _, ticket, sample = entry
+        return self._tickets.get(sample.sample_id, (-1, None))[0] == ticket

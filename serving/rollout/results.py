@@ -36,7 +36,7 @@ class Answer:
     """The newest that gave it tokens."""
     num_leases: int = 0
     num_failures: int = 0
-    """In a row, without a token between them."""
+    """Of engines that lived and were not busy, without a token between them."""
 
     def add(self, chunk: Chunk, engine: str) -> None:
         self.tokens.extend(chunk.token_ids)

@@ -170,11 +170,23 @@ class Scheduler:
         if version <= self.target_version:
             raise RequestError(f"target version {version} is not newer than {self.target_version}", param="version")
         self.target_version = version
-        old = [sample for sample in self._all_under_way() if is_stale(sample, version)]
-        return [
-            self._end(sample, State.STALE if sample.group.request.when_stale == "return" else State.ABORTED, "stale")
-            for sample in old
-        ]
+        # Which target the first tokens of the others will be of is known when they come (`target_seen`).
+        old = [sample for sample in self._all_under_way() if sample.tokens and is_stale(sample, version)]
+        return [self._end_stale(sample) for sample in old]
+
+    def target_seen(self, lease: Lease, version: int) -> list[Ended]:
+        """The tokens that a lease is about to report are of this target, which may be news: an engine decodes under a
+        new one before anybody has announced it. What is too old by then ends; the lease's own sample too, without them.
+        """
+        sample = self._leases.get(lease.number)
+        if sample is None:
+            return []
+        if not sample.tokens:
+            sample.target_version = max(version, lease.target_version)
+        ended = self.announce_target(version) if version > self.target_version else []
+        if lease.number in self._leases and is_stale(sample, self.target_version):
+            ended.append(self._end_stale(sample))
+        return ended
 
     def expire(self, now_s: float) -> list[Ended]:
         """End what is past its deadline."""
@@ -233,7 +245,7 @@ class Scheduler:
         sample.state, sample.engine = State.RUNNING, engine
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
-        if sample.target_version is None:
+        if sample.target_version is None or not sample.tokens:
             sample.target_version = self.target_version
         if self._policy.placement.keeps_groups:
             self._bind(sample.group, engine)
@@ -311,6 +323,10 @@ class Scheduler:
         sample.state = State.PAUSED if sample.tokens else State.WAITING
         sample.engine = engine
         self._queue.put(sample, self._policy.order.rank(sample))
+
+    def _end_stale(self, sample: Sample) -> Ended:
+        returns = sample.group.request.when_stale == "return"
+        return self._end(sample, State.STALE if returns else State.ABORTED, "stale")
 
     def _end(self, sample: Sample, state: State, reason: EndReason) -> Ended:
         stop = None

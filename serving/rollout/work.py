@@ -86,7 +86,7 @@ class Sample:
     lease: int = 0
     """The number of its newest lease: no other may report."""
     target_version: int | None = None
-    """The newest target when its first token was asked for."""
+    """That of its first tokens; until they come, the newest one when they were asked for."""
 
     @property
     def sample_id(self) -> SampleId:

@@ -19,8 +19,11 @@ import pytest
 from benchmarks.panels import answers, last_time_up, query, questions, recorded, rules, table
 from deploy.grafana.live import LIVE
 from slipstream.scrape import Sample
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.erasures import Erasures
 from speculator.store import DraftStore
+from speculator.stream import TraceStream, connect
 from tests.moved import moved_model
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
 from tests.waiting import url_in, wait_until
@@ -53,7 +56,7 @@ ADMIN_KEY = "xyzzy-canary-of-the-admin-key"
 def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And in the end the target moves."""
+    """And in the end the target moves, and the tenant is erased."""
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_TARGETS_DIR", str(tmp_path / "targets"))
     with EmbeddedRedis(tmp_path / "redis") as redis:
@@ -112,13 +115,17 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
             moved = _metrics(url)
             assert moved.total("slipstream_target_version") == 5
             assert moved.total("slipstream_target_unchanged") == 1
+            rollout = {"id": "r", "model": "toy", "groups": [{"prompt": "question", "max_tokens": 4}]}
+            said = httpx.post(f"{url}/v1/rollouts", json=rollout).text.splitlines()
+            assert json.loads(said[1])["target_version"] == 5
+            assert httpx.get(f"{url}/v1/rollouts/r").status_code == 200
+            with connect(redis.url) as connection:
+                Erasures(connection, model_key(toy_model, target_fingerprint(toy_model))).order("default")
+            wait_until(lambda: httpx.get(f"{url}/v1/rollouts/r").status_code == 410)
 
 
 def _accounted(redis_url: str, store: Path, model: Path) -> int:
     """Traces that the trainer has settled: learnt from, durably."""
-    from speculator.checkpoint import model_key, target_fingerprint
-    from speculator.stream import TraceStream, connect
-
     client = connect(redis_url)
     try:
         key = model_key(model, target_fingerprint(model))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from uuid import uuid4
 
@@ -29,7 +29,7 @@ from serving.rollout.order import ContextAware
 from serving.rollout.results import GroupWork, SampleResult
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import EndReason, State
-from speculator.errors import RequestError
+from speculator.errors import EngineError, RequestError
 
 log = structlog.get_logger(__name__)
 
@@ -37,10 +37,14 @@ _TICK_S = 0.1
 _MAX_FORGOTTEN = 10_000
 """Rollouts of which it is still said that they were forgotten."""
 _RETRY_S = 5
+_ERASURE_S = 10.0
+"""For the event loop to get to it."""
+ENGINE_GRACE_S = 30.0
+"""For an engine to come back, before those who wait for samples are told that none runs."""
 
 
 class RolloutBook:
-    """Owned by the event loop; `running` does what time asks for."""
+    """Owned by the event loop; `running` does what time asks for. Other threads may call `erase`."""
 
     def __init__(
         self,
@@ -58,13 +62,18 @@ class RolloutBook:
         self._forgotten: deque[tuple[str, str]] = deque(maxlen=_MAX_FORGOTTEN)
         self.ended: Counter[EndReason] = Counter()
         """Samples since the start."""
+        self._last_engine_s = clock()
+        """When one was last seen alive."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
         ticking = asyncio.create_task(self._tick_on())
         try:
             yield
         finally:
+            self._loop = None
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
             await self.driver.close()
@@ -74,11 +83,26 @@ class RolloutBook:
         """On the clock of deadlines."""
         return self._clock()
 
+    @property
+    def has_no_engine(self) -> bool:
+        """For longer than one that is started again takes."""
+        return not self.driver.has_engine and self._clock() - self._last_engine_s > ENGINE_GRACE_S
+
     # -- what clients ask for -----------------------------------------------------------------------------------------
 
     @staticmethod
     def new_key() -> str:
         return uuid4().hex
+
+    def check_size(self, num_samples: int, num_tokens: int = 0) -> None:
+        """Raises RequestError for what has never room; the tokens that it may come to hold are known later."""
+        samples, tokens = self._settings.rollout_max_samples, self._settings.rollout_max_tokens
+        if num_samples > samples or num_tokens > tokens:
+            counted = f"{num_samples} samples" + (
+                f" with up to {num_tokens} tokens, prompts included" if num_tokens else ""
+            )
+            message = f"{counted}; at most {samples} and {tokens} tokens here: split the rollout."
+            raise RequestError(message, param="groups", code="rollout_too_large")
 
     def submit(self, tenant: str, rollout_id: str, key: str, groups: dict[str, GroupWork]) -> Rollout:
         """Begin a rollout whose groups are called `key`/name. Raises ApiError (409, 429, 503) or RequestError."""
@@ -116,6 +140,19 @@ class RolloutBook:
         rollout.is_cancelled = rollout.is_cancelled or rollout.ended_s is None
         self.driver.cancel(work.request.group_id for work in rollout.groups.values())
 
+    def erase(self, tenants: Collection[str]) -> None:
+        """For another thread: end and forget all rollouts of these tenants, and return when it is done.
+
+        Raises EngineError where the event loop does not get to it.
+        """
+        loop = self._loop
+        if loop is None:
+            return  # None has been taken in yet, or all are gone.
+        try:
+            asyncio.run_coroutine_threadsafe(self._erase(tenants), loop).result(_ERASURE_S)
+        except TimeoutError:
+            raise EngineError("the gateway has not yet forgotten the rollouts of erased tenants") from None
+
     @contextmanager
     def reading(self, rollout: Rollout) -> Iterator[None]:
         """While a client is connected to its stream."""
@@ -146,6 +183,8 @@ class RolloutBook:
                 log.info("rollout_abandoned", rollout=rollout.key, num_ended=len(rollout.lines))
                 self.cancel(rollout)
         self.driver.tick()
+        if self.driver.has_engine:
+            self._last_engine_s = now_s
 
     async def _tick_on(self) -> None:
         while True:
@@ -168,13 +207,8 @@ class RolloutBook:
 
     def _make_room(self, rollout: Rollout) -> None:
         """Those that ended first go first. Raises ApiError (429), or RequestError for what has never room."""
+        self.check_size(rollout.num_samples, rollout.num_tokens)
         samples, tokens = self._settings.rollout_max_samples, self._settings.rollout_max_tokens
-        if rollout.num_samples > samples or rollout.num_tokens > tokens:
-            message = (
-                f"{rollout.num_samples} samples with up to {rollout.num_tokens} tokens, prompts included; at most "
-                f"{samples} and {tokens} here: split the rollout."
-            )
-            raise RequestError(message, param="groups", code="rollout_too_large")
         known = [*self._rollouts.values()]
         over_samples = sum(one.num_samples for one in known) + rollout.num_samples - samples
         over_tokens = sum(one.num_tokens for one in known) + rollout.num_tokens - tokens
@@ -191,6 +225,13 @@ class RolloutBook:
             raise ApiError(429, message, code="rollouts_full", retry_after_s=_RETRY_S)
         for one in given_up:
             self._forget(one)
+
+    async def _erase(self, tenants: Collection[str]) -> None:
+        for rollout in [one for one in self._rollouts.values() if one.tenant in tenants]:
+            self.cancel(rollout)
+            # Whoever is about to read them gets none.
+            rollout.lines.clear()
+            self._forget(rollout)
 
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.tenant, rollout.rollout_id], self._by_key[rollout.key]

@@ -62,6 +62,8 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
         """Samples come back as they end: lines of JSON, or events where `Accept` asks for `text/event-stream`."""
         body = await read_body(request, RolloutBody, max_bytes=settings.max_body_bytes)
         check_model(gateway.engine.info, body.model)
+        # Before anything is made for each of them.
+        book.check_size(sum(group.num_samples for group in body.groups))
         prompts = await asyncio.to_thread(_tokenised, gateway.engine.tokenizer, body.groups)
         exchange, key = exchange_of(request), book.new_key()
         groups = {

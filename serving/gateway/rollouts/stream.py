@@ -2,7 +2,7 @@
 
 The first object says what the rollout is, each further one is a sample that has ended, and the last one says how it
 stands and from which number a further stream would go on: the number of samples, where all have come. A stream without
-a last object has broken off.
+a last object has broken off, and one that ends with an error may go on later: where no engine runs, for instance.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from serving.gateway.errors import unavailable
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.sse import DONE, EVENTS, LINES, Emit, EventStream
@@ -37,6 +38,8 @@ def streamed(request: Request, book: RolloutBook, rollout: Rollout, *, after: in
                 await emit(framing.frame(described(book, rollout)))
                 while number < len(rollout.lines) or rollout.ended_s is None:
                     if number == len(rollout.lines):
+                        if book.has_no_engine:
+                            raise unavailable("No engine runs: ask for the other samples later.")
                         with suppress(TimeoutError):
                             await asyncio.wait_for(rollout.changed.wait(), SILENCE_S)
                     lines = rollout.lines[number : number + _BLOCK]

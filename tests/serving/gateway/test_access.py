@@ -147,7 +147,7 @@ def expected(access: Access, who: str) -> tuple[int, str] | None:
     if who == "expired":
         return 401, "api_key_expired"
     if who == "reader":
-        return (403, "key_is_read_only") if access is Access.GENERATE else None
+        return (403, "key_is_read_only") if access in (Access.GENERATE, Access.QUEUE, Access.OWN) else None
     if who == "user":
         return (403, "key_is_not_read_only") if access is Access.WATCH else None
     return 401, "invalid_api_key"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from serving.engine import TargetReport
+from serving.engine import EngineHealth, TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts.book import RolloutBook
@@ -411,12 +412,41 @@ def test_a_keys_limits_hold(tmp_path: Path) -> None:
 
     async def with_client(client: httpx.AsyncClient) -> None:
         lines(await client.post(ROLLOUTS, json=body(id="r"), headers=slow))
-        refused = await client.get(f"{ROLLOUTS}/r", headers=slow)
+        refused = await client.post(ROLLOUTS, json=body(), headers=slow)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
         refused = await client.get(f"{ROLLOUTS}/r", headers=reader)
         assert (refused.status_code, error_of(refused)["code"]) == (403, "key_is_read_only")
 
     ask(app_of(DoubleEngine(), keys_file=keys.path), with_client)
+
+
+class FullEngine(DoubleEngine):
+    """Interactive requests fill its queue."""
+
+    def health(self) -> EngineHealth:
+        return replace(super().health(), is_full=True)
+
+
+def test_what_was_begun_is_looked_after_whatever_the_limits_and_the_queue(tmp_path: Path) -> None:
+    keys, sent = KeyFile(tmp_path / "keys.json"), list[object]()
+    engine = FullEngine(hold_at=0)
+    slow = keys.add("slow", requests_per_minute=1, max_concurrent=1)
+    reward = {"rewards": [{"group_id": "0", "sample": 0, "reward": 1.0}]}
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        async with client.stream("POST", ROLLOUTS, json=body(id="r"), headers=slow) as response:
+            await anext(response.aiter_lines())
+            refused = await client.post(CHAT, json={"model": "double", "messages": HELLO}, headers=slow)
+            assert error_of(refused)["code"] == "engine_busy"
+            assert (await client.get(f"{ROLLOUTS}/r", headers=slow)).json()["state"] == "running"
+            engine.release.set()
+            assert len(samples(lines(await client.get(f"{ROLLOUTS}/r/samples", headers=slow)))) == 2
+        for method, path, document in (("POST", "/r/rewards", reward), ("DELETE", "/r", None)):
+            answer = await client.request(method, ROLLOUTS + path, json=document, headers=slow)
+            assert answer.status_code == 200, answer.text
+
+    talk(app_of(engine, keys_file=keys.path, send_rewards=sent.append), with_client)
+    assert len(sent) == 1
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -452,6 +482,8 @@ GROUP = {"prompt": "hello"}
         (body({**GROUP, "tenant": "other"}), "groups[0].tenant", "unknown_parameter"),
         (body(GROUP, stream=True), "stream", "unknown_parameter"),
         (body({**GROUP, "n": MAX_SAMPLES}, {**GROUP, "n": MAX_SAMPLES}), "groups", "rollout_too_large"),
+        # Counted before the prompts are looked at and seeds are drawn.
+        (body(*[{"prompt": "x" * 600, "n": MAX_SAMPLES}] * 2), "groups", "rollout_too_large"),
     ],
 )
 def test_a_bad_rollout_is_refused_by_the_field_at_fault(document: dict[str, Any], param: str, code: str) -> None:
@@ -505,6 +537,41 @@ def test_what_a_dead_engine_had_waits_for_it_and_nothing_new_is_taken() -> None:
             assert len(samples([json.loads(line) async for line in reading if line])) == 2
 
     talk(app_of(engine), with_client)
+
+
+def test_an_erased_tenants_rollouts_end_and_are_forgotten(tmp_path: Path) -> None:
+    keys, engine = KeyFile(tmp_path / "keys.json"), DoubleEngine(hold_at=0)
+    anna, bo = keys.add("anna"), keys.add("bo")
+    app = app_of(engine, keys_file=keys.path)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        async def status(name: str, headers: dict[str, str]) -> int:
+            return (await client.get(f"{ROLLOUTS}/{name}", headers=headers)).status_code
+
+        async with (
+            client.stream("POST", ROLLOUTS, json=body(id="r"), headers=anna) as running,
+            client.stream("POST", ROLLOUTS, json=body(id="r"), headers=bo) as other,
+        ):
+            following = running.aiter_lines(), other.aiter_lines()
+            for each in following:
+                await anext(each)
+            await engine.holding.wait()
+            await asyncio.to_thread(app.state.erase, {"tenant-of-anna"})
+            said = [json.loads(line) async for line in following[0] if line]
+            assert [(one["object"], one["num_ended"]) for one in said] == [("rollout.end", 0)]
+            assert (await status("r", anna), await status("r", bo)) == (410, 200)
+            await eventually(lambda: has_ended(2))
+            engine.release.set()
+            assert len(samples([json.loads(line) async for line in following[1] if line])) == 2
+        lines(await client.post(ROLLOUTS, json=body(id="ended"), headers=anna))
+        await asyncio.to_thread(app.state.erase, {"tenant-of-anna"})
+        assert (await status("ended", anna), await status("r", bo)) == (410, 200)
+
+    async def has_ended(count: int) -> bool:
+        return len(engine.aborted) == count
+
+    talk(app, with_client)
+    app.state.erase({"tenant-of-anna"})
 
 
 # -- rewards --------------------------------------------------------------------------------------------------------

@@ -133,6 +133,9 @@ def test_running_requests_go_on_and_their_traces_end_at_the_change(
         assert trace.header.target_version == 0
         count_old = trace.num_completion_tokens
         assert 0 < count_old < 39
+        # The newest token was not yet read, so the trace has no labels for it.
+        told = [chunk.target_version for chunk in answer.chunks for _ in chunk.token_ids]
+        assert told == [0] * (count_old + 1) + [1] * (39 - count_old)
         assert trace.token_ids[-count_old:].tolist() == answer.token_ids[:count_old] == whole[:count_old]
         wait_until(lambda: len(old.traces) % 3 == 0)
         theirs = next(one for one in old.traces if one.header.request_id == prompt)

@@ -57,6 +57,8 @@ class SeededEngine:
     """Chunks of a stream after which it waits for `release`."""
     failures: list[Exception] = field(default_factory=list)
     """Raised by the next streams instead of an answer."""
+    target_version: int = 0
+    """Of the chunks to come."""
     requests: list[GenerateRequest] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     num_open: int = 0
@@ -100,6 +102,7 @@ class SeededEngine:
                 token_ids=tokens,
                 logprobs=tuple(-token / 1000 for token in tokens),
                 finish_reason=reason if start + CHUNK >= left else None,  # type: ignore[arg-type]
+                target_version=self.target_version,
             )
 
 

@@ -143,6 +143,19 @@ def test_a_busy_engine_is_asked_again_at_the_next_tick() -> None:
     check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
 
 
+def test_being_busy_is_no_failure_of_the_sample() -> None:
+    failures = [*[EngineBusyError("full")] * MAX_FAILURES, *[EngineError("once")] * (MAX_FAILURES - 1)]
+    engine = SeededEngine("x", failures=failures)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        while not results.by_sample:
+            driver.tick()
+            await asyncio.sleep(0)
+
+    check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
+
+
 def test_a_group_that_an_engine_refuses_ends_with_the_reason() -> None:
     engine = SeededEngine("x", failures=[RequestError("token 9999 is unknown", param="prompt")])
 
@@ -194,6 +207,23 @@ def test_a_new_target_ends_what_is_too_old_and_stops_the_engine_on_it() -> None:
     told = {name: (result.state, len(result.tokens), result.target_version) for name, result in results.items()}
     assert (told["a0"], told["b0"]) == ((State.STALE, 3, 0), (State.ABORTED, 0, 0))
     assert (told["c0"][0], told["c0"][2], told["d0"][2]) == (State.FINISHED, 0, 1)
+
+
+def test_a_target_that_moves_before_it_is_announced_mixes_nothing() -> None:
+    engine = SeededEngine("x", num_slots=3, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work(name, samples=1, max_tokens=6, max_staleness=0) for name in ("a", "b")])
+        await until(lambda: engine.num_chunks >= 2)
+        engine.target_version = 1
+        driver.submit([work("c", samples=1, max_tokens=3, max_staleness=0)])
+        engine.release.set()
+        await results.wait_for(3)
+        driver.set_target_version(1)
+
+    results = drive(talk, engine).by_sample
+    told = {name: (result.state, len(result.tokens), result.target_version) for name, result in results.items()}
+    assert told == {"a0": (State.STALE, 3, 0), "b0": (State.STALE, 3, 0), "c0": (State.FINISHED, 3, 1)}
 
 
 def test_a_deadline_ends_what_is_late_with_the_tokens_that_it_has() -> None:

@@ -183,7 +183,8 @@ def test_samples_that_are_too_old_are_returned_or_aborted_as_asked() -> None:
             request(name, samples=1, max_staleness=staleness, when_stale="abort" if name == "b" else "return")
         )
     leases = scheduler.next_for("x", 3, ROOMY)
-    scheduler.progressed(leases[0], (1, 2))
+    for lease in leases:
+        scheduler.progressed(lease, (1, 2))
     assert scheduler.announce_target(1) == []
     scheduler.submit(request("d", samples=1, max_staleness=0))
     ended = {one.sample_id.group_id: one for one in scheduler.announce_target(2)}
@@ -196,6 +197,25 @@ def test_samples_that_are_too_old_are_returned_or_aborted_as_asked() -> None:
     assert scheduler.progressed(leases[0], (3,)) == "stop"
     (fresh,) = scheduler.next_for("x", 1, ROOMY)
     assert (names([fresh]), fresh.target_version) == (["d0"], 2)
+    scheduler.check()
+
+
+def test_a_sample_is_as_old_as_its_first_tokens() -> None:
+    """An engine moves before it is told here: what was asked for under the old target may be of the new one wholly."""
+    scheduler = divided()
+    scheduler.submit(request("a", samples=4, max_staleness=0))
+    old, late, fresh, thrown_out = scheduler.next_for("x", 4, ROOMY)
+    assert scheduler.target_seen(old, 0) == []
+    scheduler.progressed(old, (1,))
+    assert [one.stop for one in scheduler.target_seen(fresh, 1)] == [("x", old.number)]
+    scheduler.progressed(fresh, (1,))
+    assert sample(scheduler, "a2").target_version == 1
+    assert [one.sample_id.number for one in scheduler.target_seen(late, 0)] == [1], "on its way since before the move"
+    assert scheduler.target_seen(late, 0) == scheduler.target_seen(old, 2) == []
+    scheduler.preempted(thrown_out)
+    (again,) = scheduler.next_for("x", 1, ROOMY)
+    assert (names([again]), again.target_version) == (["a3"], 1)
+    assert [one.sample_id.number for one in scheduler.target_seen(fresh, 2)] == [2], "mixed"
     scheduler.check()
 
 
