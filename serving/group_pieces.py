@@ -8,13 +8,16 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from speculator.group_store import GroupKey, Place
 from speculator.group_text import MAX_PIECE_TOKENS, Piece, encode_piece
 from speculator.suffix_index import NEW_TEXT, SuffixIndex
+
+_MAX_TEXTS = 4096
+"""Of a group that never ends. One that grows again after so many others goes on as a new text."""
 
 
 @dataclass(eq=False)
@@ -31,8 +34,9 @@ class FollowedGroup:
     closed: bool = False
     """It has ended, or its tenant was erased: nothing more is published or taken."""
     place: Place = field(default_factory=Place)
-    texts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """By source and text: its handle in the index and the tokens that it has. The decode thread's."""
+    texts: OrderedDict[tuple[int, int], tuple[int, int]] = field(default_factory=OrderedDict)
+    """By source and text, of those that grew last: its handle in the index and the tokens that it has. The decode
+    thread's."""
 
     def take(self, piece: Piece) -> int:
         """Put a piece into the index; the number of tokens that it did not have."""
@@ -45,6 +49,9 @@ class FollowedGroup:
         tokens = piece.tokens[length - piece.start :]  # after an error it may have been written twice
         if tokens:
             self.texts[piece.source, piece.text] = index.append(handle, tokens), length + len(tokens)
+            self.texts.move_to_end((piece.source, piece.text))
+            if len(self.texts) > _MAX_TEXTS:
+                self.texts.popitem(last=False)
         return len(tokens)
 
 

@@ -34,6 +34,9 @@ _INTERVAL_S = 0.1
 _LAST_RETRY_S = 5.0
 _ACTIVE_S = 2.0
 """A group that has committed nothing here for so long is not read until it does again."""
+_ENDED_LASTS_S = 60.0
+"""A group's last samples may come, or go on for a step, after it has ended; later its id may be another group's."""
+_MAX_ENDED = 4096
 _MAX_FOLLOWED = 1024
 _MAX_QUEUED_TOKENS = 262_144
 _MAX_ARRIVED_TOKENS = 65_536
@@ -72,6 +75,7 @@ class GroupSharing:
         self._arrived: deque[tuple[FollowedGroup, Piece]] = deque()
         self._num_arrived = 0
         self._ended: set[GroupKey] = set()
+        self._ended_s: OrderedDict[GroupKey, float] = OrderedDict()
         self._erased_ms: dict[str, int] = {}
         self._closing = threading.Event()
         self._text_numbers = itertools.count()
@@ -83,9 +87,12 @@ class GroupSharing:
     def join(self, key: GroupKey, index: SuffixIndex, context: Sequence[int]) -> Publish:
         """A sample of this group begins here, after the tokens of `context`; what it commits is for `Publish`.
 
-        `index` is the group's. Another one than last time is filled from the beginning.
+        `index` is the group's. Another one than last time is filled from the beginning. A group that has just ended
+        stays so.
         """
         with self._changed:
+            if self._has_ended(key):
+                return _keep_to_ourselves
             group = self._followed.get(key)
             if group is None or group.index() is not index:
                 group = self._followed[key] = FollowedGroup(key, weakref.ref(index))
@@ -120,7 +127,8 @@ class GroupSharing:
     def _publish(self, queued: Queued) -> None:
         with self._changed:
             queued.group.active_s = time.monotonic()
-            if queued.group.closed or not queued.tokens:
+            # One that was pushed out is not closed when it ends.
+            if queued.group.closed or self._has_ended(queued.group.key) or not queued.tokens:
                 return
             if self._closing.is_set() or self._num_queued + len(queued.tokens) > _MAX_QUEUED_TOKENS:
                 self._metrics.count("buffer_full", len(queued.tokens))
@@ -141,6 +149,10 @@ class GroupSharing:
         with self._changed:
             self._close([key])
             self._ended.add(key)
+            self._ended_s[key] = time.monotonic()
+            self._ended_s.move_to_end(key)
+            if len(self._ended_s) > _MAX_ENDED:
+                self._ended_s.popitem(last=False)
             self._changed.notify()
 
     def forget(self, tenants: Collection[str]) -> None:
@@ -163,6 +175,11 @@ class GroupSharing:
             self._metrics.count("closed", self._num_queued)
             self._queue.clear()
             self._num_queued = 0
+
+    def _has_ended(self, key: GroupKey) -> bool:
+        """A moment ago."""
+        ended_s = self._ended_s.get(key)
+        return ended_s is not None and time.monotonic() - ended_s < _ENDED_LASTS_S
 
     def _close(self, keys: Collection[GroupKey]) -> None:
         """Under the lock."""
@@ -235,7 +252,8 @@ class GroupSharing:
         since_ms = now_ms() - int(1000 * self._texts.ttl_s)
         found = []
         for one in queued:
-            if one.group.closed or one.at_ms <= self._erased_ms.get(one.group.key.tenant, -1):
+            key = one.group.key
+            if one.group.closed or self._has_ended(key) or one.at_ms <= self._erased_ms.get(key.tenant, -1):
                 self._metrics.count("ended", len(one.tokens))
             elif one.at_ms < since_ms:
                 self._metrics.count("expired", len(one.tokens))
@@ -274,3 +292,7 @@ class GroupSharing:
         is_new = piece.at_ms > self._erased_ms.get(group.key.tenant, -1)
         is_young = piece.target_version + self._keep_versions >= self._target_version
         return piece.source != group.source and is_new and is_young
+
+
+def _keep_to_ourselves(_: Sequence[int]) -> None:
+    """In place of a `Publish`, for what nobody else is to have."""

@@ -363,6 +363,11 @@ class DraftPointer:
         return _number(self._redis.get(key), key)
 
     @redis_errors
+    def withdraw_announcement(self, process: str) -> None:
+        """Forget what an earlier process of this name was told: the one that starts has its own weights."""
+        self._redis.delete(self._keys.target_version(process))
+
+    @redis_errors
     def depth_limit(self, engine_id: str) -> int | None:
         """The depth last asked of an engine; None where none was."""
         key = self._keys.depth(engine_id)

@@ -8,7 +8,7 @@ drift, or one client that repeats itself could raise an alarm. "Here" is about t
 one text may have a place in each.
 
 When the target moves, drafts are judged by traces of the newest version alone: what was held out of older ones, and the
-golden set, are learnt from, and the next traces take their places.
+golden set, are learnt from, and the next traces take their places. An operator's recording stays, and may veto.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from trainer.priority import priority
 from trainer.provenance import Provenance, Stored
 from trainer.replay import Admission, Replay
 from trainer.source import TraceSource
+
+_MANY_OLDER = 32
+"""Traces of older targets in a row after which we warn; again after twice as many, and so on."""
 
 log = structlog.get_logger()
 
@@ -65,6 +68,7 @@ class Intake:
         self._ranks = ranks
         self.target_version = progress.target_version
         """The newest of which a trace has come to any rank."""
+        self._num_older, self._warn_at = 0, _MANY_OLDER
         self._follow(self.target_version)
         self.domains = DomainNames(config.max_domains, progress.domain_tenants)
         self.drift = DriftMonitor(progress.drift)
@@ -87,6 +91,7 @@ class Intake:
         room = self._replay.room
         new = self._source.read(room, block_ms) if room else []
         self._follow_newest(new)
+        self._notice_older(new)
         arrived = [(stored, self._take(stored)) for stored in new]
         for stored in self._source.take_found():
             self._restore(stored)
@@ -111,17 +116,36 @@ class Intake:
             num_forgotten = self._follow(version)
             log.info("the target has moved", version=version, previous=previous, num_forgotten=num_forgotten)
 
+    def _notice_older(self, arrived: Sequence[Stored]) -> None:
+        """Where whoever trains the target counts from the beginning again, nothing judges drafts any more."""
+        if any(stored.provenance.target_version >= self.target_version for stored in arrived):
+            self._num_older, self._warn_at = 0, _MANY_OLDER
+            return
+        self._num_older += len(arrived)
+        if self._num_older >= self._warn_at:
+            self._warn_at = 2 * self._num_older
+            log.warning(
+                "all traces are of older targets: go on counting where the last run ended, or begin with a new --state",
+                newest_version=self.target_version,
+                last_version=arrived[-1].provenance.target_version,
+                num_traces=self._num_older,
+            )
+
     def _follow(self, version: int) -> int:
         """How many traces are too old to be learnt from."""
         too_old = self._replay.follow_target(version)
         self._source.mark_used(too_old)
-        old = [*self.held_out.forget(lambda one: one.target_version < version)]
-        golden = self.golden.forget(lambda one: one.target_version < version)
-        # An operator's recording judges what it can, and is never learnt from.
-        for stored in [*old, *(golden if self._config.golden is None else ())]:
+        old = self.held_out.forget(lambda one: one.target_version < version)
+        # An operator's recording judges what it can, and is never learnt from; it does not pass for fresh traffic.
+        has_old_recording = self._config.golden is not None and any(
+            stored.provenance.target_version < version for stored in self.golden
+        )
+        if self._config.golden is None:
+            old += self.golden.forget(lambda one: one.target_version < version)
+        for stored in old:
             self._offer(stored)
-        if old or golden:
-            self.held_out.is_young = True
+        if old or has_old_recording:
+            self.held_out.is_young = not has_old_recording
         self._metrics.target_version.set(version)
         return len(too_old)
 
@@ -212,10 +236,13 @@ class Intake:
             self._metrics.observe_drift(name, self.drift.series[name])
 
     def _restore(self, stored: Stored) -> None:
-        """Where it was at the checkpoint."""
-        if stored.trace_id in self._were_golden:
+        """Where it was at the checkpoint; or, where it would judge drafts for a target that has moved, as a new one."""
+        was_kept = stored.trace_id in self._were_golden or stored.trace_id in self._were_held_out
+        if was_kept and stored.provenance.target_version < self.target_version:
+            self._offer(stored)
+        elif stored.trace_id in self._were_golden:
             self.golden.keep(stored)
-        elif stored.trace_id in self._were_held_out:
+        elif was_kept:
             self.held_out.keep(stored)
         else:
             domain = self.domains.name(stored.provenance.domain, stored.provenance.tenant)

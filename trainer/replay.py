@@ -153,8 +153,8 @@ class Replay:
         return Admission.NEW
 
     def restore(self, stored: Stored, *, domain: str, priority: float = 1.0) -> None:
-        """Take a trace that was learnt from before a restart."""
-        if stored.provenance.text_hash not in self._by_text:
+        """Take a trace that was learnt from before a restart, unless it is too old by now."""
+        if self._freshness(stored.provenance) and stored.provenance.text_hash not in self._by_text:
             self._memory.keep(self._place(stored, domain, priority))
             self._make_room()
 

@@ -330,6 +330,9 @@ class LocalEngine:
             swap.report.set_exception(error)
             return
         stall_s = time.perf_counter() - started
+        # Copied on and on, keys of the draft before would outlive it.
+        for generation in [*self._running, *([self._prefilling] if self._prefilling else [])]:
+            generation.lends_pairs = generation.num_pairs_read == 0
         self._planner.renew()
         self.metrics.swaps.labels("installed").inc()
         self.metrics.swap_stall.observe(stall_s)
@@ -407,7 +410,7 @@ class LocalEngine:
         sibling, last = self._running[slot], generation.num_prompt_tokens - 1
         self._runner.move_slot(slot, len(self._running), generation)
         # A pair needs the token after it.
-        generation.num_pairs_read = min(sibling.num_pairs_read, length - 1)
+        generation.num_pairs_read = min(sibling.num_pairs_read, length - 1) if sibling.lends_pairs else 0
         if sibling.request.prompt_token_ids == generation.request.prompt_token_ids:
             generation.topk = [top.before(length) for top in sibling.topk if top.position < length]
         generation.num_prefilled = length
@@ -423,7 +426,8 @@ class LocalEngine:
             return best
         for slot, sibling in enumerate(self._running):
             if sibling.lends_prompt and sibling.request.policy == policy and sibling.capture == generation.capture:
-                best = max(best, (slot, self._common(generation, sibling)), key=lambda found: found[1])
+                found = slot, self._common(generation, sibling)
+                best = max(best, found, key=lambda one: (one[1], self._running[one[0]].lends_pairs))
         return best
 
     def _common(self, generation: Generation, sibling: Generation) -> int:

@@ -73,6 +73,8 @@ class Generation:
     finish_reason: FinishReason | None = None
     lends_prompt: bool = True
     """False once its keys and values are of other weights than the target has: siblings then read for themselves."""
+    lends_pairs: bool = True
+    """False once a draft of other weights has read pairs of it: siblings then have the new one read for themselves."""
     aborted: bool = False
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class Generation:
     def begin_anew(self) -> None:
         """Forget what was read of the prompt."""
         self.num_prefilled = self.num_pairs_read = 0
+        self.lends_pairs = True
         self.topk.clear()
 
     def commit(

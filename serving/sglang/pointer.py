@@ -34,6 +34,9 @@ class LazyPointer:
     def announced_target(self, process: str) -> int | None:
         return self._connected().announced_target(process)
 
+    def withdraw_announcement(self, process: str) -> None:
+        self._connected().withdraw_announcement(process)
+
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         self._connected().report_engine(engine_id, status)
 

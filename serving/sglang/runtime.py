@@ -89,6 +89,8 @@ class EngineRuntime:
         """On all ranks together, each of which guards its share of the weights; as of the last meeting."""
         self._process = f"{socket.gethostname()}:{os.getpid()}"
         self._announced = self._target_version = 0
+        self._is_listening = False
+        """Whether announcements are for this process: a container that starts again often has its old host and pid."""
         num_slots = worker.req_to_token_pool.req_to_token.shape[0]
         self.probe = DraftProbe(
             num_slots=num_slots,
@@ -297,6 +299,10 @@ class EngineRuntime:
         Rank 0 reads the announcement; the others hear of it at a meeting.
         """
         if self._is_writer:
+            if not self._is_listening:
+                # Before the first report, and so before anybody can mean this process.
+                self._pointer.withdraw_announcement(self._process)
+                self._is_listening = True
             self._announced = max(self._announced, self._pointer.announced_target(self._process) or 0)
         announced = self._announced
         if announced > self._target_version:

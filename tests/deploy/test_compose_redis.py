@@ -23,6 +23,7 @@ from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.lineage import ensure_lineage
 from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
 from speculator.removal import Remover
+from speculator.rewards import START, GroupRewards, RewardStream
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, StreamKeys, TraceStream
 from tests.deploy.compose import GPU
@@ -130,6 +131,23 @@ def test_the_engine_reports_and_the_others_read(login: As) -> None:
         assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
     DraftPointer(login("gateway"), MODEL).set_depth("sglang", 2)
     assert DraftPointer(login("engine"), MODEL).depth_limit("sglang") == 2
+
+
+def test_the_gateway_announces_a_target_and_the_engine_hears_of_it(login: As) -> None:
+    DraftPointer(login("gateway"), MODEL).announce_target("host:1", 7)
+    engine = DraftPointer(login("engine"), MODEL)
+    assert engine.announced_target("host:1") == 7
+    engine.withdraw_announcement("host:1")
+    assert engine.announced_target("host:1") is None
+
+
+def test_the_engine_hands_on_rewards_and_the_trainers_user_reads_and_removes_them(login: As) -> None:
+    RewardStream(login("engine"), MODEL).append([GroupRewards(tenant="anna", group_id="g", rewards={0: 1.0})])
+    trainer = RewardStream(login("trainer"), MODEL)
+    assert [group.group_id for group in trainer.read(START, 10)[0]] == ["g"]
+    assert trainer.remove("anna") == 1
+    with pytest.raises(StreamError, match=r"(?i)no permissions"):
+        RewardStream(login("gateway"), MODEL).read(START, 10)
 
 
 def test_the_gateway_does_not_see_traces(login: As) -> None:

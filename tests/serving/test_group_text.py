@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from serving import group_text
+from serving import group_pieces, group_text
 from serving.engine import CapturePolicy
-from serving.group_pieces import now_ms
+from serving.group_pieces import FollowedGroup, now_ms
 from serving.group_text import GroupSharing
 from serving.metrics import GroupTextMetrics
 from speculator.embedded_redis import EmbeddedRedis
@@ -133,6 +134,25 @@ def test_work_between_two_steps_is_bounded(one: Peer, other: Peer, monkeypatch: 
     assert max(steps) <= 512
 
 
+def test_a_group_that_never_ends_remembers_so_many_texts_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_pieces, "_MAX_TEXTS", 3)
+    index = SuffixIndex(1000)
+    group = FollowedGroup(GROUP, weakref.ref(index))
+
+    def take(text: int, start: int, tokens: list[int]) -> int:
+        return group.take(
+            Piece(source=1, text=text, start=start, target_version=0, at_ms=now_ms(), tokens=tokens),
+        )
+
+    for text in range(10):
+        take(text, 0, [text, 50])
+        take(0, 2 + text, [51])
+    assert [text for _, text in group.texts] == [8, 9, 0], "those that grew last"
+    assert take(5, 2, [60, 61, 62]) == 3, "goes on, as a new text"
+    assert [vote.token for vote in index.follow(index.match([60]).places)] == [61, 62]
+    assert len(group.texts) == 3
+
+
 def test_a_group_that_ended_is_gone_everywhere(one: Peer, other: Peer, redis_client: redis.Redis) -> None:
     mine = SuffixIndex(10)
     publish = one.sharing.join(GROUP, mine, TEXT)
@@ -144,6 +164,27 @@ def test_a_group_that_ended_is_gone_everywhere(one: Peer, other: Peer, redis_cli
     wait_until(lambda: other.tokens("published"))
     other.sharing.take()
     assert (one.tokens("published"), len(theirs)) == (len(TEXT), 0)
+
+
+def test_samples_that_come_late_do_not_bring_a_groups_text_back(
+    one: Peer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_text, "_MAX_FOLLOWED", 1)
+    other = GroupKey("anna", "other")
+    goes_on = one.sharing.join(GROUP, SuffixIndex(10), TEXT)
+    of_other = one.sharing.join(other, SuffixIndex(10), TEXT)  # pushes it out
+    wait_until(lambda: one.tokens("published") == 2 * len(TEXT))
+    one.sharing.drop(*GROUP)
+    goes_on([9])
+    one.sharing.join(GROUP, SuffixIndex(10), TEXT)([9])
+    of_other([9])
+    wait_until(lambda: one.tokens("published") == 2 * len(TEXT) + 1)
+    of_other([9])
+    wait_until(lambda: one.tokens("published") == 2 * len(TEXT) + 2)
+    assert not redis_client.exists(StreamKeys(model_key="m").group_text(GROUP.member))
+    monkeypatch.setattr(group_text, "_ENDED_LASTS_S", 0.0)
+    one.sharing.join(GROUP, SuffixIndex(10), TEXT)
+    wait_until(lambda: redis_client.exists(StreamKeys(model_key="m").group_text(GROUP.member)))
 
 
 def test_a_forgotten_tenants_text_is_neither_written_nor_taken(one: Peer, other: Peer) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import redis
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from speculator.codec import encode_trace
 from speculator.store import DraftStore
@@ -42,6 +43,16 @@ def test_traces_of_a_target_that_is_far_away_are_forgotten_and_not_taken() -> No
     assert replay.add(stored_of("late", target_version=0), domain="default") is Admission.OLD_TARGET
     assert replay.add(stored_of("new", target_version=4), domain="default") is Admission.NEW
     assert sorted(replay.members) == ["1", "2", "3"]
+
+
+def test_a_trace_that_is_found_again_too_late_is_not_restored() -> None:
+    """It would have no weight at all in the draw."""
+    replay = replay_of(max_target_lag=2)
+    replay.follow_target(4)
+    replay.restore(stored_of("old", target_version=0), domain="default")
+    assert list(replay.members) == []
+    replay.restore(stored_of("kept", target_version=1), domain="default")
+    assert ids(draw(replay, 1)) == ["kept"]
 
 
 def test_traces_beyond_alpha_are_drawn_less_often() -> None:
@@ -127,6 +138,23 @@ def test_drafts_are_judged_by_the_newest_target_alone(start: Start, stream: Trac
     trainer.close()
 
 
+def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
+    start: Start, stream: TraceStream, traces: list[Trace]
+) -> None:
+    """A checkpoint lists it with what is held out."""
+    trainer = start()
+    send(stream, of_version(traces, 0))
+    trainer.read(block_ms=0)
+    send(stream, of_version(traces[:4], 1))
+    trainer.read(block_ms=0)
+    trainer.checkpoint()
+    trainer.close()
+    again = start()
+    assert versions_of([*again.intake.held_out, *again.intake.golden]) == {1}
+    assert versions_of(again._replay.waiting) == {0}
+    again.close()
+
+
 def test_the_version_is_in_the_manifest_and_survives_a_restart(
     start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,13 +181,40 @@ def test_the_version_is_in_the_manifest_and_survives_a_restart(
     again.close()
 
 
-def test_an_operators_recording_of_another_version_judges_no_more_and_is_not_learnt_from(
+def test_a_count_that_begins_again_is_noticed_and_not_repeated_with_every_trace(
+    start: Start, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.intake._MANY_OLDER", 3)
+
+    def warnings_after(version: int) -> list[int]:
+        send(stream, of_version(traces[:1], version))
+        with capture_logs() as logs:
+            trainer.read(block_ms=0)
+        return [line["num_traces"] for line in logs if line["event"].startswith("all traces are of older targets")]
+
+    trainer = start()
+    assert warnings_after(20) == []
+    assert [warnings_after(version) for version in range(8)] == [[], [], [3], [], [], [6], [], []]
+    assert warnings_after(21) == []
+    assert [warnings_after(version) for version in range(8, 11)] == [[], [], [3]], "in a row"
+    trainer.close()
+
+
+def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_learnt_from(
     start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
-    trainer = start(golden=record(tmp_path / "golden.rec", traces[:2]))
-    assert len(trainer.intake.golden) == 2
+    settings = {"golden": record(tmp_path / "golden.rec", traces[:2])}
+    trainer = start(**settings)
+    recorded = trainer.intake.golden.trace_ids
+    assert len(recorded) == 2
     send(stream, of_version(traces[2:], 1))
     trainer.read(block_ms=0)
-    assert len(trainer.intake.golden) == 0
+    assert trainer.intake.golden.trace_ids == recorded
+    assert not trainer.intake.held_out.is_young, "it does not pass for fresh traffic of this target"
     assert versions_of([*trainer._replay.waiting, *trainer.intake.held_out]) == {1}
+    trainer.step()
+    trainer.checkpoint()
     trainer.close()
+    again = start(**settings)
+    assert (again.intake.target_version, again.intake.golden.trace_ids) == (1, recorded)
+    again.close()

@@ -405,6 +405,35 @@ def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
         torch.testing.assert_close(trace.aux_hidden, other.aux_hidden)
 
 
+def test_a_sample_of_a_group_does_not_draft_from_what_an_old_draft_has_read(model_dir: Path) -> None:
+    """Its proposals are those of the new draft alone, as if it had no sibling."""
+    policy, new = CapturePolicy(group_id="g"), random_draft(model_dir, seed=2)
+
+    async def answer_after_a_swap(harness: Harness) -> None:
+        engine, prompt = harness.engine, "a prompt that an old draft has read"
+        decode = engine._decode
+        # The first sample waits for the others, so that it is there for as long as they run.
+        engine._decode = lambda: decode() if len(engine._running) > 1 else None  # type: ignore[method-assign]
+        first = engine.generate(harness.request(prompt, policy=policy, max_tokens=200))
+        await anext(first)
+        harness.engine.install_draft(2)
+        for seed in range(2):
+            async for _ in engine.generate(harness.request(prompt, request_id=str(seed), policy=policy)):
+                pass
+        await first.aclose()  # type: ignore[attr-defined]
+
+    with toy_engine(model_dir) as harness:
+        harness.drafts[2] = copy.deepcopy(new).to(torch.float64)
+        asyncio.run(answer_after_a_swap(harness))
+        wait_until(lambda: len(harness.traces) == 2)
+    with toy_engine(model_dir, draft=new) as alone:
+        alone.ask(alone.request("a prompt that an old draft has read"))
+        wait_until(lambda: alone.traces)
+    for trace in harness.traces:
+        # Who copies the prompt gets the first token from a round, too.
+        np.testing.assert_array_equal(trace.rounds.draft_tokens[1:], alone.traces[0].rounds.draft_tokens)
+
+
 def test_answers_that_have_ended_leave_nothing(harness: Harness) -> None:
     """Objects are counted, which is exact where memory is not."""
 

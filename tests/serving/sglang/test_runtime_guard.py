@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 
+from serving.sglang.pointer import LazyPointer
 from serving.sglang.runtime import EngineRuntime
 from speculator.errors import StreamError
+from speculator.stream import DraftPointer
 
 
 class Guard:
@@ -32,6 +35,7 @@ def runtime() -> Any:
     runtime: Any = object.__new__(EngineRuntime)
     runtime._guard, runtime._is_target_unchanged = Guard(), True
     runtime._announced = runtime._target_version = 0
+    runtime._is_listening = False
     runtime._is_writer, runtime._capture, runtime.depth = False, None, SimpleNamespace(target_version=0)
     runtime._recorder = SimpleNamespace(
         distrust=lambda: runtime.told.append("distrust"), trust=lambda: runtime.told.append("trust")
@@ -69,6 +73,20 @@ def test_an_announced_target_is_the_right_one_on_every_rank(runtime: Any) -> Non
     assert (runtime._guard.num_moves, runtime._target_version, runtime.depth.target_version) == (1, 3, 3)
     runtime._agree_on_target()
     assert runtime._is_target_unchanged
+
+
+def test_what_was_announced_to_an_earlier_process_of_that_name_is_not_for_this_one(
+    runtime: Any, redis_client: redis.Redis, redis_url: str
+) -> None:
+    """A container that starts again, on the weights of its start."""
+    pointer = DraftPointer(redis_client, "m")
+    runtime._is_writer, runtime._pointer, runtime._process = True, LazyPointer(redis_url, "m"), "host:1"
+    pointer.announce_target("host:1", 7)
+    runtime._follow_target()
+    assert (runtime._guard.num_moves, runtime._target_version) == (0, 0)
+    pointer.announce_target("host:1", 8)
+    runtime._follow_target()
+    assert (runtime._guard.num_moves, runtime._target_version) == (1, 8)
 
 
 def test_it_looks_while_redis_is_away(runtime: Any) -> None:
