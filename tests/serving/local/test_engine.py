@@ -273,9 +273,10 @@ def test_what_was_answered_before_is_proposed_again_to_the_same_tenant_alone(mod
             return len(answer.chunks)
 
         private = rounds("a", capture=False)
-        assert rounds("a") >= private - 5, "a request that opted out left its answer behind"
+        # How much of its own text an answer proposes depends on measured times.
+        assert rounds("a") > 0.75 * private, "a request that opted out left its answer behind"
         assert rounds("a") < private / 2
-        assert rounds("b") >= private - 5
+        assert rounds("b") > 0.75 * private
         wait_until(lambda: len(harness.traces) == 3)
         _, second, _ = (decode_trace(encode_trace(trace)) for trace in harness.traces)
         assert (second.rounds.draft_version == NO_DRAFT).any()
