@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
 from serving.gateway.config import GatewaySettings
-from serving.gateway.metrics import GatewayMetrics, HealthCollector, HeapCollector
+from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.hotswap import SwapLog
@@ -27,6 +27,7 @@ from serving.recorder import RecorderStats
 from serving.sglang.client import EngineReport
 from serving.sglang.collector import SglangCollector
 from serving.speedup import SpeedupMeter
+from speculator.heap import HeapCollector
 from trainer.metrics import TrainerMetrics
 
 PREFIX = "slipstream_"
@@ -219,7 +220,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[GATEWAY].register(HealthCollector(lambda: health))
     registries[GATEWAY].register(RolloutCollector(RolloutBook([], GatewaySettings())))
-    registries[GATEWAY].register(HeapCollector())
+    registries[GATEWAY].register(HeapCollector("slipstream"))
     EngineMetrics(registries[LOCAL])
     GroupTextMetrics(registries[LOCAL])
     recorder = RecorderStats(

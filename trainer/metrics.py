@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
-from speculator.heap import heap
+from speculator.heap import HeapCollector
 from speculator.stream import StreamLag
 from trainer.domains import ALL
 from trainer.drift import AcceptanceSeries
@@ -205,7 +200,7 @@ class TrainerMetrics:
         self.publish_errors = Counter(
             "slipstream_trainer_publish_errors", "Versions that could not be published", registry=registry
         )
-        registry.register(_HeapCollector())
+        registry.register(HeapCollector("slipstream_trainer"))
         self._begin_at_zero()
 
     def serve(self, host: str, port: int) -> None:
@@ -281,24 +276,6 @@ class TrainerMetrics:
         ):
             for label in labels:
                 metric.labels(label)
-
-
-class _HeapCollector(Collector):
-    """This process's memory, told apart; asked when scraped."""
-
-    def collect(self) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily(
-            "slipstream_trainer_heap_bytes",
-            "Memory that the C library's allocator has given out, and that it keeps for later; a leak shows in used",
-            labels=["part"],
-        )
-        if (found := heap()) is not None:
-            for part, num_bytes in found._asdict().items():
-                gauge.add_metric([part], num_bytes)
-        yield gauge
-        yield GaugeMetricFamily(
-            "slipstream_trainer_python_blocks", "Small Python objects that are in use", sys.getallocatedblocks()
-        )
 
 
 def _bounds(found: Comparison) -> list[tuple[str, float]]:

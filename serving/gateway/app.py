@@ -19,7 +19,7 @@ from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
 from serving.gateway.keyring import Keyring
 from serving.gateway.live import Live, live_routes
-from serving.gateway.metrics import GatewayMetrics, HealthCollector, HeapCollector
+from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.openapi import declare_keys
 from serving.gateway.pages import page_routes
 from serving.gateway.passthrough import Passage, passthrough_routes
@@ -31,6 +31,7 @@ from serving.gateway.target import Targets, target_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
 from serving.rollout.engines import InProcessEngine
+from speculator.heap import HeapCollector
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
@@ -123,7 +124,7 @@ def _assemble(
 ) -> FastAPI:
     """`beside` runs while the app is served."""
     registry.register(HealthCollector(host.health))
-    registry.register(HeapCollector())
+    registry.register(HeapCollector("slipstream"))
     live = Live(host, registry, shows_tokens=shows_tokens)
 
     @asynccontextmanager

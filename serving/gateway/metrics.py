@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,7 +10,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
-from speculator.heap import heap
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -66,21 +64,3 @@ class HealthCollector(Collector):
         yield GaugeMetricFamily("slipstream_engine_up", "1 while the engine takes requests", up)
         yield GaugeMetricFamily("slipstream_requests_running", "Requests that the engine decodes", health.num_running)
         yield GaugeMetricFamily("slipstream_requests_waiting", "Requests that wait for it", health.num_waiting)
-
-
-class HeapCollector(Collector):
-    """This process's memory, told apart; asked when scraped."""
-
-    def collect(self) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily(
-            "slipstream_heap_bytes",
-            "Memory that the C library's allocator has given out, and that it keeps for later; a leak shows in used",
-            labels=["part"],
-        )
-        if (found := heap()) is not None:
-            for part, num_bytes in found._asdict().items():
-                gauge.add_metric([part], num_bytes)
-        yield gauge
-        yield GaugeMetricFamily(
-            "slipstream_python_blocks", "Small Python objects that are in use", sys.getallocatedblocks()
-        )
