@@ -17,6 +17,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Imported before any group exists: its functions keep the group of that moment as a default argument. The first step of
+# an optimiser imports it too, and the group would never end: its threads abort the process on the way out, at times.
+import torch.distributed.nn
 from torch import Tensor
 
 from speculator.errors import ConfigError, StoreError

@@ -183,8 +183,9 @@ def main(model_dir: Path, folder: Path, redis_url: str) -> None:
     safetensors.torch.save_file(learner.state(), folder / f"uneven-{ranks.rank}.safetensors")
     seen["trainer"] = trainers({"redis_url": redis_url}, model_dir, folder, ranks)
     seen["reviewed"] = reviewed(folder, ranks)
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.close()
+    seen["threads"] = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

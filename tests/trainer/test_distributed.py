@@ -97,6 +97,12 @@ def test_every_rank_hears_the_same(run: Run) -> None:
     assert (first["refused"], second["refused"]) == ("ConfigError", "StoreError")
 
 
+def test_a_closed_group_leaves_no_thread_behind(run: Run) -> None:
+    """A thread of gloo that outlives the group aborts the process while Python ends, one time in several."""
+    for seen in run.seen:
+        assert not [name for name in seen["threads"] if "gloo" in name]
+
+
 def test_two_ranks_take_the_step_of_one_process_with_both_batches(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """Uneven shares and all three kinds of terms: every mean is over what both ranks have."""
     learner = new_learner(model_dir, tmp_path)
