@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.options import finite
 from slipstream.terminal import counting, say
 from speculator.errors import ConfigError
 
@@ -30,7 +31,7 @@ def rollout(
     logprobs: Annotated[bool, typer.Option(help="Have samples say how likely their tokens were.")] = True,
     out: Annotated[Path | None, typer.Option(help="Write the samples here; default: standard output.")] = None,
     retry_s: Annotated[
-        float, typer.Option(min=0, help="How long to try when the server does not answer any more.")
+        float, typer.Option(min=0, callback=finite, help="How long to try when the server does not answer any more.")
     ] = 60,
 ) -> None:
     """Send a file of groups to a running server, and write finished samples as lines of JSON, as they end.

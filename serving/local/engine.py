@@ -375,6 +375,7 @@ class LocalEngine:
             try:
                 if self._suffixes is not None:
                     errand(self._suffixes)
+                    self.metrics.suffix_tokens.set(self._suffixes.num_tokens)
             finally:
                 done.set_result(None)
 

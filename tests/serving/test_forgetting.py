@@ -137,6 +137,7 @@ def test_a_running_engine_forgets_between_two_steps(harness: Harness, busy: bool
     harness.ask(harness.request("abc", policy=policy))
     engine.expire(0.0)
     assert not engine._suffixes._tenants
+    assert harness.metric("slipstream_suffix_tokens") == 0
 
 
 def test_an_order_covers_the_answers_under_way(harness: Harness) -> None:

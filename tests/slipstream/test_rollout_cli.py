@@ -158,6 +158,7 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
         bad.write_bytes(content.encode("latin-1"))
         assert words in refused("rollout", bad)
     assert "cannot be read" in refused("rollout", tmp_path / "none")
+    assert "--retry-s" in refused("rollout", groups, "--retry-s", "inf")
     assert "nothing answers" in refused("rollout", groups, "--url", "http://127.0.0.1:1")
     assert "is no address" in refused("rollout", groups, "--url", "http://127.0.0.1:x")
     with served(DoubleEngine()) as url:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from serving.rollout.drafting import MAX_DEPTH, Claim, best_depth, committed_tokens, depth_by_length, share
+from serving.rollout.drafting import MAX_DEPTH, Claim, best_depth, committed_tokens, depth_by_length
 
 
 def test_committed_tokens_are_a_geometric_sum() -> None:
@@ -41,24 +39,3 @@ def test_nobody_who_may_draft_means_depth_0() -> None:
 def test_short_samples_draft_nothing_and_long_ones_the_most() -> None:
     depths = [depth_by_length(remaining, short=64, long=256) for remaining in (10, 64, 160, 256, 1000)]
     assert depths == [0, 0, 4, 8, 8]
-
-
-def test_a_total_goes_where_it_earns_the_most() -> None:
-    # α^k: 0.9 0.81 0.73 0.66 0.59 | 0.6 0.36
-    assert share([Claim(acceptance=0.9), Claim(acceptance=0.6)], 6) == [5, 1]
-    assert share([Claim(acceptance=0.9, most=2), Claim(acceptance=0.6)], 6) == [2, 4]
-
-
-def test_high_priority_is_served_first() -> None:
-    claims = [Claim(acceptance=0.9), Claim(acceptance=0.3, is_high=True, most=3)]
-    assert share(claims, 4) == [1, 3]
-
-
-@given(
-    st.lists(st.builds(Claim, acceptance=st.floats(0, 1), most=st.integers(0, 8), is_high=st.booleans()), max_size=9),
-    st.integers(0, 80),
-)
-def test_a_share_is_within_its_bounds_and_leaves_nothing_that_could_be_used(claims: list[Claim], total: int) -> None:
-    depths = share(claims, total)
-    assert all(0 <= depth <= claim.most for depth, claim in zip(depths, claims, strict=True))
-    assert sum(depths) == min(total, sum(claim.most for claim in claims))
