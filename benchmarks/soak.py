@@ -11,7 +11,8 @@ of stream and replay are small, so that both are full long before sampling begin
 stopped growing. The first half of the time is left out for that.
 
 Sampled every second or two: of each process the resident memory, descriptors and threads, and what it says of its own
-memory; pending and undelivered entries and the memory of Redis; by stretches of ten seconds the latency's median and
+memory; pending and undelivered entries; the memory of Redis, without the stream of traces, which is trimmed by whole
+blocks and so goes up and down below its cap; by stretches of ten seconds the latency's median and
 99th percentile. Each series gets a slope an hour with a 95% interval (benchmarks/slopes.py). It is flat where the
 interval reaches down to the tolerance, which is a tenth of a percent of the level for memory and objects, and nothing
 for everything else.
@@ -52,7 +53,7 @@ from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.store import DraftStore
-from speculator.stream import TraceStream, connect
+from speculator.stream import StreamKeys, TraceStream, connect
 from tests.toy import make_toy_model
 from trainer.config import ENV_PREFIX
 
@@ -195,9 +196,10 @@ class Running:
 class Sampler:
     """Looks at the processes, at Redis and at both services' metrics."""
 
-    def __init__(self, running: Running, stream: TraceStream, redis: Any, *, rate: float) -> None:
+    def __init__(self, running: Running, stream: TraceStream, redis: Any, traces: str, *, rate: float) -> None:
+        """`traces` is the key of the stream in Redis."""
         self._processes = {name: psutil.Process(pid) for name, pid in running.pids.items()}
-        self._stream, self._redis, self._running = stream, redis, running
+        self._stream, self._redis, self._traces, self._running = stream, redis, traces, running
         self._http = httpx.Client(timeout=10, trust_env=False)
         self._entries = Series(tolerated=_LEAKING_SHARE * 3600 * rate)
         self.series: dict[str, Series] = {}
@@ -217,7 +219,10 @@ class Sampler:
         lag = self._stream.lag()
         self._add("stream entries pending", at_s, lag.pending, self._entries)
         self._add("stream entries undelivered", at_s, lag.undelivered, self._entries)
-        self._add("Redis used memory", at_s, self._redis.info("memory")["used_memory"], _MEMORY)
+        used = self._redis.info("memory")["used_memory"]
+        traces = self._redis.memory_usage(self._traces, samples=0)
+        self._add("Redis memory, the stream of traces", at_s, traces, _RESIDENT)
+        self._add("Redis memory, all else", at_s, used - traces, _MEMORY)
         self.metrics = self._scraped(self._running.url, at_s)
         trainer = self._scraped(self._running.trainer_url, at_s)
         self._add("traces waiting for Redis", at_s, self.metrics.total("slipstream_traces_pending"))
@@ -319,7 +324,8 @@ def main() -> None:
         client = opened.enter_context(connect(running.redis_url))
         key = model_key(model_dir, target_fingerprint(model_dir))
         stream = TraceStream(client, key, max_bytes=STREAM_BYTES, consumer="soak")
-        sampler = Sampler(running, stream, client, rate=arguments.rate)
+        traces = StreamKeys(model_key=key).ledger.traces
+        sampler = Sampler(running, stream, client, traces, rate=arguments.rate)
         load = Load(running.url, arguments.model, arguments.rate, arguments.max_tokens)
         asyncio.run(observe(load, sampler, duration_s, every_s=1.0 if arguments.quick else 2.0))
         versions = DraftStore(folder / "drafts").latest() or 0
