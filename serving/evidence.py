@@ -119,6 +119,11 @@ class Evidence:
         variance = sum(accepted * accepted * times for accepted, times in self._accepted.items()) / num - mean * mean
         return math.sqrt(max(variance, 0.0) / num) / (1 + mean)
 
+    def accept_length(self) -> float | None:
+        """Tokens a verification, bonus included; None before the first."""
+        num = len(self.verifications)
+        return 1 + sum(accepted * times for accepted, times in self._accepted.items()) / num if num else None
+
     def pool(self, older: Evidence) -> None:
         """Put another version's verifications before these. Times are not pooled: they are those of another hour."""
         both = [*older.verifications, *self.verifications]

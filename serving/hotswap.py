@@ -5,13 +5,14 @@ service and asks again with growing pauses, while a version on trial is judged a
 
 A published version goes its way (states as in speculator/lifecycle.py):
 
-    waits until the version in service is known well enough (serving/watch.py)
-    installed ─▶ live, on trial ─▶ promoted
+    waits until the version in service is known well enough (serving/watch.py), and this engine may try it (turn.py)
+    installed ─▶ live, on trial ─▶ kept ─▶ promoted, once it is confirmed for all engines; alone, at once
                                └─▶ the version before is installed again ─▶ rolled back, quarantined, pointer moved
 
 One that is published meanwhile waits for the verdict. A version that the operator has pinned, or that is promoted
 already, is taken at once and not tried; a version that is barred while it is in service is left at once. A version
-whose file is refused is quarantined, remembered and not tried again.
+whose file is refused is quarantined, remembered and not tried again. An engine that may not try the desired version
+takes the one that was promoted last, if it has missed that.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.engine import SwapReport
+from serving.turn import Place, Turn
 from serving.versions import VersionRecord
 from serving.watch import LiveWatch, Outcome, Verdict
 from speculator.errors import DraftError, EngineBusyError, EngineError, StoreError, StreamError
+from speculator.fleet import ChangesSpread
 from speculator.lifecycle import Lifecycle
 from speculator.spans import span
+from speculator.waves import EngineView
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,10 @@ class SwapLog:
     last_verdict: str = ""
     watched: int = 0
     """The version on trial; 0 where none is."""
+    role: str = ""
+    """canary, wave N, waiting, settled; empty where engines do not wait for each other."""
+    accept_length: float | None = None
+    """Tokens a verification of the version in service, lately."""
 
     def add(self, report: SwapReport) -> None:
         self.num_installed += 1
@@ -90,7 +98,8 @@ class DraftFollower:
     """Drives one engine towards the pointer's version.
 
     `on_swap` is told of each swap; `status` adds to what the engine reports. Without a `watch` every version is taken
-    as it comes; without a `lifecycle` its state is not asked for and not written.
+    as it comes; without a `lifecycle` its state is not asked for and not written; without a `fleet` this engine tries
+    versions whatever others do.
     """
 
     def __init__(
@@ -104,14 +113,21 @@ class DraftFollower:
         status: Callable[[], Mapping[str, str | int | float]] = dict,
         watch: LiveWatch | None = None,
         lifecycle: Lifecycle | None = None,
+        fleet: ChangesSpread | None = None,
     ) -> None:
         self._engine, self._pointer, self._engine_id = engine, pointer, engine_id
         self._poll_s, self._on_swap, self._status = poll_s, on_swap, status
         self._watch, self._record = watch, VersionRecord(lifecycle, pointer, engine_id=engine_id)
+        self._turn: Turn | None = None
+        if fleet is not None and watch is not None:
+            look_s = _REPORT_EVERY_POLLS * poll_s
+            self._turn = Turn(fleet, self._record, engine_id=engine_id, look_s=look_s)
         self._pinned: int | None = None
         self._incumbent = engine.draft_version
         self._verdict: Verdict | None = None
         """A rollback that has been decided and not yet been carried out."""
+        self._kept: Verdict | None = None
+        """Why this engine keeps the version that it has a place for."""
         self._turned_away: set[int] = set()
         self._reported_s: float | None = None
         self._stop = threading.Event()
@@ -144,10 +160,13 @@ class DraftFollower:
             self._record.flush()
             self._look_at_trial()
             self._leave_barred()
+            self._look_at_place()
             self._pinned = self._pointer.pinned()
             desired = self._pointer.desired()
-            if desired is not None and desired != self._engine.draft_version and desired not in self.log.refused:
+            if desired not in (None, self._engine.draft_version) and desired not in self.log.refused:
                 self._towards(desired)
+            elif self._turn is not None:
+                self._turn.wants = 0
         finally:
             # Also where it came to nothing: an engine that falls silent would pass for dead.
             self._report()
@@ -170,11 +189,59 @@ class DraftFollower:
         if verdict.outcome is Outcome.PROMOTED:
             watch.settle(verdict)
             self.log.end_trial(version, "promoted", verdict.reason)
-            self._record.promoted(version, verdict.reason, verdict.numbers)
-            log.info("draft version %d promoted: %s, %s", version, verdict.reason, verdict.numbers)
+            self._keep(version, verdict)
+            log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
         elif verdict.outcome is Outcome.ROLLED_BACK:
             self._verdict = verdict
             self._roll_back(watch, version, verdict)
+
+    def _keep(self, version: int, verdict: Verdict) -> None:
+        if self._turn is not None and self._turn.place == version:
+            self._kept = verdict
+            self._turn.kept()
+        else:
+            self._record.promoted(version, verdict.reason, verdict.numbers)
+
+    def _look_at_place(self) -> None:
+        """A place ends when the version is confirmed for all engines, and when it is given on to another."""
+        turn = self._turn
+        if turn is None or not turn.place:
+            return
+        version = turn.place
+        place = turn.look(self._view())
+        if self._engine.draft_version != version:
+            if place is Place.LOST:
+                self._give_up_place()
+        elif place is Place.CONFIRMED or (place is Place.LOST and self._record.is_promoted(version)):
+            self._confirmed(version, turn)
+        elif place is Place.LOST:
+            self._go_back(version, "its place is another's")
+
+    def _confirmed(self, version: int, turn: Turn) -> None:
+        kept, could = turn.engines
+        verdict = self._kept
+        reason = "in service on every engine that is ready" if verdict is None else verdict.reason
+        numbers = {} if verdict is None else verdict.numbers
+        self._record.promoted(version, reason, {**numbers, "engines": could, "engines_that_kept_it": kept})
+        self._give_up_place()
+        log.info("draft version %d promoted: %s; %d of %d engines kept it", version, reason, kept, could)
+
+    def _give_up_place(self) -> None:
+        self._kept = None
+        if self._turn is not None:
+            self._turn.give_up()
+
+    def _go_back(self, version: int, why: str) -> bool:
+        """From a version that this engine may not run any more; False where no other can be installed."""
+        good = self._fallback(version)
+        if good is None or not self._install(good):
+            return False
+        if self._watch is not None and self._watch.watched == version and good == self._incumbent:
+            self._withdraw(why)
+            self._watch.give_up()
+        else:
+            self._taken(good, why)
+        return True
 
     def _roll_back(self, watch: LiveWatch, version: int, verdict: Verdict) -> None:
         good = self._fallback(version)
@@ -188,6 +255,7 @@ class DraftFollower:
         else:
             watch.restart(good)
         self.log.end_trial(version, "rolled_back", verdict.reason)
+        self._give_up_place()
         self._record.barred(version, good, verdict.reason, {**verdict.numbers, "back_to": good})
 
     def _look_back(self, watch: LiveWatch) -> None:
@@ -203,16 +271,8 @@ class DraftFollower:
         version = self._engine.draft_version
         if not self._record.is_barred(version):
             return
-        good = self._fallback(version)
-        if good is None:
-            return
-        if self._install(good):
-            if self._watch is not None and self._watch.watched == version and good == self._incumbent:
-                self._withdraw("barred while on trial")
-                self._watch.give_up()
-            else:
-                self._taken(good, "barred while in service")
-            self._record.barred(version, good, "barred while in service")
+        if self._go_back(version, "barred while in service"):
+            self._record.barred(version, self._engine.draft_version, "barred while in service")
 
     def _towards(self, desired: int) -> None:
         if not self._record.may_serve(desired):
@@ -225,7 +285,41 @@ class DraftFollower:
             return
         watch.expect()
         if watch.watched is None and watch.is_ready():
-            self._try_out(watch, desired)
+            version = self._may_try(desired)
+            if version:
+                self._try_out(watch, version)
+                return
+        self._catch_up(desired)
+
+    def _may_try(self, desired: int) -> int:
+        """The version whose turn it is here, which may be one from before the desired one; 0 where none is."""
+        turn = self._turn
+        if turn is None:
+            return desired
+        if turn.place == self._engine.draft_version or not turn.is_due:
+            return 0
+        version = turn.place or turn.ask(desired, self._view())
+        return 0 if version in self.log.refused else version
+
+    def _catch_up(self, desired: int) -> None:
+        """What other engines have confirmed, while this one was away or had no traffic, is taken without a trial."""
+        in_service = self._engine.draft_version
+        if self._turn is None or self._turn.place or not self._is_report_due:
+            return
+        if not self._record.is_promoted(in_service):
+            return
+        good = self._record.last_good(other_than=desired)
+        if good not in (None, in_service) and good not in self.log.refused and self._install(good):
+            self._taken(good, f"version {good} taken in its place")
+
+    def _view(self) -> EngineView:
+        assert self._watch is not None
+        return EngineView(
+            draft=self._engine.draft_version,
+            target=self._watch.target_version,
+            wants=0 if self._turn is None else self._turn.wants,
+            verifications=self._watch.trial_verifications,
+        )
 
     def _turn_away(self, version: int) -> None:
         """Barred, and whoever barred it has perhaps not come to the pointer; or nobody has verified it yet."""
@@ -251,11 +345,15 @@ class DraftFollower:
             watch.begin(version)
             self.log.watched = version
             self._record.live(version)
+        else:
+            self._give_up_place()
 
     def _withdraw(self, why: str) -> None:
         if self.log.watched:
             self._verdict = None
             self.log.end_trial(self.log.watched, "withdrawn", why)
+        # Also where the trial has ended well: the verdict was about another target, or another has the place.
+        self._give_up_place()
 
     def _fallback(self, bad: int) -> int | None:
         """The version before, else the last good one."""
@@ -267,8 +365,7 @@ class DraftFollower:
 
     def _report(self) -> None:
         """Tell what is in service: at once after an attempt to change it, now and then otherwise."""
-        now_s = time.monotonic()
-        if self._reported_s is not None and now_s - self._reported_s < _REPORT_EVERY_POLLS * self._poll_s:
+        if not self._is_report_due:
             return
         self._pointer.report_engine(
             self._engine_id,
@@ -279,7 +376,12 @@ class DraftFollower:
                 **self._status(),
             },
         )
-        self._reported_s = now_s
+        self._reported_s = time.monotonic()
+
+    @property
+    def _is_report_due(self) -> bool:
+        reported_s, every_s = self._reported_s, _REPORT_EVERY_POLLS * self._poll_s
+        return reported_s is None or time.monotonic() - reported_s >= every_s
 
     def _watch_status(self) -> dict[str, str | int | float]:
         status: dict[str, str | int | float] = {
@@ -289,6 +391,17 @@ class DraftFollower:
         }
         if self._watch is not None:
             status["baseline_verifications"] = self._watch.baseline_verifications
+            self.log.accept_length = self._watch.accept_length
+            if self.log.accept_length is not None:
+                status["draft_accept_length"] = round(self.log.accept_length, 4)
+        if self._turn is not None:
+            self.log.role, view = self._turn.role, self._view()
+            status |= {
+                "role": self.log.role,
+                "wants": view.wants,
+                "trial_verifications": view.verifications,
+                "trial_target": view.target,
+            }
         return status
 
     def _install(self, version: int) -> bool:

@@ -315,8 +315,10 @@ def estimated_speedup_gauge(ratio: float | None, model: str) -> GaugeMetricFamil
     return gauge
 
 
-def verdict_metrics(verdicts: Mapping[str, int], watched: int | None) -> Iterator[Metric]:
-    """How trials of draft versions ended, and which version is on trial now."""
+def verdict_metrics(
+    verdicts: Mapping[str, int], watched: int | None, role: str, accept_length: float | None
+) -> Iterator[Metric]:
+    """How trials of draft versions ended, which version is on trial now, and this engine's part in it."""
     counts = CounterMetricFamily(
         "slipstream_draft_verdicts",
         "Draft versions by how their trial ended: promoted, rolled_back, withdrawn",
@@ -328,6 +330,19 @@ def verdict_metrics(verdicts: Mapping[str, int], watched: int | None) -> Iterato
     yield GaugeMetricFamily(
         "slipstream_watched_draft_version", "Draft version on trial; 0 where none is", value=watched
     )
+    roles = GaugeMetricFamily(
+        "slipstream_engine_role",
+        "1 for this engine's part in how a draft version spreads: canary, wave N, waiting for its turn, settled",
+        labels=["role"],
+    )
+    if role:
+        roles.add_metric([role], 1)
+    yield roles
+    yield GaugeMetricFamily(
+        "slipstream_draft_accept_length",
+        "Tokens a verification of the draft version in service on this engine, over the last 15,000 at most",
+        value=accept_length,
+    )
 
 
 class VerdictCollector(Collector):
@@ -338,4 +353,4 @@ class VerdictCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         log = self._log()
-        yield from verdict_metrics(log.verdicts, log.watched)
+        yield from verdict_metrics(log.verdicts, log.watched, log.role, log.accept_length)

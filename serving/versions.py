@@ -41,6 +41,10 @@ class VersionRecord:
         """Raises StoreError."""
         return self._lifecycle is not None and self._lifecycle.state(version) is State.PROMOTED
 
+    def is_on_trial(self, version: int) -> bool:
+        """Whether it may serve and nothing confirms it yet. Raises StoreError."""
+        return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE - {State.PROMOTED}
+
     def is_barred(self, version: int) -> bool:
         """False also where the store cannot be read: what is in service then stays."""
         try:

@@ -138,6 +138,21 @@ class LiveWatch:
     def baseline_verifications(self) -> int:
         return len(self._baseline.verifications)
 
+    @property
+    def trial_verifications(self) -> int:
+        return 0 if self._trial is None else self._trial.evidence.num_own
+
+    @property
+    def target_version(self) -> int:
+        """Of the target whose rounds are counted."""
+        return self._target_version
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens a verification of the version in service, over the last ones that it earned; None before the first."""
+        evidence = self._baseline if self._trial is None else self._trial.evidence
+        return evidence.accept_length()
+
     def restart(self, version: int) -> None:
         """Another version is in service without a trial: whatever was known is of no use."""
         self._trial = self._returned = self._waiting_since_s = None

@@ -10,7 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from speculator.difference import Difference
-    from speculator.overview import Details, DraftRow, Overview
+    from speculator.overview import Details, DraftRow, EngineRow, Overview
 
 
 def overview_table(overview: Overview) -> list[Any]:
@@ -19,7 +19,17 @@ def overview_table(overview: Overview) -> list[Any]:
         state = "unknown" if row.state is None else row.state.value
         gate = row.damage or _short(row.gate)
         table.add_row(str(row.version), state, or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
-    return [table, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
+    engines = [_engines_table(overview.engines)] if overview.engines else []
+    return [table, *engines, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
+
+
+def _engines_table(rows: list[EngineRow]) -> Table:
+    table = Table("engine", "version", "role", "accept length", "target", "trials", "last verdict")
+    for row in rows:
+        length = "–" if row.accept_length is None else f"{row.accept_length:.3f}"
+        numbers = (or_dash(row.version), row.role or "–", length, or_dash(row.target_version))
+        table.add_row(row.engine_id, *numbers, row.verdicts or "–", row.last_verdict or "–")
+    return table
 
 
 def _served_as(row: DraftRow) -> str:

@@ -38,6 +38,7 @@ from slipstream.exposure import check_exposure
 from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.erasures import Erasures
+from speculator.fleet import Fleet
 from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.rewards import RewardStream
@@ -80,7 +81,8 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         config = options.engine
         fingerprint = target_fingerprint(config.model_dir)
         key = model_key(config.model_dir, fingerprint)
-        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
+        client = opened.enter_context(connect(options.redis_url))
+        pointer = DraftPointer(client, key)
         registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
@@ -144,6 +146,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             },
             watch=watch,
             lifecycle=store.lifecycle,
+            fleet=Fleet(client, key),
         )
         registry.register(VerdictCollector(lambda: follower.log))
         follower.start()

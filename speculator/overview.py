@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -32,9 +32,26 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     """The engines that have it in service."""
 
 
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine reports; None, or empty, for what it does not say."""
+
+    engine_id: str
+    version: int | None
+    role: str
+    """Its part in how a version spreads over the engines: canary, wave N, waiting, settled."""
+    accept_length: float | None
+    """Tokens a verification of the version in service, lately."""
+    target_version: int | None
+    verdicts: str
+    """How its trials ended."""
+    last_verdict: str
+
+
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     drafts: list[DraftRow]
     """Oldest first."""
+    engines: list[EngineRow]
+    """By engine id."""
     last_good: int | None
     published: int | None
     pinned: int | None
@@ -76,10 +93,33 @@ def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview
 
     return Overview(
         drafts=[row(version) for version in store.versions()],
+        engines=[_engine(engine_id, serving.engines[engine_id]) for engine_id in sorted(serving.engines)],
         last_good=last_good,
         published=serving.published,
         pinned=serving.pinned,
         no_redis=serving.no_redis,
+    )
+
+
+def _engine(engine_id: str, report: Mapping[str, str]) -> EngineRow:
+    """An engine may be of another release: what it does not say, or what cannot be read, is left out."""
+
+    def whole(name: str) -> int | None:
+        text = report.get(name, "")
+        return int(text) if text.isdecimal() else None
+
+    try:
+        accept_length = float(report["draft_accept_length"])
+    except (KeyError, ValueError):
+        accept_length = None
+    return EngineRow(
+        engine_id=engine_id,
+        version=whole("version"),
+        role=report.get("role", ""),
+        accept_length=accept_length,
+        target_version=whole("target_version"),
+        verdicts=report.get("verdicts", ""),
+        last_verdict=report.get("last_verdict", ""),
     )
 
 

@@ -79,6 +79,11 @@ class StreamKeys:
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")
 
+    @property
+    def spread(self) -> str:
+        """String: how far a version has come among the engines (speculator/fleet.py)."""
+        return self._key("spread")
+
     def depth(self, engine_id: str) -> str:
         return self._key(f"depth:{engine_id}")
 

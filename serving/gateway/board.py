@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -75,8 +75,16 @@ def _version(row: Mapping[str, Any], overview: Mapping[str, Any]) -> dict[str, A
         "is_desired": row["version"] == (overview["pinned"] or overview["published"]),
         "is_damaged": bool(row["damage"]),
         "num_engines": len(row["engines"]),
+        "wave": _wave(row["version"], overview["engines"]),
         "gate": _gate(row["gate"]),
     }
+
+
+def _wave(version: int, engines: Sequence[Mapping[str, Any]]) -> str:
+    """How far it has come among the engines: canary, wave N; empty where it is not spreading."""
+    roles = {row["role"] for row in engines if row["version"] == version}
+    waves = [int(role[5:]) for role in roles if role.startswith("wave ") and role[5:].isdecimal()]
+    return f"wave {max(waves)}" if waves else "canary" if "canary" in roles else ""
 
 
 def _gate(gate: object) -> dict[str, Any] | None:

@@ -80,6 +80,10 @@ class EngineReport:
     verdicts: Mapping[str, int]
     """How trials of versions ended."""
     last_verdict: str
+    role: str
+    """Its part in how a version spreads: canary, wave N, waiting, settled."""
+    draft_accept_length: float | None
+    """Of the version in service, lately."""
     target_version: int | None
     process: str
     """"host:pid" of the scheduler."""
@@ -132,6 +136,8 @@ class EngineReport:
             watched=whole("watched"),
             verdicts=counts("verdicts"),
             last_verdict=fields.get("last_verdict", ""),
+            role=fields.get("role", ""),
+            draft_accept_length=number("draft_accept_length"),
             target_version=whole("target_version"),
             process=fields.get("process", ""),
         )

@@ -67,7 +67,7 @@ def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
         if count is not None:
             swaps.add_metric([outcome], count)
     yield swaps
-    yield from verdict_metrics(report.verdicts, report.watched)
+    yield from verdict_metrics(report.verdicts, report.watched, report.role, report.draft_accept_length)
     stall_s = None if report.last_stall_ms is None else report.last_stall_ms / 1000
     yield _gauge("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
     yield GaugeMetricFamily(*DEPTH, report.depth)

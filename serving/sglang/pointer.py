@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 from speculator.erasures import Erasures
 from speculator.errors import ConfigError, StreamError
+from speculator.fleet import Change, Fleet
 from speculator.stream import DraftPointer, connect
+from speculator.waves import Spread
 
 
 class LazyPointer:
@@ -18,6 +20,7 @@ class LazyPointer:
         self._redis_url, self._model_key = redis_url, model_key
         self._pointer: DraftPointer | None = None
         self._erasures: Erasures | None = None
+        self._fleet: Fleet | None = None
 
     def desired(self) -> int | None:
         return self._connected().desired()
@@ -40,6 +43,12 @@ class LazyPointer:
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         self._connected().report_engine(engine_id, status)
 
+    def change_spread(self, change: Change) -> Spread | None:
+        """How far a version has come among the engines (speculator/fleet.py)."""
+        self._connected()
+        assert self._fleet is not None
+        return self._fleet.change_spread(change)
+
     def orders(self) -> dict[str, int]:
         """Tenants to be forgotten (speculator/erasures.py)."""
         self._connected()
@@ -61,6 +70,7 @@ class LazyPointer:
         if self._pointer is None:
             client = connect(self._redis_url)
             self._erasures = Erasures(client, self._model_key)
+            self._fleet = Fleet(client, self._model_key)
             self._pointer = DraftPointer(client, self._model_key)
         return self._pointer
 

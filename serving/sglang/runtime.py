@@ -139,6 +139,8 @@ class EngineRuntime:
             status=self._status,
             watch=self._watch,
             lifecycle=store.lifecycle if self._is_writer else None,
+            # Of a tensor-parallel group the first rank stands for the engine.
+            fleet=self._pointer if self._is_writer else None,
         )
         self._follower.start()
         atexit.register(self.close)

@@ -78,7 +78,7 @@ def document(printed: str) -> Any:
 
 def test_list_shows_states_and_what_is_served(cli: Cli, served: tuple[object, ...], pointer: DraftPointer) -> None:
     pointer.publish(2)
-    pointer.report_engine("engine-7", {"version": 1})
+    pointer.report_engine("engine-7", {"version": 1, "role": "canary", "draft_accept_length": 1.5})
     listed = document(cli("list", "--json", *served))
     assert [(row["version"], row["state"], row["engines"]) for row in listed["drafts"]] == [
         (1, "promoted", ["engine-7"]),
@@ -88,6 +88,7 @@ def test_list_shows_states_and_what_is_served(cli: Cli, served: tuple[object, ..
     table = cli("list", *served)
     assert re.search(r"1 .* promoted .* gain 0\.125 .* last good, engine-7", table)
     assert re.search(r"2 .* scored .* 1 .* published", table)
+    assert re.search(r"engine-7 .* 1 .* canary .* 1\.500", table)
     assert "no Redis" not in table
 
 

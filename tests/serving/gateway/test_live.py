@@ -222,6 +222,10 @@ class DeskDouble:
             ],
             "published": 60,
             "pinned": None,
+            "engines": [
+                {"engine_id": f"secret-host-{role}", "version": 60, "role": role}
+                for role in ("canary", "wave 2", "wave x")
+            ],
             "no_redis": "redis://:secret@host:6379 does not answer",
         }
 
@@ -258,6 +262,7 @@ def test_versions_and_events_without_a_key_and_without_secrets() -> None:
     assert [row["version"] for row in board["versions"]] == list(range(60, 10, -1))
     newest = board["versions"][0]
     assert (newest["num_engines"], newest["is_desired"], newest["gate"]["change"]) == (1, True, 0.1)
+    assert [row["wave"] for row in board["versions"][:2]] == ["wave 2", ""]
     pinned, rolled_back, quarantined, judged = board["events"]
     assert (pinned["kind"], pinned["by"], pinned["version"]) == ("pin", "operator", 2)
     assert (rolled_back["reason"], rolled_back["change"], rolled_back["upper"]) == (

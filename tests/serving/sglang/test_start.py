@@ -19,9 +19,11 @@ from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled
 from speculator.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError, StreamError
+from speculator.fleet import Fleet
 from speculator.lineage import ensure_lineage
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, connect
+from speculator.waves import begin
 from tests.toy import make_toy_model
 
 
@@ -183,3 +185,11 @@ def test_redis_may_be_away_at_the_start(tmp_path: Path) -> None:
     pointer.refuse_second("engine")
     with pytest.raises(StreamError):
         pointer.desired()
+    with pytest.raises(StreamError):
+        pointer.change_spread(lambda spread, engines: None)
+
+
+def test_the_plugin_agrees_with_other_engines(redis_url: str, redis_client: redis.Redis) -> None:
+    spread = begin(2, "engine", target=0, now_s=0)
+    assert LazyPointer(redis_url, "m").change_spread(lambda found, engines: spread) == spread
+    assert Fleet(redis_client, "m").spread() == spread
