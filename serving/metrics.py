@@ -221,6 +221,7 @@ class ServingCollector(Collector):
             pending=stats.pending,
             num_bytes=stats.bytes_appended,
             num_tokens=stats.tokens_appended,
+            share=stats.share,
         )
 
     def _measured_groups(self) -> Mapping[Group, Speedup]:
@@ -238,6 +239,7 @@ def trace_metrics(
     pending: int | None,
     num_bytes: int | None,
     num_tokens: int | None,
+    share: float | None,
 ) -> Iterator[Metric]:
     """A recorder's accounts; None is left out. Every reason of its own stands there from the start."""
     yield CounterMetricFamily("slipstream_traces_captured", "Finished traces that capture was to record", captured)
@@ -249,6 +251,11 @@ def trace_metrics(
     yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", pending)
     yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of appended traces", num_bytes)
     yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of appended traces", num_tokens)
+    yield GaugeMetricFamily(
+        "slipstream_capture_share_ratio",
+        "Share of finished traces that capture keeps: below 1 where Redis or the trainer cannot take all",
+        share,
+    )
 
 
 def speedup_gauge(ratio: float | None) -> GaugeMetricFamily:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from serving.capture_share import REASONS as SAMPLING_REASONS
 from serving.personal import REASONS
 from speculator.codec import Features, encode_trace
 from speculator.errors import StreamError, TraceError, type_and_place
@@ -31,11 +32,12 @@ DROP_REASONS = (
     "closed",
     "erased",
     "expired",
+    *SAMPLING_REASONS,
     *REASONS,
 )
 """Too large is for the buffer or the stream, invalid does not encode, failed is a bug, target_changed says that what
-was served is not the target's (serving/target_guard.py), erased that its tenant was, expired that it is too old, and
-the rest that it holds personal data.
+was served is not the target's (serving/target_guard.py), erased that its tenant was, expired that it is too old, those
+of sampling that Redis or the trainer cannot take everything, and the rest that it holds personal data.
 """
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,18 @@ class AppendStream(Protocol):
     def append(self, payload: bytes, *, trace_id: str) -> str: ...
 
 
+class Sampler(Protocol):
+    """What the recorder needs of a `serving.sampler.CaptureSampler`."""
+
+    @property
+    def share(self) -> float: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def choose(self, trace: Trace) -> Trace | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecorderStats:
     """Counts of traces since the start: captured == appended + sum of the dropped + pending, at every moment."""
@@ -60,6 +74,8 @@ class RecorderStats:
     pending: int
     bytes_appended: int
     tokens_appended: int
+    share: float = 1.0
+    """Of the traces, that sampling keeps now."""
 
     @property
     def dropped(self) -> int:
@@ -70,8 +86,8 @@ class TraceRecorder:
     """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
 
     The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis.
-    `on_append` is told, there, how many bytes each trace took; `reason_to_drop` says, there, why a trace must not leave
-    the process, if it must not. Traces older than `ttl_s` are dropped; 0 sets no limit.
+    `on_append` is told, there, how many bytes each trace took; there the `sampler` chooses, and `reason_to_drop` says
+    why a trace must not leave the process, if it must not. Traces older than `ttl_s` are dropped; 0 sets no limit.
     """
 
     def __init__(
@@ -83,11 +99,13 @@ class TraceRecorder:
         on_append: Callable[[int], None] | None = None,
         reason_to_drop: Callable[[Trace], str | None] | None = None,
         ttl_s: float = 0,
+        sampler: Sampler | None = None,
     ) -> None:
         self._stream_factory = stream_factory
         self._max_buffer_bytes, self._on_append = max_buffer_bytes, on_append
         self._features = features
         self._reason_to_drop, self._ttl_s = reason_to_drop, ttl_s
+        self._sampler = sampler
         self._appending = threading.Lock()
         self._stream: AppendStream | None = None
         # Guarded by the condition: everything below.
@@ -156,6 +174,7 @@ class TraceRecorder:
                 pending=len(self._queue),
                 bytes_appended=self._bytes_appended,
                 tokens_appended=self._tokens_appended,
+                share=self._sampler.share if self._sampler is not None else 1.0,
             )
 
     def close(self, timeout_s: float) -> None:
@@ -188,10 +207,17 @@ class TraceRecorder:
 
     def _record(self, trace: Trace) -> None:
         """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""
+        chosen = trace
+        if self._sampler is not None:
+            kept = self._sampler.choose(trace)
+            if kept is None:
+                self._drop(trace, self._sampler.reason)
+                return
+            chosen = kept
         if self._reason_to_drop is not None and (reason := self._reason_to_drop(trace)) is not None:
             self._drop(trace, reason)
             return
-        payload = encode_trace(trace, features=self._features)
+        payload = encode_trace(chosen, features=self._features)
         pause_s = _FIRST_RETRY_S
         while self._is_pending(trace):
             if self._ttl_s and time.time() - trace.header.created_ms / 1000 > self._ttl_s:

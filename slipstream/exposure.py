@@ -5,12 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.keys import read_keys
 from speculator.errors import ConfigError
 from speculator.redis_client import PASSWORD_FILE_VARIABLE
+from speculator.redis_url import RedisUrl
 from speculator.secret import read_secret
 
 _ADMIN_KEY = f"{ENV_PREFIX}ADMIN_KEY"
@@ -69,17 +69,18 @@ def check_sglang_exposure(host: str, redis_url: str, *, is_private: bool) -> Non
 
 def _check_redis(url: str, where: str) -> None:
     try:
-        parts = urlsplit(url)
-        password, remote = unquote(parts.password or ""), parts.hostname or "localhost"
+        parsed = RedisUrl.parse(url)
     except ValueError:
         return  # connecting says what is wrong with it
-    if not password and parts.username and (file := os.environ.get(PASSWORD_FILE_VARIABLE)):
+    password = parsed.password
+    remote = next((host for host, _ in parsed.places if not is_loopback(host)), None)
+    if not password and parsed.username and (file := os.environ.get(PASSWORD_FILE_VARIABLE)):
         password = read_secret(Path(file), PASSWORD_FILE_VARIABLE)
     fix = f"give it a random one, and set it in --redis-url or {PASSWORD_FILE_VARIABLE}"
     if password and is_weak(password):
         raise ConfigError(f"{where} and the password of Redis can be guessed: {fix}")
     # With TLS it may know its clients by their certificates.
-    if not password and parts.scheme == "redis" and not is_loopback(remote):
+    if not password and not parsed.has_tls and remote is not None:
         raise ConfigError(f"{where} and Redis at {remote} has no password: {fix}")
 
 

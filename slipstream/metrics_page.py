@@ -99,9 +99,9 @@ LABELS = {
     "`concurrency_limit_exceeded`, `rate_limit_exceeded`, `host_not_allowed`",
     "status": "HTTP status codes that the gateway sends; 499: the client left",
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
-    "`personal_email`, `personal_card`, `personal_iban`, `personal_phone`; with SGLang also `budget`, "
-    "`aborted`, `retracted`, `nothing_computed`, `inconsistent`, `target_moved`; of rollouts the words in the help "
-    "text",
+    "`sampled_stream`, `sampled_memory`, `sampled_trainer`, `personal_email`, `personal_card`, `personal_iban`, "
+    "`personal_phone`; with SGLang also `budget`, `aborted`, `retracted`, `nothing_computed`, `inconsistent`, "
+    "`target_moved`; of rollouts the words in the help text",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`, `rewards`",
     "role": "`canary`, `wave 1` and so on (2ⁿ engines in wave n), `waiting`, `settled`; one at a time",

@@ -20,7 +20,11 @@ def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
 
 Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
 RedisUrl = Annotated[
-    str, typer.Option(envvar="SLIPSTREAM_REDIS_URL", help="redis://, rediss:// or unix:// with the trace stream.")
+    str,
+    typer.Option(
+        envvar="SLIPSTREAM_REDIS_URL",
+        help="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// with the trace stream.",
+    ),
 ]
 Store = Annotated[
     Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by serve and train.")

@@ -16,6 +16,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from serving.capture_share import DEFAULT_FLOOR
 from serving.forgetting import ErasureWatch, Forget
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
@@ -30,6 +31,7 @@ from serving.local.target import Target
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
+from serving.sampler import CaptureSampler
 from serving.speedup import SpeedupMeter
 from serving.target_guard import TargetGuard
 from serving.targets import TargetDesk
@@ -66,6 +68,7 @@ class ServeOptions:
     """0 sets no limit."""
     drop_personal_data: bool = False
     share_groups: bool = False
+    capture_floor: float = DEFAULT_FLOOR
 
     @property
     def trace_ttl_s(self) -> float:
@@ -99,6 +102,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
                 max_buffer_bytes=_RECORDER_BUFFER_BYTES,
                 reason_to_drop=PersonalData.of_model(config.model_dir).reason if options.drop_personal_data else None,
                 ttl_s=options.trace_ttl_s,
+                sampler=_sampler(stream, options.capture_floor),
             )
             opened.callback(_close_recorder, recorder)
         store = DraftStore(options.store)
@@ -142,6 +146,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             status=lambda: {
                 "target_ok": int(guard.look_at_times()),
                 "target_version": engine.target_version,
+                **({"capture_share": round(recorder.stats().share, 4)} if recorder else {}),
                 **privacy.look(),
             },
             watch=watch,
@@ -237,6 +242,10 @@ def _build_engine(
     estimate = engine.estimated_speedup.ratio
     registry.register(ServingCollector(meter, recorder.stats if recorder else None, estimate))
     return engine
+
+
+def _sampler(stream: TraceStream, floor: float) -> CaptureSampler | None:
+    return CaptureSampler(lambda: stream, floor=floor) if floor < 1 else None
 
 
 def _target_changed(engine: LocalEngine, recorder: TraceRecorder | None) -> None:

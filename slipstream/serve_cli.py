@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from serving.capture_share import DEFAULT_FLOOR
 from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
@@ -27,6 +28,7 @@ def serve(
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
     capture: options.Capture = False,
+    capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
     drop_personal_data: options.DropPersonalData = False,
     depth: Depth = 4,
@@ -80,6 +82,7 @@ _EITHER = (
     "seed",
     "trace_ttl_hours",
     "drop_personal_data",
+    "capture_floor",
 )
 """Options that mean the same to both engines; the names of the fields that take them."""
 

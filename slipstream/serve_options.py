@@ -58,6 +58,16 @@ SglangPython = Annotated[
     Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
 ]
 CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: budget of recorded traces; 0 sets no limit.")]
+CaptureFloor = Annotated[
+    float,
+    typer.Option(
+        min=0.0001,
+        max=1,
+        callback=finite,
+        envvar="SLIPSTREAM_CAPTURE_FLOOR",
+        help="Least share of the traces that is kept where Redis or the trainer cannot take all; 1 always keeps all.",
+    ),
+]
 TraceTtl = Annotated[
     float,
     typer.Option(

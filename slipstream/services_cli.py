@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from serving.capture_share import DEFAULT_FLOOR
 from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
@@ -33,6 +34,7 @@ def sglang(
     ] = False,
     engine_id: EngineId = "sglang",
     capture: options.Capture = False,
+    capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
     drop_personal_data: options.DropPersonalData = False,
     depth: Depth = 4,
@@ -71,6 +73,7 @@ def sglang(
             control_share=control_share,
             context_window=context_window,
             capture_bytes_per_s=capture_bytes_per_s,
+            capture_floor=capture_floor,
             store=store,
             redis_url=redis_url,
             stream_max_bytes=stream_max_bytes,

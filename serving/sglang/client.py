@@ -68,6 +68,8 @@ class EngineReport:
     dropped_by_reason: Mapping[str, int]
     trace_bytes: int | None
     trace_tokens: int | None
+    capture_share: float | None
+    """Of finished traces, that sampling keeps."""
     speedup: float | None
     speedup_lower: float | None
     speedup_upper: float | None
@@ -127,6 +129,7 @@ class EngineReport:
             dropped_by_reason=counts("dropped_by_reason"),
             trace_bytes=whole("trace_bytes"),
             trace_tokens=whole("trace_tokens"),
+            capture_share=number("capture_share"),
             speedup=number("speedup"),
             speedup_lower=number("speedup_lower"),
             speedup_upper=number("speedup_upper"),

@@ -57,6 +57,7 @@ class SglangCollector(Collector):
             pending=report.pending,
             num_bytes=report.trace_bytes,
             num_tokens=report.trace_tokens,
+            share=report.capture_share,
         )
         yield from _speed_metrics(report)
 

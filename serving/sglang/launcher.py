@@ -27,6 +27,7 @@ from typing import IO
 
 import httpx
 
+from serving.capture_share import DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
 
 REFUSAL = "slipstream: "
@@ -78,6 +79,7 @@ class SglangOptions:
     stream_max_bytes: int
     trace_ttl_hours: float = 0
     drop_personal_data: bool = False
+    capture_floor: float = DEFAULT_FLOOR
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
 
@@ -119,6 +121,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
+        "SLIPSTREAM_CAPTURE_FLOOR": str(options.capture_floor),
         "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
         "SLIPSTREAM_TRACE_TTL_HOURS": str(options.trace_ttl_hours),
         "SLIPSTREAM_DROP_PERSONAL_DATA": str(int(options.drop_personal_data)),

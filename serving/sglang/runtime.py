@@ -25,6 +25,7 @@ from serving.forgetting import ErasureWatch
 from serving.hotswap import DraftFollower
 from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
+from serving.sampler import CaptureSampler
 from serving.sglang.agreement import Agreement
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
@@ -242,6 +243,9 @@ class EngineRuntime:
         # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         budget = ByteBudget(settings.capture_bytes_per_s)
+        sampler = None
+        if settings.capture_floor < 1:
+            sampler = CaptureSampler(open_stream, floor=settings.capture_floor, follows_all=False)
         recorder = TraceRecorder(
             open_stream,
             max_buffer_bytes=settings.buffer_bytes,
@@ -249,6 +253,7 @@ class EngineRuntime:
             on_append=budget.spend,
             reason_to_drop=PersonalData.of_model(model_dir).reason if settings.drop_personal_data else None,
             ttl_s=ttl_s,
+            sampler=sampler,
         )
         self._recorder = recorder
         self._erasures = ErasureWatch(self._pointer.orders, [recorder.forget])
@@ -259,6 +264,7 @@ class EngineRuntime:
             device=device,
             probe=self.probe,
             budget=budget,
+            sampler=sampler,
             on_trace=recorder.submit,
         )
 
@@ -358,6 +364,7 @@ class EngineRuntime:
                 "dropped_by_reason": ",".join(f"{reason}={count}" for reason, count in sorted(dropped.items())),
                 "trace_bytes": stats.bytes_appended,
                 "trace_tokens": stats.tokens_appended,
+                "capture_share": round(stats.share, 4),
             }
         return status
 

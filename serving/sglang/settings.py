@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from serving.capture_share import DEFAULT_FLOOR
 from speculator.errors import ConfigError
 
 PREFIX = "SLIPSTREAM_"
@@ -42,6 +43,8 @@ class PluginSettings:
     """Prompt positions kept in a trace."""
     capture_bytes_per_s: int = 0
     """Budget of encoded traces; requests above it are not captured. 0 sets no limit."""
+    capture_floor: float = DEFAULT_FLOOR
+    """Least share of finished traces that is kept where Redis or the trainer cannot take all; 1 always keeps all."""
     buffer_bytes: int = 256 * 1024 * 1024
     """Features and traces in host memory that wait for encoding or for Redis; beyond it traces are dropped."""
     stream_max_bytes: int = 512 * 1024 * 1024
@@ -69,6 +72,8 @@ class PluginSettings:
                 raise ConfigError(f"{PREFIX}{name.upper()} must be at least {least}")
         if self.capture_features not in ("float8", "bfloat16"):
             raise ConfigError(f"{PREFIX}CAPTURE_FEATURES must be float8 or bfloat16")
+        if not 0 < self.capture_floor <= 1:
+            raise ConfigError(f"{PREFIX}CAPTURE_FLOOR must be above 0 and at most 1")
         if not 0 <= self.control_share <= 0.5:
             raise ConfigError(f"{PREFIX}CONTROL_SHARE must lie in 0…0.5")
         if not 0.01 <= self.poll_s <= 60:

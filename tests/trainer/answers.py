@@ -67,5 +67,5 @@ def no_rounds() -> VerifyRounds:
     )
 
 
-def renamed(trace: Trace, trace_id: str, **header: str) -> Trace:
+def renamed(trace: Trace, trace_id: str, **header: str | bool) -> Trace:
     return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, trace_id=trace_id, **header))

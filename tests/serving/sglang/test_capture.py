@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from serving.sampler import CaptureSampler
 from serving.sglang.asked import policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
@@ -62,7 +63,12 @@ class Request:
 
 
 def make_capture(
-    traces: list[Trace], *, budget: ByteBudget | None = None, probe: DraftProbe | None = None, **settings: Any
+    traces: list[Trace],
+    *,
+    budget: ByteBudget | None = None,
+    probe: DraftProbe | None = None,
+    sampler: CaptureSampler | None = None,
+    **settings: Any,
 ) -> Capture:
     device = torch.device("cpu")
     return Capture(
@@ -73,6 +79,7 @@ def make_capture(
         probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
         budget=budget or ByteBudget(0),
         on_trace=traces.append,
+        sampler=sampler,
     )
 
 
@@ -262,6 +269,25 @@ def test_the_budget_admits_until_it_is_spent_and_again_later() -> None:
     assert not budget.admits()
     now[0] = 4.0
     assert budget.admits()
+
+
+def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = CaptureSampler(lambda: pytest.fail("nothing is looked at here"), floor=0.01, follows_all=False)
+    traces: list[Trace] = []
+    capture, requests = make_capture(traces, sampler=sampler), [Request([1, 2, 3], rid=f"{row}") for row in range(2)]
+    follows = iter([True, False])
+    monkeypatch.setattr(sampler, "follows", lambda: next(follows))
+    prefill(capture, requests)
+    copied = capture._held_bytes
+    for request in requests:
+        request.output_ids = [10]
+    verify(capture, requests, [3, 3], [[5], [6]], [1, 1])
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    assert [trace.header.request_id for trace in traces] == ["0"]
+    assert capture.dropped == {"sampled_stream": 1}
+    assert copied < 2 * 3 * WIDTH * 2 + 2 * VOCAB * 4
 
 
 def test_no_budget_is_no_limit() -> None:

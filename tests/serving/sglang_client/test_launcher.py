@@ -63,6 +63,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_CONTROL_SHARE": "0.02",
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": "5",
+        "SLIPSTREAM_CAPTURE_FLOOR": "0.01",
         "SLIPSTREAM_STREAM_MAX_BYTES": "1000",
         "SLIPSTREAM_TRACE_TTL_HOURS": "0",
         "SLIPSTREAM_DROP_PERSONAL_DATA": "0",
