@@ -14,6 +14,7 @@ SlipstreamError
 │   └── VersionTakenError    it has a version of that number, or had one
 ├── LifecycleError         a draft version is not in a state that allows what is asked
 ├── StreamError            Redis refuses or cannot be reached
+├── PeerLostError          a process that trains with this one is gone: all of them start again from the checkpoint
 └── EngineError            the engine cannot serve
     ├── RequestError         this request can never be served (400)
     ├── EngineBusyError      the queue is full; try again (429)
@@ -79,6 +80,10 @@ class LifecycleError(SlipstreamError):
 
 class StreamError(SlipstreamError):
     """Redis cannot be reached or refuses the command."""
+
+
+class PeerLostError(SlipstreamError):
+    """A trainer process that learns together with this one is gone, or does not answer."""
 
 
 class EngineError(SlipstreamError):

@@ -6,13 +6,18 @@ all gradients is every rank's step, so their weights stay the same. (A rank that
 Whatever decides how the loop goes on is the same on every rank to the last bit: a sum over the ranks, added up in the
 order of their numbers, or rank 0's word. Ranks that disagreed once would wait for each other for ever. So every method
 of `Ranks` must be called by all of them, in the same order; alone, each costs nothing and changes nothing.
+
+A rank that dies takes all along: the others lose its connection at the next exchange and end with a PeerLostError, and
+`torchrun` starts all of them again from the checkpoint. One that hangs is waited for as long as _TIMEOUT says.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -22,11 +27,25 @@ import torch.distributed as dist
 # an optimiser imports it too, and the group would never end: its threads abort the process on the way out, at times.
 import torch.distributed.nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from speculator.errors import ConfigError, StoreError
+from speculator.errors import ConfigError, PeerLostError, StoreError
 
 # For the slowest that one rank may do while the others wait: write a large checkpoint to a slow disk.
 _TIMEOUT = timedelta(minutes=10)
+
+
+@contextlib.contextmanager
+def exchange() -> Iterator[None]:
+    """Around what the ranks do together and nothing else. Raises PeerLostError where one of them is gone."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"a process that trains with this one has ended: torchrun --max-restarts starts all of them again ({error})"
+        ) from error
 
 
 class Ranks:
@@ -34,6 +53,7 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
+        self._mesh: DeviceMesh | None = None
 
     @property
     def leads(self) -> bool:
@@ -85,7 +105,8 @@ class Ranks:
         sizes = [int(row[0]) for row in self._rows([len(data)])]
         padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in sizes] if self.leads else None
-        dist.gather(padded, received)
+        with exchange():
+            dist.gather(padded, received)
         return [part.numpy().tobytes()[:size] for part, size in zip(received or [], sizes, strict=False)]
 
     def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -99,19 +120,33 @@ class Ranks:
         if self.size == 1:
             return list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat)
+        with exchange():
+            dist.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """All ranks in a row, for sharded drafts on a device of each."""
+        if self._mesh is None:
+            assert dist.group.WORLD is not None, "several ranks have a group"
+            self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        return self._mesh
+
     def close(self) -> None:
+        """Whatever learnt with the others must be out of use by now: it may keep the group, and its threads, alive."""
         if self.size > 1:
+            if self._mesh is not None:
+                # PyTorch's caches keep the mesh until the process ends, and the mesh would keep the group.
+                self._mesh._pg_registry.clear()
+            gc.collect()  # sharded drafts are in cycles
             dist.destroy_process_group()
 
     def _rows(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values, by rank. Tensors on the CPU travel over gloo, wherever the gradients are."""
         own = torch.tensor(list(values), dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own)
+        with exchange():
+            dist.all_gather(rows, own)
         return [row.tolist() for row in rows]
 
 
@@ -122,6 +157,13 @@ def join_ranks(device: torch.device) -> Ranks:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Ranks that start again would find the addresses of those before them there (pytorch/pytorch#135712).
+        raise ConfigError(
+            "torchrun --max-restarts keeps what ended ranks have said: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
+            "torchrun, and pass --standalone or --rdzv-backend c10d"
+        )
     # One group with both: the tensor's device picks the way.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 
 import structlog
@@ -13,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from trainer.allocator import keep_freed_memory
 from trainer.config import TrainerConfig
 from trainer.device import choose_device, local_rank
-from trainer.distributed import join_ranks
+from trainer.distributed import Ranks, join_ranks
 from trainer.loop import train_until
 from trainer.service import Trainer
 
@@ -22,12 +24,14 @@ log = structlog.get_logger()
 # Every batch has other shapes, and oneDNN keeps compiled kernels for the last 1,024 of them: more than a gigabyte that
 # is hardly used again. Read when the first matrix is multiplied, so it is in time here.
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+_PR_SET_PDEATHSIG = 1
 
 
 def run_trainer(config: TrainerConfig) -> None:
     """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
 
-    Under `torchrun` it is one of several (trainer/distributed.py); a signal to any of them ends all.
+    Under `torchrun` it is one of several (trainer/distributed.py); a signal to any of them ends all, and PeerLostError
+    says that one was killed.
 
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
     takes more from the engine beside it than training does.
@@ -35,28 +39,42 @@ def run_trainer(config: TrainerConfig) -> None:
     StoreError when it cannot save its checkpoint.
     """
     os.environ.setdefault(*_KERNEL_CACHE)
+    _end_with_torchrun()
     keep_freed_memory()
     os.nice(config.nice)
     torch.set_num_threads(config.num_threads)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     device = choose_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = join_ranks(device)
+    # Not before: who waits for a rank that does not come hears no handler, and has nothing to put in order.
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     if ranks.size > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        trainer = Trainer(config, registry, ranks=ranks, device=device)
-        if config.metrics_port is not None:
-            # Port 0 is any free one.
-            port = config.metrics_port and config.metrics_port + local_rank()
-            trainer.metrics.serve(config.metrics_host, port)
-        log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
-        train_until(stop, trainer)
-        log.info("trainer ended", num_steps=trainer.learner.num_steps)
+        _train(config, ranks, device, stop)
     finally:
         ranks.close()
+
+
+def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: threading.Event) -> None:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    trainer = Trainer(config, registry, ranks=ranks, device=device)
+    if config.metrics_port is not None:
+        # Port 0 is any free one.
+        port = config.metrics_port and config.metrics_port + local_rank()
+        trainer.metrics.serve(config.metrics_host, port)
+    log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
+    train_until(stop, trainer)
+    log.info("trainer ended", num_steps=trainer.learner.num_steps)
+
+
+def _end_with_torchrun() -> None:
+    """Processes that outlived a killed `torchrun` would go on by themselves, and beside those of the next one: two
+    trainers with one checkpoint. On Linux the system ends them first.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 
 from speculator.checkpoint import target_fingerprint
 from speculator.erasures import Erasures
@@ -259,7 +260,8 @@ class Trainer:
         )
         self._shelf.sync(progress.trace_ids)
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
-        self.ranks.lead(lambda: self._save(joined(parts)))
+        state = {**self.learner.state(), "d2t": self.learner.draft.d2t}
+        self.ranks.lead(lambda: self._save(state, joined(parts)))
         self._shelf.keep({*progress.trace_ids, *self._source.trace_ids_in_hand})
         self._checkpoint_s = time.monotonic()
         self._checkpointed_steps = self.learner.num_steps
@@ -331,8 +333,7 @@ class Trainer:
         self._shelf.sweep(progress.trace_ids)
         return 0
 
-    def _save(self, progress: Progress) -> int:
-        state = {**self.learner.state(), "d2t": self.learner.draft.d2t}
+    def _save(self, state: dict[str, Tensor], progress: Progress) -> int:
         save_checkpoint(self._config.state_dir, {name: tensor.cpu() for name, tensor in state.items()}, progress)
         return 0
 

@@ -9,9 +9,10 @@ the ranks' sums over the sum of their counts, exactly as if one process had the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -22,6 +23,8 @@ from speculator.model import Eagle3Draft
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
+from trainer.guard import all_finite
+from trainer.sharding import Replicated, Sharded
 from trainer.ttt import BatchLoss, Counts, ttt_loss
 
 # The average covers about the last tenth of a short history, and at most this many steps.
@@ -50,7 +53,10 @@ class StepReport(Counts):
 
 
 class Learner:
-    """A draft in training. `draft` holds the weights in float32, `averaged` the weights to publish."""
+    """A draft in training. `draft` holds the weights in float32, `averaged` the weights to publish. Where each of
+    several ranks keeps a part (trainer/sharding.py), the former are to be read by `state`, the latter in
+    `whole_average`.
+    """
 
     def __init__(self, draft: Eagle3Draft, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         """Computes where the draft is. Under several ranks all must begin with the same draft, or `load_state`."""
@@ -62,8 +68,11 @@ class Learner:
         self._config = config
         self._ranks = ranks or Ranks()
         self._mix = LossMix.parse(config.loss)
-        self._parameters = dict(draft.named_parameters())
-        self._averages = list(self.averaged.parameters())
+        self._shapes = {name: weight.shape for name, weight in draft.named_parameters()}
+        is_sharded = config.sharded and self._ranks.size > 1
+        self._layout = Sharded(self._ranks, draft.embed.device) if is_sharded else Replicated(self._ranks)
+        self._parameters = self._layout.keep(draft)
+        self._averages = self._layout.keep(self.averaged)
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
@@ -74,20 +83,22 @@ class Learner:
         None: this rank has nothing to learn from, and takes the others' step.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        found = self._loss(batch)
-        total = _counts(self._ranks.sum(found.counts))
-        if not total.num_labels:
-            return StepReport(**asdict(total))
-        own_loss = found.mean_over(total)
-        if found.num_labels:
-            own_loss.backward()  # type: ignore[no-untyped-call]
-        *gradients, squares_w = self._ranks.add_up([*self._own_gradients(), self._feature_squares(batch)])
-        norm = nn.utils.get_total_norm(gradients)
+        with self._layout.whole(self.draft):
+            found = self._loss(batch)
+            total = _counts(self._ranks.sum(found.counts))
+            if not total.num_labels:
+                return StepReport(**asdict(total))
+            own_loss = found.mean_over(total)
+            if found.num_labels:
+                own_loss.backward()  # type: ignore[no-untyped-call]
+            own_gradients = self._own_gradients()
+            gradients, squares_w = self._layout.add_up(own_gradients, self._feature_squares(batch))
+        norm = self._layout.norm(gradients)
         # A NaN anywhere in the loss or its gradient is in the norm too, whichever rank it comes from; all the same one
         # rank's doubt is enough, or their weights could part.
         loss, num_doubts = self._ranks.sum([own_loss.item(), not math.isfinite(norm.item())])
         applied = not num_doubts
-        is_culprit = not applied and not math.isfinite(nn.utils.get_total_norm(self._own_gradients()).item())
+        is_culprit = not applied and not math.isfinite(nn.utils.get_total_norm(own_gradients).item())
         if applied:
             self._apply(gradients, norm, (squares_w / total.num_bases).sqrt())
             if total.num_verdicts:
@@ -95,32 +106,61 @@ class Learner:
                 self.baseline += share * (total.num_rewarded / total.num_verdicts - self.baseline)
         return StepReport(**asdict(total), loss=loss, applied=applied, is_culprit=is_culprit)
 
+    @contextlib.contextmanager
+    def whole_average(self) -> Iterator[Eagle3Draft]:
+        """`averaged` with all its weights; all ranks enter together."""
+        with self._layout.whole(self.averaged):
+            yield self.averaged
+
+    @property
+    def is_finite(self) -> bool:
+        """Nothing that this rank keeps is NaN or infinite."""
+        return all_finite(self._kept())
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Of weights, average and moments, as far as this rank keeps them between two steps."""
+        return sum(tensor.nbytes for tensor in self._kept().values())
+
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed learner needs, as a flat dict of tensors (not copies)."""
+        """Everything that a resumed learner needs, as a flat dict of tensors (not copies). Where the ranks keep parts
+        all call it together, and only rank 0 gets more than the numbers.
+        """
         state = {
             "num_steps": torch.tensor(self.num_steps),
             "baseline": torch.tensor(self.baseline, dtype=torch.float64),
         }
-        for (name, weight), average in zip(self._parameters.items(), self._averages, strict=True):
-            state[f"weight.{name}"] = weight.detach()
-            state[f"average.{name}"] = average.detach()
-            for moment, value in self._optimizer.state[weight].items():
-                state[f"{moment}.{name}"] = value
+        for name, kept in self._kept().items():
+            whole = kept if kept.dim() == 0 else self._layout.joined(kept, self._shapes[name.partition(".")[2]])
+            if whole is not None:
+                state[name] = whole
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` returned. Raises KeyError or RuntimeError where it is another draft's."""
+        """Take over what `state` returned on rank 0. Raises KeyError or RuntimeError where it is another draft's."""
         self.num_steps = int(state["num_steps"])
         self.baseline = float(state["baseline"])
+        part = self._layout.part
         with torch.no_grad():
-            for (name, weight), average in zip(self._parameters.items(), self._averages, strict=True):
-                weight.copy_(state[f"weight.{name}"])
-                average.copy_(state[f"average.{name}"])
+            for name, weight in self._parameters.items():
+                weight.copy_(part(state[f"weight.{name}"]))
+                self._averages[name].copy_(part(state[f"average.{name}"]))
                 if self.num_steps:
+                    found = {"step": state[f"step.{name}"]}
+                    found |= {moment: part(state[f"{moment}.{name}"]) for moment in ("exp_avg", "exp_avg_sq")}
                     self._optimizer.state[weight] = {
-                        moment: state[f"{moment}.{name}"].to(weight.device, copy=True)
-                        for moment in ("step", "exp_avg", "exp_avg_sq")
+                        moment: value.to(weight.device, copy=True) for moment, value in found.items()
                     }
+
+    def _kept(self) -> dict[str, Tensor]:
+        """What this rank keeps, under the names of `state`."""
+        kept = {}
+        for name, weight in self._parameters.items():
+            kept[f"weight.{name}"] = weight
+            kept[f"average.{name}"] = self._averages[name]
+            for moment, value in self._optimizer.state[weight].items():
+                kept[f"{moment}.{name}"] = value
+        return kept
 
     def _loss(self, batch: Batch | None) -> BatchLoss:
         if batch is None:
@@ -138,9 +178,7 @@ class Learner:
 
     def _own_gradients(self) -> list[Tensor]:
         """This rank's part of the gradient; zeros where it had nothing to learn from."""
-        return [
-            torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._parameters.values()
-        ]
+        return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.draft.parameters()]
 
     def _feature_squares(self, batch: Batch | None) -> Tensor:
         """[3d] float32: the features' squares, summed over this rank's base positions."""
@@ -155,7 +193,7 @@ class Learner:
         nn.utils.clip_grads_with_norm_(weights, self._config.max_gradient_norm, norm)
         self.num_steps += 1
         self._optimizer.param_groups[0]["lr"] = self._learning_rate()
-        fusion = self.draft.fc.weight
+        fusion = self._parameters["fc.weight"]
         before = fusion.detach().clone()
         self._optimizer.step()
         # AdamW moves every weight alike, and features differ in size by hundreds. Each column of `fc` moves as if its
@@ -173,8 +211,8 @@ class Learner:
         # A short memory while the weights move fast, a long one later.
         share = max(1.0 / MAX_AVERAGED_STEPS, 9.0 / (9.0 + self.num_steps))
         with torch.no_grad():
-            for average, weight in zip(self._averages, self._parameters.values(), strict=True):
-                average.lerp_(weight, share)
+            for name, weight in self._parameters.items():
+                self._averages[name].lerp_(weight, share)
 
 
 def _counts(values: Iterable[float]) -> Counts:

@@ -23,7 +23,7 @@ from trainer.batch import cut, pack
 from trainer.checkpoint import Progress, load_checkpoint
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.distributed import Ranks
-from trainer.guard import Guard, all_finite
+from trainer.guard import Guard
 from trainer.metrics import TrainerMetrics
 from trainer.pressure import LearningCurve
 from trainer.provenance import Stored
@@ -122,7 +122,7 @@ class Training:
 
     def ensure_finite(self) -> None:
         """Before a checkpoint: broken weights are never saved."""
-        if self._ranks.any(not all_finite(self.learner.state())):
+        if self._ranks.any(not self.learner.is_finite):
             self._restore_weights()
 
     def _learn(self, batch: list[Drawn]) -> StepReport:
@@ -158,7 +158,7 @@ class Training:
         num_culprits, num_drawn = self._ranks.sum([len(culprits), len(batch)])
         if self.guard.blames_traces or num_culprits < num_drawn:
             self._discard(self._suspects)
-        elif self.guard.must_restore or self._ranks.any(not all_finite(self.learner.state())):
+        elif self.guard.must_restore or self._ranks.any(not self.learner.is_finite):
             self._restore_weights()
 
     def _discard(self, suspects: list[Stored]) -> None:

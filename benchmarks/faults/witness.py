@@ -27,7 +27,6 @@ from typing import Any
 import msgspec
 import torch
 
-import slipstream.serve  # noqa: F401 - so that a child has it
 import trainer.run
 import trainer.service
 from slipstream.cli import main
@@ -85,6 +84,8 @@ def watch(notes: int) -> None:
 
 
 def _nursery(notes_path: str, log_path: str) -> None:
+    import slipstream.serve  # noqa: F401 - so that a child has it
+
     torch.set_num_threads(1)
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "of the threads, a fork has one"

@@ -1,14 +1,19 @@
-"""What each of two processes does in test_distributed.py: `python -m tests.trainer.ranks MODEL FOLDER REDIS_URL`.
+"""What each of two processes does in test_distributed.py: `python -m tests.trainer.ranks MODEL FOLDER REDIS_URL PORT`.
 
-Every process writes what it saw to FOLDER/<rank>.json, and weights beside it; the test compares.
+Every process writes what it saw to FOLDER/<rank>.json, and weights beside it; the test compares. In the end they meet
+once more, at PORT, and rank 1 is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
+import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +25,11 @@ from prometheus_client import CollectorRegistry
 
 from speculator.acceptance import Acceptance
 from speculator.codec import decode_trace
-from speculator.errors import ConfigError, StoreError
+from speculator.errors import ConfigError, StoreError, StreamError
 from speculator.fresh import fresh_draft
 from speculator.lifecycle import Lifecycle, State
 from speculator.store import DraftStore
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.trainer.examples import batch_of, config_for, promote
 from tests.trainer.reviewing import Pointer, accepted
@@ -41,13 +47,19 @@ SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
 SETTINGS = {"autocast": False, "loss": "forward_kl=1,policy_gradient=0.3,discard=0.5,correction=cispo"}
 NUM_STEPS = 3
-KEY = "two-ranks"
+KEYS = ("two-ranks", "two-sharded-ranks", "one-that-hears-nothing", "one-that-became-two")
 
 
-def new_learner(model_dir: Path, folder: Path, ranks: Ranks | None = None) -> Learner:
-    return Learner(
-        fresh_draft(model_dir, draft_vocab_size=40, seed=0), config_for(model_dir, folder, **SETTINGS), ranks
-    )
+def new_learner(model_dir: Path, folder: Path, ranks: Ranks | None = None, *, sharded: bool = False) -> Learner:
+    config = config_for(model_dir, folder, **SETTINGS, sharded=sharded)
+    return Learner(fresh_draft(model_dir, draft_vocab_size=40, seed=0), config, ranks)
+
+
+def stream_config(model_dir: Path, folder: Path, redis_url: str, key: str) -> TrainerConfig:
+    return config_for(
+        model_dir, folder / key, redis_url=redis_url, model_key=key, max_waiting_traces=2, batch_tokens=200,
+        sharded="sharded" in key,
+    )  # fmt: skip
 
 
 def read_traces(folder: Path) -> list[Trace]:
@@ -85,9 +97,9 @@ def unlabelled(batch: Batch) -> Batch:
 def uneven_steps(learner: Learner, batch: Batch, rank: int) -> dict[str, Any]:
     """Steps in which one rank has nothing to give, or harm."""
     spoilt = dataclasses.replace(batch, aux=torch.full_like(batch.aux, float("nan")))
-    before = {name: tensor.clone() for name, tensor in learner.state().items()}
+    before = {name: tensor.clone() for name, tensor in learner._kept().items()}
     bad = learner.step(spoilt if rank == 1 else batch)
-    untouched = all(torch.equal(tensor, before[name]) for name, tensor in learner.state().items())
+    untouched = all(torch.equal(tensor, before[name]) for name, tensor in learner._kept().items())
     return {
         "bad": dataclasses.asdict(bad),
         "untouched": untouched,
@@ -97,13 +109,39 @@ def uneven_steps(learner: Learner, batch: Batch, rank: int) -> dict[str, Any]:
     }
 
 
+def sharded_learner(model_dir: Path, folder: Path, batch: Batch, ranks: Ranks) -> dict[str, Any]:
+    """The same steps where each rank keeps a part, half of them after a restart."""
+    learner = new_learner(model_dir, folder, ranks, sharded=True)
+    whole_bytes = sum(weight.nbytes for weight in fresh_draft(model_dir, draft_vocab_size=40, seed=0).parameters())
+    steps = [dataclasses.asdict(learner.step(batch)) for _ in range(NUM_STEPS)]
+    path = folder / "sharded.safetensors"
+    state = learner.state()
+    ranks.lead(lambda: safetensors.torch.save_file(state, path) or 0)
+    resumed = new_learner(model_dir, folder, ranks, sharded=True)
+    resumed.load_state(safetensors.torch.load_file(path))
+    same = all(torch.equal(tensor, learner._kept()[name]) for name, tensor in resumed._kept().items())
+    uneven = uneven_steps(resumed, batch, ranks.rank)
+    state = resumed.state()
+    ranks.lead(lambda: safetensors.torch.save_file(state, folder / "sharded-uneven.safetensors") or 0)
+    with resumed.whole_average() as averaged:
+        averages = [float(weight.double().sum()) for weight in averaged.parameters()]
+    return {
+        "steps": steps,
+        "same_after_restart": same,
+        "uneven": uneven,
+        "averages": averages,
+        "whole_bytes": whole_bytes,
+        "kept_bytes": resumed.num_kept_bytes,
+    }
+
+
 def sums(trainer: Trainer) -> list[float]:
-    return [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()]
+    with trainer.learner._layout.whole(trainer.learner.draft):
+        return [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()]
 
 
-def trainers(config_values: dict[str, Any], model_dir: Path, folder: Path, ranks: Ranks) -> dict[str, Any]:
+def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     """Two traces each, one of which is bad on rank 1, through a real stream."""
-    config = config_for(model_dir, folder, model_key=KEY, max_waiting_traces=2, batch_tokens=200, **config_values)
     trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
     trainer.read(block_ms=0)
     if ranks.rank == 1:
@@ -141,6 +179,49 @@ def trainers(config_values: dict[str, Any], model_dir: Path, folder: Path, ranks
     }
 
 
+def hears_nothing(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    """Redis is away for rank 1 from the start of the loop on; all traces come to rank 0."""
+    trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
+    away = StreamError("away")
+    names = ("read", "ack", "lag") if ranks.rank == 1 else ()
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(TraceStream, name, side_effect=away))
+        for _ in range(4):
+            trainer.read(block_ms=0)
+            if trainer.has_work:
+                trainer.step()
+            trainer.checkpoint()
+            trainer.ack()
+    trainer.close()
+    return {"steps": trainer.learner.num_steps, "weights": sums(trainer), "kept": sorted(trainer._replay.members)}
+
+
+def became_two(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    """Go on from the checkpoint of one process."""
+    trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
+    resumed, weights = trainer.learner.num_steps, sums(trainer)
+    trainer.step()
+    trainer.checkpoint()
+    trainer.ack()
+    trainer.close()
+    return {"resumed": resumed, "weights": weights, "kept": sorted(trainer._replay.members)}
+
+
+def left_alone(ranks: Ranks) -> dict[str, Any]:
+    """Rank 1 is killed while rank 0 waits for it."""
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_s = time.monotonic()
+    try:
+        ranks.any(True)
+    except Exception as error:
+        return {"error": type(error).__name__, "seconds": time.monotonic() - start_s}
+    finally:
+        ranks.close()
+    return {}
+
+
 def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """A version that is ten per cent worse; traces come to both ranks, and to rank 1 fewer."""
     states, pointer, changes = Lifecycle(folder / "reviewed"), Pointer(), {1: 0.0, 2: -0.1}
@@ -171,7 +252,7 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {"versions": versions, "decoded": len(decoded), "state": str(states.state(2)), "desired": pointer.version}
 
 
-def main(model_dir: Path, folder: Path, redis_url: str) -> None:
+def main(model_dir: Path, folder: Path, redis_url: str, last_port: str) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(torch.device("cpu"))
     seen: dict[str, Any] = {"words": words(ranks)}
@@ -179,14 +260,22 @@ def main(model_dir: Path, folder: Path, redis_url: str) -> None:
     batch = batch_of(read_traces(folder)[SHARES[ranks.rank]], learner.draft)
     seen["steps"] = [dataclasses.asdict(learner.step(batch)) for _ in range(NUM_STEPS)]
     safetensors.torch.save_file(learner.state(), folder / f"together-{ranks.rank}.safetensors")
-    seen |= uneven_steps(learner, batch, ranks.rank)
+    seen["uneven"] = uneven_steps(learner, batch, ranks.rank)
     safetensors.torch.save_file(learner.state(), folder / f"uneven-{ranks.rank}.safetensors")
-    seen["trainer"] = trainers({"redis_url": redis_url}, model_dir, folder, ranks)
+    seen["sharded"] = sharded_learner(model_dir, folder, batch, ranks)
+    configs = {key: stream_config(model_dir, folder, redis_url, key) for key in KEYS}
+    seen |= {key: trainers(configs[key], ranks) for key in KEYS[:2]}
+    seen[KEYS[2]] = hears_nothing(configs[KEYS[2]], ranks)
+    seen[KEYS[3]] = became_two(configs[KEYS[3]], ranks)
     seen["reviewed"] = reviewed(folder, ranks)
     ranks.close()
     seen["threads"] = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(seen))
+    report = folder / f"{ranks.rank}.json"
+    report.write_text(json.dumps(seen))
+    os.environ["MASTER_PORT"] = last_port
+    seen["left_alone"] = left_alone(join_ranks(torch.device("cpu")))
+    report.write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 import safetensors.torch
@@ -27,7 +30,7 @@ from speculator.stream import DraftPointer, TraceStream, connect
 from speculator.trace import Trace
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for, record
-from tests.trainer.ranks import KEY, NUM_STEPS, new_learner, read_traces
+from tests.trainer.ranks import KEYS, NUM_STEPS, new_learner, read_traces, stream_config
 from tests.trainer.test_batch import with_trees
 from tests.waiting import wait_until
 from trainer.checkpoint import Progress, load_checkpoint
@@ -56,34 +59,51 @@ def run(model_dir: Path, traces: list[Trace], redis_url: str, tmp_path_factory: 
     folder = tmp_path_factory.mktemp("two-ranks")
     for index, trace in enumerate(traces[:4]):
         (folder / f"{index}.trace").write_bytes(encode_trace(with_trees(trace, seed=index)))
-    with connect(redis_url) as client:
+    with connect(redis_url) as client, _two_ports() as (port, last_port):
         client.flushall()
-        stream = TraceStream(client, KEY, max_bytes=10**8)
-        for trace in traces[:4]:
-            stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        streams = [TraceStream(client, key, max_bytes=10**8) for key in KEYS]
+        for stream in streams:
+            for trace in traces[:4]:
+                stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+        _learn_alone(stream_config(model_dir, folder, redis_url, KEYS[3]))
         processes = [
             subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.trainer.ranks", model_dir, folder, redis_url],
+                [sys.executable, "-W", "error", "-m", "tests.trainer.ranks", model_dir, folder, redis_url, last_port],
                 env={**os.environ, **ENVIRONMENT, **_as_rank(rank, port)},
                 cwd=REPOSITORY,
             )
             for rank in range(2)
         ]
         try:
-            assert [process.wait(60) for process in processes] == [0, 0]
+            assert [process.wait(60) for process in processes] == [0, -signal.SIGKILL]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        assert (stream.lag().acked, stream.lag().pending) == (4, 0)
+        assert [(stream.lag().acked, stream.lag().pending) for stream in streams] == [(4, 0)] * len(streams)
     return Run(seen=[json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder=folder)
 
 
-def _as_rank(rank: int, port: int) -> dict[str, str]:
+@contextlib.contextmanager
+def _two_ports() -> Iterator[tuple[str, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [str(server.getsockname()[1]) for server in (one, other)]
+    yield ports[0], ports[1]
+
+
+def _learn_alone(config: TrainerConfig) -> None:
+    trainer = Trainer(config, CollectorRegistry())
+    for _ in range(2):
+        trainer.read(block_ms=0)
+        trainer.step()
+    trainer.checkpoint()
+    trainer.ack()
+    trainer.close()
+
+
+def _as_rank(rank: int, port: str) -> dict[str, str]:
     """The part of torchrun's environment that counts."""
-    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def test_every_rank_hears_the_same(run: Run) -> None:
@@ -122,13 +142,13 @@ def test_two_ranks_take_the_step_of_one_process_with_both_batches(run: Run, mode
 
 
 def test_a_rank_without_a_batch_or_a_label_takes_the_others_step(run: Run) -> None:
-    for seen in run.seen:
+    for seen in (seen["uneven"] for seen in run.seen):
         for name in ("no_batch", "no_label"):
             assert seen[name]["applied"]
-            assert seen[name] == run.seen[0][name]
+            assert seen[name] == run.seen[0]["uneven"][name]
         assert not seen["nothing"]["applied"]
         assert not seen["nothing"]["is_culprit"]
-    no_batch, no_label = run.seen[0]["no_batch"], run.seen[0]["no_label"]
+    no_batch, no_label = (run.seen[0]["uneven"][name] for name in ("no_batch", "no_label"))
     assert no_batch["num_bases"] + no_label["num_bases"] > no_label["num_bases"] > no_label["num_labels"] > 0
     first, second = run.weights("uneven")
     assert first["num_steps"] == NUM_STEPS + 2
@@ -137,13 +157,40 @@ def test_a_rank_without_a_batch_or_a_label_takes_the_others_step(run: Run) -> No
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(run: Run) -> None:
-    assert [seen["bad"]["applied"] for seen in run.seen] == [False, False]
-    assert [seen["untouched"] for seen in run.seen] == [True, True]
-    assert [seen["bad"]["is_culprit"] for seen in run.seen] == [False, True], "each knows whose batch it was"
+    for uneven in ([seen["uneven"] for seen in run.seen], [seen["sharded"]["uneven"] for seen in run.seen]):
+        assert [seen["bad"]["applied"] for seen in uneven] == [False, False]
+        assert [seen["untouched"] for seen in uneven] == [True, True]
+        assert [seen["bad"]["is_culprit"] for seen in uneven] == [False, True], "each knows whose batch it was"
 
 
-def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run) -> None:
-    first, second = (seen["trainer"] for seen in run.seen)
+def test_ranks_that_keep_parts_take_the_same_steps_and_one_process_goes_on(
+    run: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    sharded = [seen["sharded"] for seen in run.seen]
+    for seen, part in zip(run.seen, sharded, strict=True):
+        assert part["same_after_restart"]
+        assert [step["loss"] for step in part["steps"]] == pytest.approx([step["loss"] for step in seen["steps"]])
+        assert part["uneven"]["no_batch"]["loss"] == pytest.approx(seen["uneven"]["no_batch"]["loss"])
+    assert sharded[0]["averages"] == sharded[1]["averages"]
+    for name, whole in (("sharded", run.weights("together")[0]), ("sharded-uneven", run.weights("uneven")[0])):
+        state = safetensors.torch.load_file(run.folder / f"{name}.safetensors")
+        assert state.keys() == whole.keys()
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, whole[key], rtol=1e-4, atol=1e-6)
+        alone = new_learner(model_dir, tmp_path)
+        alone.load_state(state)
+        assert all(torch.equal(tensor, state[key]) for key, tensor in alone.state().items())
+
+
+def test_ranks_that_keep_parts_keep_half_each(run: Run) -> None:
+    """Of the weights, their average and two moments."""
+    for part in (seen["sharded"] for seen in run.seen):
+        assert part["kept_bytes"] == pytest.approx(4 * part["whole_bytes"] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("key", KEYS[:2])
+def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run, key: str) -> None:
+    first, second = (seen[key] for seen in run.seen)
     assert (first["waiting"], second["waiting"]) == (2, 2)
     assert (len(first["kept"]), len(second["kept"])) == (2, 1)
     assert first["steps"] == second["steps"]
@@ -154,14 +201,39 @@ def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run) -> None:
     assert first["fallen_back"] == second["fallen_back"]
     assert (first["fallen_back"]["version"], first["fallen_back"]["steps"]) == (1, 0)
     assert first["fallen_back"]["weights"] != first["weights"]
-    saved = load_checkpoint(run.folder / "state")
+    saved = load_checkpoint(run.folder / key / "state")
     assert saved is not None
     progress = saved[1]
     assert (progress.num_traces, len(progress.used_trace_ids)) == (4, 4)
     assert progress.replay is not None
     assert set(progress.replay) == {*first["kept"], *second["kept"]}
-    manifest = DraftStore(run.folder / "store").manifest(2)
+    manifest = DraftStore(run.folder / key / "store").manifest(2)
     assert manifest.info["num_traces"] == 4
+
+
+def test_a_rank_that_hears_nothing_learns_with_the_others(run: Run) -> None:
+    first, second = (seen[KEYS[2]] for seen in run.seen)
+    assert first["steps"] == second["steps"] > 0
+    assert first["weights"] == second["weights"]
+    assert (len(first["kept"]), second["kept"]) == (4, [])
+
+
+def test_two_ranks_go_on_where_one_process_ended(run: Run) -> None:
+    first, second = (seen[KEYS[3]] for seen in run.seen)
+    assert first["resumed"] == second["resumed"] == 2
+    assert first["weights"] == second["weights"]
+    saved = load_checkpoint(run.folder / KEYS[3] / "state")
+    assert saved is not None
+    state, progress = saved
+    assert int(state["num_steps"]) == 3
+    assert (progress.num_traces, len(progress.used_trace_ids)) == (4, 4)
+    assert sorted([*first["kept"], *second["kept"]]) == sorted(progress.used_trace_ids), "each on one rank"
+
+
+def test_a_rank_whose_peer_was_killed_ends_at_once(run: Run) -> None:
+    left_alone = run.seen[0]["left_alone"]
+    assert left_alone["error"] == "PeerLostError"
+    assert left_alone["seconds"] < 10
 
 
 def test_both_ranks_decode_what_a_version_in_service_is_reviewed_by(run: Run) -> None:
@@ -216,13 +288,27 @@ def test_an_incomplete_environment_names_torchrun(monkeypatch: pytest.MonkeyPatc
         join_ranks(torch.device("cpu"))
 
 
-def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
+def test_restarts_with_the_store_that_keeps_old_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("WORLD_SIZE", "2"),
+        ("TORCHELASTIC_MAX_RESTARTS", "3"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        join_ranks(torch.device("cpu"))
+
+
+def test_torchrun_learns_survives_a_killed_rank_ends_cleanly_and_one_process_goes_on(
     model_dir: Path, traces: list[Trace], redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
     key, log_path = model_key(model_dir, target_fingerprint(model_dir)), tmp_path / "log"
     stream, store = TraceStream(redis_client, key, max_bytes=10**8), DraftStore(tmp_path / "store")
-    for trace in traces:
-        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+    def append(some: list[Trace]) -> None:
+        for trace in some:
+            stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
     config = config_for(
         model_dir, tmp_path, redis_url=redis_url, model_key=key, max_waiting_traces=4, max_passes=1000,
         checkpoint_interval_s=0.2, publish_interval_s=0.2, publish_min_tokens=200, golden_traces=24,
@@ -232,14 +318,19 @@ def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-                *("-m", "slipstream", "train", "--model", model_dir, "--redis-url", redis_url),
+                *("--max-restarts", "1", "-m", "slipstream", "train", "--model", model_dir, "--redis-url", redis_url),
                 *("--store", config.store_dir, "--state", config.state_dir),
             ],
-            env={**os.environ, **ENVIRONMENT, **_as_environment(config)},
+            env={**os.environ, **ENVIRONMENT, **_as_environment(config), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             cwd=REPOSITORY,
             stderr=log_file,
         )
     try:
+        append(traces[:4])
+        wait_until(lambda: stream.lag().acked == 4, timeout_s=60)
+        append(traces[4:])
+        killed, _ = psutil.Process(process.pid).children()
+        killed.kill()
         wait_until(lambda: stream.lag().acked == len(traces), timeout_s=60)
         wait_until(lambda: (store.latest() or 0) >= 2, timeout_s=60)
         process.send_signal(signal.SIGTERM)
@@ -249,6 +340,7 @@ def test_torchrun_learns_publishes_ends_cleanly_and_one_process_goes_on(
         process.wait()
 
     rows = [json.loads(line) for line in log_path.read_text().splitlines() if line.startswith('{"')]
+    assert [row["rank"] for row in rows if row["event"] == "trainer resumed"].count(0) == 1
     assert {row["rank"] for row in rows if row["event"] == "trainer ended"} == {0, 1}
     assert (stream.lag().acked, stream.lag().pending, stream.lag().dead_lettered) == (len(traces), 0, 0)
     latest = store.latest()
