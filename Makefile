@@ -51,7 +51,7 @@ docs: .venv/.installed ## write the generated pages again
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra otel pyproject.toml -o requirements.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
-	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra router --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 deploy/audit.in -o deploy/audit.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock

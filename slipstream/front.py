@@ -16,7 +16,8 @@ from serving.gateway.server import GatewayServer
 from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
 from serving.sglang.client import SglangClient
-from serving.sglang.collector import SglangCollector
+from serving.sglang.collector import PoolCollector, SglangCollector
+from serving.sglang.pool import PoolClient
 from serving.targets import TargetDesk
 from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError
@@ -50,6 +51,8 @@ async def serve_in_front(
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    if isinstance(client, PoolClient):
+        registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     upstream = Upstream(url, max_connections=settings.max_in_flight)
     targets = TargetDesk(client, TargetMetrics(registry), folder=None)
     app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets)

@@ -1,6 +1,7 @@
-"""`slipstream gateway`: the gateway as a service of its own, in front of an SGLang that runs elsewhere.
+"""`slipstream gateway`: the gateway as a service of its own, in front of an SGLang, or of a router before several.
 
-Start: port → store → Redis → SGLang's health and the plugin's first report → client → gateway.
+Start: port → store → Redis → SGLang's health and the plugin's first report → what a router lets through → client →
+gateway.
 Stop:  gateway drains → client → Redis connection closes. While SGLang is away, requests get 503 and /ready says so;
 when it is back, they are served again.
 """
@@ -11,6 +12,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ import structlog
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
 from serving.sglang.client import EngineReport, SglangClient
+from serving.sglang.pool import READINESS, PoolClient
+from serving.sglang.pooled import commonest
+from serving.sglang.router import check_router
 from slipstream.exposure import check_exposure
 from slipstream.front import check_settings, serve_in_front
 from speculator.checkpoint import model_key
@@ -38,8 +43,9 @@ _HTTP_TIMEOUT_S = 5.0
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
     sglang_url: str
-    engine_id: str
-    """The one that SGLang was given: its report is found by it."""
+    engine_id: str | None
+    """The one that SGLang was given: its report is found by it. None: an sglang-router is there, and behind it every
+    engine that reports."""
     model_dir: Path
     """Only its name is used; weights are not read."""
     store: Path
@@ -50,7 +56,10 @@ class GatewayOptions:
 
 
 def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError or StoreError when it cannot start."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
+    """
     check_settings(settings)
     check_exposure(options.host, options.redis_url, settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -64,46 +73,83 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         fingerprint = store.manifest(newest).target_fingerprint
         key = model_key(options.model_dir, fingerprint)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
-        depth, version = _wait_for_sglang(options, pointer)
-        client = SglangClient(
-            options.sglang_url,
-            pointer,
-            engine_id=options.engine_id,
-            max_depth=depth,
-            draft_version=version,
-            # Whoever started it looks after its process; what we see of it is whether it answers.
-            is_process_alive=lambda: True,
-        )
+        client = _single(options, options.engine_id, pointer) if options.engine_id else _pool(options, pointer)
         opened.callback(client.stop)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         asyncio.run(serve_in_front(options.sglang_url, listener, client, settings=settings, drafts=drafts))
 
 
-def _wait_for_sglang(options: GatewayOptions, pointer: DraftPointer) -> tuple[int, int]:
-    """(proposals a round, draft version) once SGLang serves and its plugin reports. Raises ConfigError, StreamError."""
-    deadline = time.monotonic() + options.start_timeout_s
-    depth = version = None
-    with httpx.Client(base_url=options.sglang_url, timeout=_HTTP_TIMEOUT_S, trust_env=False) as sglang:
-        while time.monotonic() < deadline:
-            depth = depth or _depth(sglang)
-            if depth is not None:
-                fields = pointer.engines().get(options.engine_id)
-                version = None if fields is None else EngineReport.parse(fields).version
-                if version is not None:
-                    return depth, version
-            time.sleep(_POLL_S)
+def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:
+    """Once SGLang serves and its plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
+    depth: int | None = None
+    version: int | None = None
+    for sglang in _until_timeout(options):
+        depth = depth or _depth(sglang)
+        if depth is not None and (version := _versions(pointer).get(engine_id)) is not None:
+            break
     if depth is None:
         raise ConfigError(f"no SGLang answers at {options.sglang_url}: start it, or check --sglang")
-    raise ConfigError(
-        f"SGLang answers, but no engine {options.engine_id!r} reports to Redis: start SGLang with `slipstream sglang`, "
-        "and both with the same --engine-id, --model and --redis-url"
+    if version is None:
+        raise ConfigError(
+            f"SGLang answers, but no engine {engine_id!r} reports to Redis: start SGLang with `slipstream sglang`, "
+            "and both with the same --engine-id, --model and --redis-url"
+        )
+    return SglangClient(
+        options.sglang_url,
+        pointer,
+        engine_id=engine_id,
+        max_depth=depth,
+        draft_version=version,
+        # Whoever started it looks after its process; what we see of it is whether it answers.
+        is_process_alive=lambda: True,
     )
+
+
+def _pool(options: GatewayOptions, pointer: DraftPointer) -> PoolClient:
+    """Once the router has an engine and a plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
+    is_ready = False
+    version: int | None = None
+    for router in _until_timeout(options):
+        is_ready = is_ready or _answers(router, READINESS)
+        if is_ready and (version := commonest(_versions(pointer).values())) is not None:
+            break
+    if not is_ready:
+        raise ConfigError(f"no sglang-router with an engine answers at {options.sglang_url}: check --sglang")
+    if version is None:
+        raise ConfigError(
+            "the router has engines, but none reports to Redis: start them with `slipstream sglang`, and with the "
+            "same --model and --redis-url"
+        )
+    pool = PoolClient(options.sglang_url, pointer, draft_version=version)
+    check_router(options.sglang_url, pool.info.model)
+    return pool
+
+
+def _versions(pointer: DraftPointer) -> dict[str, int]:
+    """By the id of each engine that reports one."""
+    reports = {engine_id: EngineReport.parse(fields) for engine_id, fields in pointer.engines().items()}
+    return {engine_id: report.version for engine_id, report in reports.items() if report.version is not None}
+
+
+def _until_timeout(options: GatewayOptions) -> Iterator[httpx.Client]:
+    """The same client again and again."""
+    deadline = time.monotonic() + options.start_timeout_s
+    with httpx.Client(base_url=options.sglang_url, timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            yield client
+            time.sleep(_POLL_S)
+
+
+def _answers(client: httpx.Client, path: str) -> bool:
+    with suppress(httpx.TransportError):
+        return client.get(path).status_code == 200
+    return False
 
 
 def _depth(sglang: httpx.Client) -> int | None:
     """None while it does not serve."""
     with suppress(httpx.TransportError, ValueError, KeyError, TypeError):
-        if sglang.get("/health").status_code == 200:
+        if _answers(sglang, "/health"):
             return int(sglang.get("/server_info").json()["speculative_num_steps"])
     return None

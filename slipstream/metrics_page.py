@@ -25,7 +25,7 @@ from serving.hotswap import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.recorder import RecorderStats
 from serving.sglang.client import EngineReport
-from serving.sglang.collector import SglangCollector
+from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.speedup import SpeedupMeter
 from speculator.heap import HeapCollector
 from trainer.metrics import TrainerMetrics
@@ -61,6 +61,7 @@ UNITS = {
     "refusals": "requests",
     "running": "requests",
     "waiting": "requests",
+    "engines": "engines",
     "aborted": "requests",
     "in_flight": "requests",
     "traces": "traces",
@@ -100,8 +101,8 @@ LABELS = {
     "status": "HTTP status codes that the gateway sends; 499: the client left",
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
     "`sampled_stream`, `sampled_memory`, `sampled_trainer`, `personal_email`, `personal_card`, `personal_iban`, "
-    "`personal_phone`; with SGLang also `budget`, `aborted`, `retracted`, `nothing_computed`, `inconsistent`, "
-    "`target_moved`; of rollouts the words in the help text",
+    "`personal_phone`; with SGLang also `budget`, `unmarked`, `aborted`, `retracted`, `nothing_computed`, "
+    "`inconsistent`, `target_moved`; of rollouts the words in the help text",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`, `rewards`",
     "role": "`canary`, `wave 1` and so on (2ⁿ engines in wave n), `waiting`, `settled`; one at a time",
@@ -231,6 +232,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     registries[LOCAL].register(ServingCollector(SpeedupMeter(), lambda: recorder))
     registries[LOCAL].register(VerdictCollector(SwapLog))
     registries[SGLANG].register(SglangCollector(lambda: EngineReport.parse({}), lambda: 0))
+    registries[SGLANG].register(PoolCollector(lambda: 0, lambda: 0))
     for name in (LOCAL, SGLANG):
         TargetMetrics(registries[name])
     TrainerMetrics(registries[TRAINER])

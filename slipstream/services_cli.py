@@ -13,6 +13,7 @@ from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Model, RedisUrl, Store
+from speculator.errors import ConfigError
 from speculator.spans import configure_spans
 
 EngineId = Annotated[
@@ -87,24 +88,33 @@ def sglang(
 
 def gateway(
     model: Model,
-    sglang: Annotated[str, typer.Option(help="Address of an SGLang that `slipstream sglang` started.")],
+    context: typer.Context,
+    sglang: Annotated[
+        str, typer.Option(help="Address of an SGLang that `slipstream sglang` started, or of a router before several.")
+    ],
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
     engine_id: EngineId = "sglang",
+    pool: Annotated[
+        bool, typer.Option("--pool", help="An sglang-router is at --sglang; every engine that reports is behind it.")
+    ] = False,
     start_timeout_s: options.StartTimeout = 1200,
 ) -> None:
-    """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own."""
+    """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own, or of a pool."""
     configure_logs()
     configure_spans("slipstream-gateway")
     from serving.gateway.config import load_settings
     from slipstream.gateway_alone import GatewayOptions, run_gateway
 
+    source = context.get_parameter_source("engine_id")
+    if pool and source is not None and source.name == "COMMANDLINE":
+        raise ConfigError("--pool takes every engine that reports: leave --engine-id out")
     run_gateway(
         GatewayOptions(
             sglang_url=sglang,
-            engine_id=engine_id,
+            engine_id=None if pool else engine_id,
             model_dir=resolve_model(model),
             store=store,
             redis_url=redis_url,

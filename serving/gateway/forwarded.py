@@ -1,8 +1,7 @@
 """The body of a request that goes on to SGLang: checked as far as the gateway must know, everything else untouched.
 
-What the gateway adds travels in fields that SGLang hands through to its scheduler: `rid`; `cache_salt`, which keeps
-the prefix cache of one tenant out of another's reach; and in `custom_params["slipstream"]`, where the plugin reads it,
-the capture policy and the span that its own spans join. No client can write there.
+What the gateway adds (serving/marks.py) travels in fields that SGLang hands through to its scheduler: `rid`,
+`cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the policy.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
+from serving.marks import POLICY_KEY, Marks
 from speculator.errors import RequestError
 from speculator.spans import outgoing_headers
-
-POLICY_KEY = "slipstream"
 
 _NOT_FOR_CLIENTS = frozenset(
     ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
@@ -92,9 +90,13 @@ class ForwardedBody(Strict):
         return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
 
-def rewrite(
-    raw: bytes, body: ForwardedBody, *, request_id: str, policy: CapturePolicy, max_tokens: int | None
-) -> bytes:
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy) -> Marks:
+    # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
+    salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
+    return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **outgoing_headers()})
+
+
+def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
     """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
 
     Raises RequestError for invalid JSON and for a field that no client may use.
@@ -110,11 +112,8 @@ def rewrite(
                 f"{name}: no client may use this here; leave it out", param=name, code="unsupported_parameter"
             )
     fields.pop("slipstream", None)
-    ours = {**asdict(policy), **outgoing_headers()}
-    # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
-    salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
-    params = {**body.custom_params, POLICY_KEY: ours}
-    added: dict[str, Any] = {"custom_params": params, "rid": request_id, "cache_salt": salt}
+    params = {**body.custom_params, POLICY_KEY: marks.policy}
+    added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
     if max_tokens is not None:
         added["max_tokens"] = max_tokens
     return msgspec.json.encode({**fields, **added})

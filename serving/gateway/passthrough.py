@@ -23,7 +23,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.deadline import deadline
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.errors import ApiError
-from serving.gateway.forwarded import ForwardedBody, rewrite
+from serving.gateway.forwarded import ForwardedBody, marks_of, rewrite
 from serving.gateway.limits import check_completion_tokens, check_limits
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.schema import request_body
@@ -31,6 +31,7 @@ from serving.gateway.sse import DONE, Emit, EventStream
 from serving.gateway.telemetry import Exchange, exchange_of
 from serving.gateway.upstream import Upstream
 from serving.gateway.upstream_errors import ERROR_EVENT, refusal_in, room_in
+from serving.marks import Marks
 from speculator.errors import EngineError
 
 _DEFAULT_OF_COMPLETIONS = 16
@@ -58,10 +59,11 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
         check_completion_tokens(settings, body.completion_tokens or 0)
         policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
-        rewritten = partial(rewrite, raw, body, request_id=exchange.request_id, policy=policy)
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy)
+        rewritten = partial(rewrite, raw, body, marks)
         limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
         shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
-        asked = _Asked(passage, exchange, route, rewritten(max_tokens=limit), shorter)
+        asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter)
         if body.stream:
             return EventStream(exchange, asked.stream)
         return await until_disconnect(request.receive, asked.whole())
@@ -84,6 +86,7 @@ class _Asked:
     passage: Passage
     exchange: Exchange
     route: str
+    marks: Marks
     body: bytes
     shorter: Callable[[int], bytes] | None
     """The body that asks for so many tokens; None where the client has said how many it wants."""
@@ -127,14 +130,14 @@ class _Asked:
 
     async def _open(self, opened: AsyncExitStack) -> httpx.Response:
         """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
-        answer = self.passage.upstream.answer
+        answer, headers = self.passage.upstream.answer, self.marks.to_header()
         try:
-            return await opened.enter_async_context(answer(self.route, self.body))
+            return await opened.enter_async_context(answer(self.route, self.body, headers))
         except ApiError as refused:
             room = room_in(refused)
             if self.shorter is None or room is None:
                 raise
-        return await opened.enter_async_context(answer(self.route, self.shorter(room)))
+        return await opened.enter_async_context(answer(self.route, self.shorter(room), headers))
 
     def _note_first_event(self) -> None:
         waited_s = time.perf_counter() - self.exchange.started_s

@@ -6,7 +6,7 @@ closes the connection, which is how SGLang learns that nobody waits for the rest
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -35,13 +35,14 @@ class Upstream:
         )
 
     @asynccontextmanager
-    async def answer(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+    async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         """The open response of status 200 to a POST; its body has not been read.
 
         Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
         """
+        headers = {**headers, **outgoing_headers()}
         try:
-            async with self._client.stream("POST", path, content=body, headers=outgoing_headers()) as response:
+            async with self._client.stream("POST", path, content=body, headers=headers) as response:
                 if response.status_code != 200:
                     content = await response.aread()
                     raise refusal(response.status_code, content, retry_after=response.headers.get("retry-after"))

@@ -7,14 +7,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.engine import CapturePolicy
+from serving.marks import POLICY_KEY, Marks
 from speculator.sampling import SamplingParams
 from speculator.spans import Parent, joined
 
 _GREEDY_TOP_K = 1
 
 
+def mark(request: Any, header: str) -> None:
+    """Put the gateway's header into SGLang's model of the body, from which a router may have lost the same.
+
+    Raises ValueError for a header that the gateway did not write.
+    """
+    marks = Marks.of_header(header)
+    request.rid, request.cache_salt = marks.rid, marks.cache_salt
+    request.custom_params = {**(request.custom_params or {}), POLICY_KEY: marks.policy}
+
+
+def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
+    """Whether the request has come through the gateway, and is still as it was there."""
+    return bool(_ours(custom_params))
+
+
 def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
-    """The capture policy that the gateway put into the request; a request without one is captured."""
+    """The capture policy that the gateway put into the request; without one it is captured (but see `is_marked`)."""
     values = _ours(custom_params)
     return CapturePolicy(
         capture=bool(values.get("capture", True)),
@@ -53,5 +69,5 @@ def is_constrained(request: Any) -> bool:
 
 
 def _ours(custom_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    values = (custom_params or {}).get("slipstream")
+    values = (custom_params or {}).get(POLICY_KEY)
     return values if isinstance(values, Mapping) else {}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from serving.sampler import CaptureSampler
-from serving.sglang.asked import is_constrained, parent_of, policy_of, sampling_of
+from serving.sglang.asked import is_constrained, is_marked, parent_of, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
@@ -185,6 +185,9 @@ class Capture:
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
         if not policy.capture or unlike_target or request.input_embeds is not None:
+            return None
+        if not self._settings.capture_unmarked and not is_marked(request.sampling_params.custom_params):
+            self.dropped["unmarked"] += 1
             return None
         if self._sampler is not None and not self._sampler.follows():
             self.dropped[self._sampler.reason] += 1

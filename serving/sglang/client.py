@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 _ANSWER_LASTS_S = 15.0
 """A long prompt being tokenised can keep SGLang's HTTP server from answering for some seconds."""
 _HTTP_TIMEOUT_S = 5.0
-_SWAP_POLL_S = 0.1
+SWAP_POLL_S = 0.1
 
 
 class Pointer(Protocol):
@@ -89,6 +89,12 @@ class EngineReport:
     target_version: int | None
     process: str
     """"host:pid" of the scheduler."""
+    running: int | None
+    """Requests of its last step; 0 where that was long ago."""
+    model: str
+    context_length: int | None
+    max_depth: int | None
+    """What it serves, which behind a router nobody else says."""
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> EngineReport:
@@ -143,6 +149,10 @@ class EngineReport:
             draft_accept_length=number("draft_accept_length"),
             target_version=whole("target_version"),
             process=fields.get("process", ""),
+            running=whole("running"),
+            model=fields.get("model", ""),
+            context_length=whole("context_length"),
+            max_depth=whole("max_depth"),
         )
 
 
@@ -214,9 +224,12 @@ class SglangClient:
 
     def set_depth(self, depth: int) -> None:
         """As the protocol says. Raises RequestError for a depth that SGLang is not prepared for, StreamError."""
+        self._check_depth(depth)
+        self._pointer.set_depth(self._engine_id, depth)
+
+    def _check_depth(self, depth: int) -> None:
         if not 0 <= depth <= self._info.max_depth:
             raise RequestError(f"depth {depth} is not in 0…{self._info.max_depth}", param="depth")
-        self._pointer.set_depth(self._engine_id, depth)
 
     def install_draft(self, version: int) -> SwapReport:
         """Publish the version and wait until the plugin says what became of it.
@@ -226,7 +239,7 @@ class SglangClient:
         previous = self._draft_version
         self._pointer.publish(version)
         deadline = time.monotonic() + self._swap_timeout_s
-        while time.monotonic() < deadline and not self._stop.wait(_SWAP_POLL_S):
+        while time.monotonic() < deadline and not self._stop.wait(SWAP_POLL_S):
             report = self._read_report()
             if report is not None and version in report.refused:
                 raise DraftError(f"SGLang refuses draft version {version}: its log says why")
@@ -251,7 +264,7 @@ class SglangClient:
         previous = report.target_version or 0
         self._pointer.announce_target(report.process, version)
         deadline = time.monotonic() + self._swap_timeout_s
-        while time.monotonic() < deadline and not self._stop.wait(_SWAP_POLL_S):
+        while time.monotonic() < deadline and not self._stop.wait(SWAP_POLL_S):
             report = self._read_report()
             if report is not None and report.target_version == version:
                 return TargetReport(version=version, previous=previous, stall_ms=0.0)
@@ -289,11 +302,14 @@ class SglangClient:
 
     def _read_report(self) -> EngineReport | None:
         fields = self._pointer.engines().get(self._engine_id)
-        self._report = None if fields is None else EngineReport.parse(fields)
-        if self._report is not None:
-            self._reported_s = time.monotonic()
-            self._note_version(self._report.version)
+        self._note_report(None if fields is None else EngineReport.parse(fields))
         return self._report
+
+    def _note_report(self, report: EngineReport | None) -> None:
+        self._report = report
+        if report is not None:
+            self._reported_s = time.monotonic()
+            self._note_version(report.version)
 
     def _note_version(self, version: int | None) -> None:
         if version is None or version == self._draft_version:

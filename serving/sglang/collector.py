@@ -62,6 +62,23 @@ class SglangCollector(Collector):
         yield from _speed_metrics(report)
 
 
+class PoolCollector(Collector):
+    """How many engines stand behind a gateway; figures of each one are in its own report and on its own port."""
+
+    def __init__(self, num_engines: Callable[[], int], num_on_version: Callable[[], int]) -> None:
+        self._num_engines, self._num_on_version = num_engines, num_on_version
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "slipstream_pool_engines", "Engines behind the router whose plugin reports", self._num_engines()
+        )
+        yield GaugeMetricFamily(
+            "slipstream_pool_same_version_engines",
+            "Engines that run the draft version that most of them run",
+            self._num_on_version(),
+        )
+
+
 def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
     swaps = CounterMetricFamily(*SWAPS, labels=["outcome"])
     for outcome, count in (("installed", report.swaps), ("failed", report.swap_failures)):

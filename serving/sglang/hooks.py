@@ -51,6 +51,11 @@ STEPS = Target(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
 )
 
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CONVERTED = ("self", "request", "raw_request")
+CHAT = Target(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
+COMPLETION = Target(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED)
+
 TARGETS = (
     CHECK_ARGS,
     ATTACH,
@@ -66,6 +71,8 @@ TARGETS = (
     EXTEND_GRAPH,
     RELEASE,
     STEPS,
+    CHAT,
+    COMPLETION,
 )
 
 

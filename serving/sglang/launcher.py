@@ -118,6 +118,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_MODEL_KEY": options.model_key,
         "SLIPSTREAM_TARGET_FINGERPRINT": options.target_fingerprint,
         "SLIPSTREAM_CAPTURE": str(int(options.capture)),
+        "SLIPSTREAM_CAPTURE_UNMARKED": "0",
         "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),

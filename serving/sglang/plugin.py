@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from serving.marks import HEADER
 from serving.sglang import hooks
+from serving.sglang.asked import mark
 from serving.sglang.checks import check_server, refuse, refusing, sglang_version
 from serving.sglang.settings import PluginSettings, is_enabled
 
@@ -50,6 +52,8 @@ def _hook(settings: PluginSettings) -> None:
     add(hooks.EXTEND_GRAPH, _after_extend_graph, "after")
     add(hooks.RELEASE, _before_release, "before")
     add(hooks.STEPS, _around_steps, "around")
+    for endpoint in (hooks.CHAT, hooks.COMPLETION):
+        add(endpoint, _before_conversion, "before")
 
 
 def _attach(worker: Any, settings: PluginSettings) -> None:
@@ -122,3 +126,9 @@ def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:
 def _around_steps(run: Any, params: Any, batch_size: int) -> int:
     depth: int = _the_runtime().depth.steps_for(batch_size)
     return depth
+
+
+def _before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
+    """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
+    if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
+        mark(request, header)

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -51,6 +52,8 @@ from speculator.stream import TraceStream, connect
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
+_STEP_LASTS_S = 2.0
+"""After so long without another step nothing runs, or a long prompt is being read."""
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -120,6 +123,13 @@ class EngineRuntime:
         )
         self._depth_version = manifest.version
         self.steps = 0
+        self._running, self._began_s = 0, 0.0
+        """Requests of the last step, and when it began."""
+        self._served = {
+            "model": args.served_model_name,
+            "context_length": target.model_config.context_len,
+            "max_depth": max(depths),
+        }
 
         self._pointer = LazyPointer(settings.redis_url, key)
         self._rank_pointer = RankPointer()
@@ -156,6 +166,7 @@ class EngineRuntime:
 
     def _step(self, run: Callable[[], Any], batch: Any) -> Any:
         self.steps += 1
+        self._running, self._began_s = len(batch.reqs or ()), time.monotonic()
         if self._agreement.is_meeting(self.steps):
             self._meet()
         is_decode = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle())
@@ -339,6 +350,8 @@ class EngineRuntime:
             "target_ok": int(is_unchanged and self._is_target_unchanged),
             "target_version": self._target_version,
             "process": self._process,
+            "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,
+            **self._served,
             **self._erasures.look(),
         }
         status |= self.depth.explanation() | self.depth.tally.report()

@@ -35,6 +35,9 @@ class PluginSettings:
     """SHA-256 of the target as `speculator.checkpoint.target_fingerprint` computes it; default: computed at start."""
     capture: bool = False
     """Record traces: prompts and answers go to Redis."""
+    capture_unmarked: bool = True
+    """Record requests that have no capture policy, too. `slipstream serve` and `slipstream sglang` set 0: all requests
+    come through the gateway then, and one without a policy has lost it on the way, with its opt-out."""
     capture_topk: int = 64
     """Kept tokens of the target's distribution."""
     capture_features: str = "float8"

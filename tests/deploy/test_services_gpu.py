@@ -22,7 +22,7 @@ from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
 from speculator.stream import DraftPointer
 from tests.deploy.compose import CPU, GPU, argv, load
 from tests.deploy.machine import Machine
-from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE, install
+from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE, FakeSglang, in_background, install
 from tests.slipstream.conftest import refused
 from tests.toy import make_toy_model
 from tests.waiting import wait_until
@@ -129,6 +129,7 @@ def test_down(machine: _WithStandIn) -> None:
 # -- without SGLang, without a store, without a report -----------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("redis_client")
 def test_what_is_missing_is_named(
     machine: Machine, refused: Callable[..., str], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,11 @@ def test_what_is_missing_is_named(
     assert "draft init" in refused("sglang", *common, "--sglang-python", sys.executable)
     init_lineage(model, tmp_path / "drafts", draft_vocab_size=16, seed=0, texts=[])
     assert "no SGLang answers at http://127.0.0.1:9" in refused(*front)
+    assert "no sglang-router with an engine answers at http://127.0.0.1:9" in refused(*front, "--pool")
+    assert "leave --engine-id out" in refused(*front, "--pool", "--engine-id", "mine")
+    url, stop = in_background(FakeSglang())
+    assert "none reports to Redis" in refused(*front, "--pool", "--sglang", url)
+    stop()
 
 
 # -- every command line of both variants -------------------------------------------------------------------------------

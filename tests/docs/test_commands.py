@@ -22,6 +22,7 @@ PARSED = {
     "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/test_serve_sglang.py starts it on a stand-in",
     "slipstream sglang": "needs SGLang; tests/deploy/test_services_gpu.py starts it on a stand-in",
     "slipstream gateway": "needs SGLang; tests/deploy/test_services_gpu.py starts it in front of a stand-in",
+    "sglang-router": "not installed here; tests/sglang/test_pool.py checks its flags, and runs one",
     "slipstream demo": "takes minutes; tests/slipstream/test_loop.py runs it on the toy model",
     "slipstream doctor --engine sglang": "needs SGLang and a GPU",
     "slipstream --install-completion": "changes the user's shell; tests/slipstream/test_cli.py asks what it installs",
@@ -124,6 +125,8 @@ def parse(command: Command, *, whole: bool = True) -> None:
             parse(Command(command.page, command.line, tuple(rest), ("cd",)))
         case "cp":
             assert (ROOT / rest[0]).exists(), rest[0]
+        case "sglang-router":
+            assert rest[0] == "launch", "its flags are checked where it is installed: tests/sglang/test_pool.py"
         case "cd" | "git" | "redis-cli" | "curl":
             pass
         case _:

@@ -82,8 +82,9 @@ class SglangServer:
         env: Mapping[str, str] | None = None,
         num_threads: int = 1,
         ready_timeout_s: float = 240.0,
+        port: int | None = None,
     ) -> None:
-        self.port = _free_port()
+        self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         self._command = [

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel
 
+from serving.marks import HEADER, Marks
 from tests.serving.gateway.client import error_of, openai_client
 from tests.serving.gateway.passage import HELLO, chat, complete, host, passing, post, talk
 from tests.serving.sglang_client.fake_sglang import (
@@ -103,7 +104,7 @@ def test_numbers_keep_their_digits() -> None:
 
 def test_only_the_body_goes_on() -> None:
     fake = FakeSglang()
-    headers = {"authorization": "Bearer secret", "x-data-parallel-rank": "7", "cookie": "a=b"}
+    headers = {"authorization": "Bearer secret", "x-data-parallel-rank": "7", "cookie": "a=b", "x-request-id-mine": "1"}
     talk(fake, lambda client: client.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=headers))
     assert not fake.headers[0].keys() & headers.keys()
 
@@ -121,6 +122,26 @@ def test_the_policy_travels_in_custom_params(path: str) -> None:
     assert sent["custom_params"] == {"mine": [1, 2], "slipstream": {**ours, "tenant": "default"}}
     assert "slipstream" not in sent
     assert sent["rid"] == response.headers["x-request-id"]
+
+
+def test_what_is_added_stands_in_a_header_too() -> None:
+    """Where a router loses it from the body; the body's is of no other opinion."""
+    fake = FakeSglang()
+    ours = {"capture": False, "group_id": "g \u00fc\U0001f642", "domain": "math"}
+    body = {"messages": HELLO, "slipstream": ours, "cache_salt": "s"}
+    spoof = {HEADER: '{"rid":"mine","cache_salt":"other","slipstream":{"tenant":"other"}}'}
+    talk(fake, lambda client: client.post("/v1/chat/completions", json={"model": MODEL, **body}, headers=spoof))
+    [sent], [headers] = fake.bodies, fake.headers
+    assert headers[HEADER].isascii()
+    marks = Marks.of_header(headers[HEADER])
+    assert (marks.rid, marks.cache_salt) == (sent["rid"], sent["cache_salt"]) == (sent["rid"], "default/s")
+    assert marks.policy == sent["custom_params"]["slipstream"] == {**ours, "tenant": "default"}
+
+
+@pytest.mark.parametrize("value", ["", "{}", "nonsense", '{"rid":1,"cache_salt":"","slipstream":{}}'])
+def test_a_header_that_the_gateway_did_not_write(value: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Marks.of_header(value)
 
 
 def test_no_client_writes_the_policy_or_the_request_id() -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from serving.marks import HEADER, Marks
 from serving.sampler import CaptureSampler
-from serving.sglang.asked import policy_of, sampling_of
+from serving.sglang.asked import mark, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
@@ -365,6 +366,28 @@ def test_policies_of_requests() -> None:
     assert not policy_of({"slipstream": {"capture": False}}).capture
     assert policy_of({"slipstream": {"tenant": "t"}}).tenant == "t"
     assert policy_of({"slipstream": "nonsense"}).tenant == "default"
+
+
+def test_a_header_stands_for_what_a_router_lost() -> None:
+    marks = Marks(rid="r", cache_salt="t", policy={"capture": False, "tenant": "t"})
+    body = SimpleNamespace(rid=None, cache_salt=None, custom_params={"mine": 1})
+    mark(body, marks.to_header()[HEADER])
+    assert (body.rid, body.cache_salt) == ("r", "t")
+    assert body.custom_params == {"mine": 1, "slipstream": marks.policy}
+    with pytest.raises(ValueError, match=r".+"):
+        mark(body, "{}")
+
+
+@pytest.mark.parametrize(("captures_unmarked", "params"), [(True, None), (False, {"slipstream": {"tenant": "t"}})])
+def test_an_unmarked_request_is_captured_where_the_operator_says_so(captures_unmarked: bool, params: Any) -> None:
+    capture = make_capture([], capture_unmarked=captures_unmarked)
+    assert capture._open(Request([1, 2], custom_params=params)) is not None
+    assert not capture.dropped
+    strict = make_capture([], capture_unmarked=False)
+    assert strict._open(Request([1, 2], custom_params={"mine": 1})) is None
+    assert strict.dropped == {"unmarked": 1}
+    strict._open(Request([1, 2], custom_params={"slipstream": {"capture": False}}))
+    assert strict.dropped == {"unmarked": 1}, "an opt-out is no loss"
 
 
 def test_what_was_begun_under_another_target_is_not_recorded() -> None:

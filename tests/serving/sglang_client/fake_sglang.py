@@ -23,6 +23,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from serving.marks import HEADER, Marks
+
 MODEL = "fake/model-8B"
 CONTEXT_LENGTH = 4096
 TEXT = ["Grüße", " from", ' "日本"', "\n\ndata: [DONE]\n\n", "!"]
@@ -97,6 +99,8 @@ class FakeSglang:
     hold: bool = False
     """Sends the first event, or nothing of a whole answer, and then waits for the client to leave."""
     status: int = 200
+    heeds_marks: bool = False
+    """Answers under the id of the gateway's header, as the plugin has it."""
     loads: dict[str, Any] = field(
         default_factory=lambda: {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 1}]}
     )
@@ -113,7 +117,8 @@ class FakeSglang:
 
     def app(self) -> FastAPI:
         app = FastAPI()
-        app.add_api_route("/health", self._health, response_model=None)
+        for path in ("/health", "/readiness"):
+            app.add_api_route(path, self._health, response_model=None)
         app.add_api_route("/v1/models", self._models)
         app.add_api_route("/v1/loads", lambda: self.loads)
         app.add_api_route("/server_info", lambda: {"speculative_num_steps": self.depth})
@@ -148,6 +153,9 @@ class FakeSglang:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             self.left.set()
+        if self.heeds_marks:
+            marks = Marks.of_header(self.headers[-1][HEADER])
+            return JSONResponse({**json.loads(WHOLE), "id": marks.rid})
         return Response(WHOLE, media_type="application/json")
 
     async def _stream(self) -> AsyncIterator[bytes]:

@@ -60,6 +60,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_MODEL_KEY": "target-abc",
         "SLIPSTREAM_TARGET_FINGERPRINT": "f" * 64,
         "SLIPSTREAM_CAPTURE": "1",
+        "SLIPSTREAM_CAPTURE_UNMARKED": "0",
         "SLIPSTREAM_CONTROL_SHARE": "0.02",
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": "5",

@@ -1,0 +1,126 @@
+"""Several SGLang servers behind an sglang-router, seen from the gateway as one.
+
+Requests and health are the router's; of drafts it knows nothing. Which engines there are, what each serves and what it
+counted stands in their reports to Redis, so an engine that joins or leaves needs no word here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from serving.engine import EngineInfo, SwapReport, TargetReport
+from serving.sglang.client import SWAP_POLL_S, EngineReport, Pointer, SglangClient
+from serving.sglang.pooled import Pool
+from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError
+
+READINESS = "/readiness"
+"""Where sglang-router answers 200 while it has a healthy worker; at /health it speaks of itself alone."""
+
+
+class PoolClient(SglangClient):
+    """Implements serving.engine.DraftHost for every engine that reports under the pointer's model."""
+
+    def __init__(
+        self, url: str, pointer: Pointer, *, draft_version: int, poll_s: float = 1.0, swap_timeout_s: float = 60.0
+    ) -> None:
+        """`url` is the router's. Raises EngineDeadError where no engine reports what it serves, StreamError."""
+        self._pool, self._reading = Pool(), threading.Lock()
+        self._reports: Mapping[str, EngineReport] = {}
+        super().__init__(
+            url,
+            pointer,
+            engine_id="",
+            max_depth=0,
+            draft_version=draft_version,
+            is_process_alive=lambda: True,
+            poll_s=poll_s,
+            swap_timeout_s=swap_timeout_s,
+        )
+
+    @property
+    def num_engines(self) -> int:
+        """That reported lately: one that was killed counts until its report expires. 0 while Redis is away."""
+        return len(self._reports) if self._report is not None else 0
+
+    @property
+    def num_on_version(self) -> int:
+        """How many of them run the version that most of them run."""
+        return sum(report.version == self._draft_version for report in self._reports.values())
+
+    def set_depth(self, depth: int) -> None:
+        """As the protocol says, for the engines that report now."""
+        self._check_depth(depth)
+        for engine_id in self._pointer.engines():
+            self._pointer.set_depth(engine_id, depth)
+
+    def install_draft(self, version: int) -> SwapReport:
+        """Publish the version and wait until every engine runs it; raises as SglangClient does."""
+        previous = self._draft_version
+        self._pointer.publish(version)
+
+        def runs(report: EngineReport) -> bool:
+            if version in report.refused:
+                raise DraftError(f"an SGLang refuses draft version {version}: its log says why")
+            return report.version == version
+
+        self._wait_for_all(runs, f"draft version {version}")
+        report = self._report
+        assert report is not None, "all of at least one"
+        return SwapReport(
+            version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
+        )
+
+    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+        """As the protocol says; every engine's weights were updated already, by SGLang's own means."""
+        if folder is not None:
+            raise RequestError("SGLang moves its target by its own means: leave the path out", param="path")
+        self._read_report()
+        processes = [report.process for report in self._reports.values()]
+        if not processes or not all(processes):
+            raise EngineError("the plugin does not report")
+        previous = self.target_version
+        for process in processes:
+            self._pointer.announce_target(process, version)
+        self._wait_for_all(lambda report: report.target_version == version, f"target version {version}")
+        return TargetReport(version=version, previous=previous, stall_ms=0.0)
+
+    def _wait_for_all(self, is_there: Callable[[EngineReport], bool], what: str) -> None:
+        deadline = time.monotonic() + self._swap_timeout_s
+        missing: list[str] = []
+        while time.monotonic() < deadline and not self._stop.wait(SWAP_POLL_S):
+            self._read_report()
+            missing = [engine_id for engine_id, report in self._reports.items() if not is_there(report)]
+            if self._reports and not missing:
+                return
+        who = ", ".join(sorted(missing)) or "no engine reports: SGLang"
+        raise EngineError(f"{who} did not take {what} within {self._swap_timeout_s:.0f} s")
+
+    def _ask_info(self, max_depth: int) -> EngineInfo:
+        """By the reports: the router answers for models without the length of their context."""
+        report = Pool().take(self._parsed())
+        if report is None or not report.model or report.context_length is None or report.max_depth is None:
+            self._http.close()
+            raise EngineDeadError("no engine reports what it serves")
+        return EngineInfo(model=report.model, context_length=report.context_length, max_depth=report.max_depth)
+
+    def _look_at_server(self) -> None:
+        """Whether the router has an engine to send requests to."""
+        with suppress(httpx.TransportError):
+            if self._http.get(READINESS).status_code == 200:
+                self._answered_s = time.monotonic()
+
+    def _parsed(self) -> dict[str, EngineReport]:
+        return {engine_id: EngineReport.parse(fields) for engine_id, fields in self._pointer.engines().items()}
+
+    def _read_report(self) -> EngineReport | None:
+        with self._reading:
+            self._reports = self._parsed()
+            self._note_report(self._pool.take(self._reports))
+            self._num_running = (self._report.running if self._report is not None else None) or 0
+        return self._report

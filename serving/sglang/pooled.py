@@ -1,0 +1,86 @@
+"""The reports of several engines as one.
+
+Counts never fall: what an engine had counted when it ended stays in the sum. What a report says about now is of the
+engines that report now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from serving.sglang.client import EngineReport
+
+_COUNTS = (
+    *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),
+    *("captured", "appended", "trace_bytes", "trace_tokens"),
+)
+_COUNTS_BY = ("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "dropped_by_reason", "verdicts")
+_MEANS = ("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token")
+"""The mean of the intervals' ends contains the interval of the mean."""
+
+
+class Pool:
+    """What each engine of a pool last said; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lives: dict[tuple[str, str], EngineReport] = {}
+        """By engine and process: one that starts again counts from zero."""
+
+    def take(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
+        """One report of all that there are by engine id; None where there is none."""
+        self._lives |= {(engine_id, report.process): report for engine_id, report in reports.items()}
+        if not reports:
+            return None
+        return _merged(list(self._lives.values()), list(reports.values()))
+
+
+def commonest(numbers: Iterable[int]) -> int | None:
+    """Of equally common ones the highest; None of none."""
+    counts = Counter(numbers)
+    return max(counts, key=lambda number: (counts[number], number)) if counts else None
+
+
+def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> EngineReport:
+    values: dict[str, Any] = {name: _total(_known(ever, name)) for name in _COUNTS}
+    values |= {name: _total_by(getattr(report, name) for report in ever) for name in _COUNTS_BY}
+    values |= {name: _mean(_known(now, name)) for name in _MEANS}
+    values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched")}
+    targets = _known(now, "target_ok")
+    return replace(
+        now[0],
+        **values,
+        version=commonest(_known(now, "version")),
+        refused=frozenset(version for report in now for version in report.refused),
+        pending=_total(_known(now, "pending")),
+        running=_total(_known(now, "running")),
+        target_ok=all(targets) if targets else None,
+        last_verdict=next((report.last_verdict for report in now if report.last_verdict), ""),
+        target_version=min(_known(now, "target_version"), default=None),
+        model=next((report.model for report in now if report.model), ""),
+        context_length=min(_known(now, "context_length"), default=None),
+        max_depth=min(_known(now, "max_depth"), default=None),
+        process="",
+    )
+
+
+def _known(reports: Iterable[EngineReport], name: str) -> list[Any]:
+    return [value for report in reports if (value := getattr(report, name)) is not None]
+
+
+def _total(values: Sequence[int]) -> int | None:
+    return sum(values) if values else None
+
+
+def _total_by(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in counts:
+        for key, count in each.items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

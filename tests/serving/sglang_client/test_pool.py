@@ -1,0 +1,181 @@
+"""Several engines behind a router, seen as one: their reports on a real Redis, the router a stand-in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry, generate_latest
+
+from serving.marks import HEADER
+from serving.sglang.client import EngineReport
+from serving.sglang.collector import PoolCollector, SglangCollector
+from serving.sglang.pool import PoolClient
+from serving.sglang.pooled import Pool, commonest
+from serving.sglang.router import check_router
+from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
+from speculator.stream import DraftPointer
+from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang, in_background
+from tests.waiting import wait_until
+
+Report = dict[str, str | int | float]
+
+
+def report(process: str, **changes: str | int | float) -> Report:
+    served: Report = {"model": MODEL, "context_length": 4096, "max_depth": 3, "target_version": 0}
+    counts: Report = {"version": 4, "swaps": 2, "captured": 10, "rounds": "speculative=5,control=1", "pending": 3}
+    return {**served, **counts, "running": 2, "target_ok": 1, "process": process, **changes}
+
+
+@dataclass
+class Scene:
+    pointer: DraftPointer
+    client: PoolClient
+
+    def engine(self, name: str, **changes: str | int | float) -> None:
+        self.pointer.report_engine(name, report(f"{name}:1", **changes))
+
+
+@pytest.fixture
+def scene(redis_client: redis.Redis) -> Iterator[Scene]:
+    url, stop = in_background(FakeSglang())
+    pointer = DraftPointer(redis_client, "target-abc")
+    for name in ("a", "b", "c"):
+        pointer.report_engine(name, report(f"{name}:1"))
+    client = PoolClient(url, pointer, draft_version=1, poll_s=0.02, swap_timeout_s=10)
+    yield Scene(pointer, client)
+    client.stop()
+    stop()
+
+
+def metrics_of(client: PoolClient) -> list[str]:
+    registry = CollectorRegistry()
+    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.Redis) -> None:
+    info = scene.client.info
+    assert (info.model, info.context_length, info.max_depth) == (MODEL, 4096, 3)
+    with pytest.raises(EngineDeadError, match="reports"):
+        PoolClient("http://127.0.0.1:9", DraftPointer(redis_client, "other"), draft_version=1)
+
+
+def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) -> None:
+    scene.engine("c", version=5, speedup=1.5)
+    scene.engine("b", speedup=1.1)
+    scene.client.look()
+    assert scene.client.draft_version == 4
+    assert scene.client.health().num_running == 6
+    lines = metrics_of(scene.client)
+    for line in (
+        "slipstream_draft_version 4.0",
+        "slipstream_pool_engines 3.0",
+        "slipstream_pool_same_version_engines 2.0",
+        'slipstream_swaps_total{outcome="installed"} 6.0',
+        "slipstream_traces_captured_total 30.0",
+        "slipstream_traces_pending 9.0",
+        'slipstream_rounds_total{batch="all",mode="speculative"} 15.0',
+        'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"} 1.3',
+        "slipstream_target_unchanged 1.0",
+    ):
+        assert line in lines, line
+    scene.engine("a", target_ok=0)
+    scene.client.look()
+    assert "slipstream_target_unchanged 0.0" in metrics_of(scene.client)
+
+
+def test_sums_do_not_fall_when_an_engine_ends_or_starts_again() -> None:
+    pool = Pool()
+
+    def parsed(process: str, captured: int) -> EngineReport:
+        return EngineReport.parse({"process": process, "captured": str(captured), "pending": "1", "version": "1"})
+
+    first, second = parsed("a:1", 10), parsed("b:1", 5)
+    both = pool.take({"a": first, "b": second})
+    gone = pool.take({"b": second})
+    again = pool.take({"a": parsed("a:2", 1), "b": second})
+    assert both is not None
+    assert gone is not None
+    assert again is not None
+    assert [each.captured for each in (both, gone, again)] == [15, 15, 16]
+    assert [each.pending for each in (both, gone, again)] == [2, 1, 2]
+    assert pool.take({}) is None
+
+
+def test_commonest() -> None:
+    assert commonest([4, 5, 4]) == 4
+    assert commonest([4, 5]) == 5
+    assert commonest([]) is None
+
+
+def test_depth_is_set_for_every_engine(scene: Scene) -> None:
+    scene.client.set_depth(1)
+    assert [scene.pointer.depth_limit(name) for name in ("a", "b", "c")] == [1, 1, 1]
+    with pytest.raises(RequestError):
+        scene.client.set_depth(4)
+
+
+def test_a_version_is_installed_once_all_have_it(scene: Scene) -> None:
+    def plugins() -> None:
+        wait_until(lambda: scene.pointer.published() == 6)
+        for name in ("a", "b", "c"):
+            scene.engine(name, version=6, steps=7, last_stall_ms=1.5)
+
+    thread = threading.Thread(target=plugins)
+    thread.start()
+    swapped = scene.client.install_draft(6)
+    thread.join()
+    assert (swapped.version, swapped.previous, swapped.stall_ms) == (6, 1, 1.5)
+
+
+def test_a_version_that_one_refuses_or_does_not_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.engine("b", refused="7")
+    with pytest.raises(DraftError, match="refuses"):
+        scene.client.install_draft(7)
+    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.3)
+    scene.engine("a", version=8)
+    scene.engine("b", version=8)
+    with pytest.raises(EngineError, match=r"^c did not take draft version 8"):
+        scene.client.install_draft(8)
+
+
+def test_a_moved_target_is_announced_to_every_process(scene: Scene) -> None:
+    def plugins() -> None:
+        for name in ("a", "b", "c"):
+            wait_until(lambda: scene.pointer.announced_target(f"{name}:1") == 6)  # noqa: B023
+            scene.engine(name, target_version=6)
+
+    thread = threading.Thread(target=plugins)
+    thread.start()
+    moved = scene.client.move_target(6, None)
+    thread.join()
+    assert (moved.version, moved.previous) == (6, 0)
+    with pytest.raises(RequestError, match="path"):
+        scene.client.move_target(7, Path("step"))
+
+
+# -- what the router lets through ----------------------------------------------------------------------------------
+
+
+def test_a_router_that_keeps_the_header_is_taken() -> None:
+    fake = FakeSglang(heeds_marks=True)
+    url, stop = in_background(fake)
+    check_router(url, MODEL)
+    stop()
+    assert not fake.bodies[0].keys() & {"rid", "cache_salt", "custom_params"}, "a router knows no such fields"
+    assert '"capture":false' in fake.headers[0][HEADER]
+
+
+def test_one_that_loses_it_is_refused() -> None:
+    url, stop = in_background(FakeSglang())
+    with pytest.raises(ConfigError, match="loses"):
+        check_router(url, MODEL)
+    stop()
+    with pytest.raises(EngineDeadError):
+        check_router("http://127.0.0.1:9", MODEL)

@@ -1,0 +1,165 @@
+"""Two real SGLang servers with the plugin behind the real sglang-router, and the gateway in front of that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks.panels import free_port
+from tests.sglang.server import SglangServer, speculative_flags
+
+MODEL = "pooled"
+ENGINES = ("first", "second")
+
+
+def find_router() -> str | None:
+    """The router of this environment, or one on the PATH."""
+    beside = Path(sys.executable).with_name("sglang-router")
+    return str(beside) if beside.exists() else shutil.which("sglang-router")
+
+
+def router_command(router: str, *, port: int, metrics_port: int, workers: Sequence[str]) -> list[str]:
+    """As docs/sglang.md says, on loopback and with closer looks at the engines' health."""
+    return [
+        *(router, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers),
+        *("--policy", "round_robin", "--disable-circuit-breaker", "--worker-startup-check-interval", "1"),
+        *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), "--log-level", "warn"),
+    ]
+
+
+@dataclass
+class Pooled:
+    """The processes of a pool; `kill` and `start` take the names of engines, `router` and `gateway`."""
+
+    folder: Path
+    model_dir: Path
+    store: Path
+    redis_url: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Further settings of the plugin."""
+    flags: Sequence[str] = ()
+    """Further flags of SGLang."""
+
+    def __post_init__(self) -> None:
+        router = find_router()
+        assert router is not None, "no sglang-router: make test-sglang installs it"
+        self._router = router
+        self._ports = {name: free_port() for name in (*ENGINES, "router", "metrics", "gateway")}
+        self.engines: dict[str, SglangServer] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.url = self._url("gateway")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Pooled]:
+        try:
+            with ThreadPoolExecutor(len(ENGINES)) as threads:
+                list(threads.map(self.start_engine, ENGINES))
+            self.start("router")
+            self.start("gateway")
+            self.wait_for(lambda: self._is_ready(), "the gateway")
+            yield self
+        finally:
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+            for server in self.engines.values():
+                server.__exit__()
+
+    def start_engine(self, name: str) -> None:
+        """Returns once it serves."""
+        values = {
+            "ENABLED": "1",
+            "REDIS_URL": self.redis_url,
+            "STORE": str(self.store),
+            "ENGINE_ID": name,
+            "CAPTURE": "1",
+            "CAPTURE_UNMARKED": "0",
+            "POLL_S": "0.1",
+            **self.settings,
+        }
+        server = SglangServer(
+            self.model_dir,
+            log_path=self.folder / f"{name}.log",
+            flags=[
+                *speculative_flags(self.store / "versions" / "000001", num_steps=2),
+                *("--served-model-name", MODEL, *self.flags),
+            ],
+            env={
+                **{f"SLIPSTREAM_{key}": value for key, value in values.items()},
+                "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            },
+            port=self._ports[name],
+        )
+        self.engines[name] = server.__enter__()
+
+    def start(self, name: str) -> None:
+        commands = {
+            "router": router_command(
+                self._router,
+                port=self._ports["router"],
+                metrics_port=self._ports["metrics"],
+                workers=[self._url(engine) for engine in ENGINES],
+            ),
+            "gateway": [
+                *(sys.executable, "-m", "slipstream", "gateway", "--pool", "--sglang", self._url("router")),
+                *("--model", str(self.model_dir), "--store", str(self.store), "--redis-url", self.redis_url),
+                *("--port", str(self._ports["gateway"])),
+            ],
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(commands[name], stdout=log, stderr=subprocess.STDOUT)
+
+    def kill(self, name: str) -> None:
+        """Every process of it at once, as a machine that loses its power."""
+        if name in self.engines:
+            os.killpg(self.engines[name].pid, signal.SIGKILL)
+            self.engines.pop(name).__exit__()
+        else:
+            self._processes[name].kill()
+            self._processes[name].wait()
+
+    def num_running(self, engine: str) -> int:
+        """Requests that an engine has, by its own count."""
+        loads = httpx.get(f"{self._url(engine)}/v1/loads", params={"include": "core"}, trust_env=False).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", trust_env=False).text
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> float:
+        """Seconds until it is true."""
+        started_s = time.monotonic()
+        while not condition():
+            if (waited_s := time.monotonic() - started_s) > timeout_s:
+                logs = {path.name: path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log")}
+                raise AssertionError(f"waited {waited_s:.0f} s for {what}: {logs}")
+            time.sleep(0.05)
+        return time.monotonic() - started_s
+
+    def healthy_workers(self) -> int:
+        """By the router; 0 while it is away."""
+        with contextlib.suppress(httpx.TransportError, ValueError, KeyError):
+            return int(httpx.get(f"{self._url('router')}/readiness", trust_env=False).json()["healthy_workers"])
+        return 0
+
+    def _is_ready(self) -> bool:
+        for name, process in self._processes.items():
+            assert process.poll() is None, f"{name} ended: {(self.folder / f'{name}.log').read_text()[-2000:]}"
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/ready", timeout=2, trust_env=False).status_code == 200
+        return False
+
+    def _url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self._ports[name]}"

@@ -1,0 +1,149 @@
+"""Several SGLang servers behind sglang-router: one stream, one pointer, and what becomes of requests when one dies."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from speculator.checkpoint import model_key, target_fingerprint
+from speculator.codec import decode_trace
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.lineage import admit
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.trace import TraceHeader
+from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(find_router() is None, reason="no sglang-router: make test-sglang installs it")
+
+
+@pytest.fixture(scope="module")
+def pool(model_dir: Path, draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooled]:
+    folder = tmp_path_factory.mktemp("pool")
+    shutil.copytree(draft_store.root, folder / "drafts")
+    # Other modules serve the same model, with versions of their own.
+    with EmbeddedRedis(folder / "redis") as redis:
+        pooled = Pooled(folder, model_dir, folder / "drafts", redis.url, settings={"WATCH": "0"})
+        with pooled.running():
+            yield pooled
+
+
+@pytest.fixture(scope="module")
+def key(model_dir: Path) -> str:
+    return model_key(model_dir, target_fingerprint(model_dir))
+
+
+@pytest.fixture(scope="module")
+def pointer(pool: Pooled, key: str) -> DraftPointer:
+    return DraftPointer(connect(pool.redis_url), key)
+
+
+@pytest.fixture(scope="module")
+def stream(pool: Pooled, key: str) -> TraceStream:
+    return TraceStream(connect(pool.redis_url), key, max_bytes=1 << 30)
+
+
+def ask(pool: Pooled, text: str, *, max_tokens: int = 8, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **fields}
+    return httpx.post(f"{pool.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+
+
+def read(stream: TraceStream, count: int) -> list[TraceHeader]:
+    found: list[TraceHeader] = []
+
+    def enough() -> bool:
+        entries = stream.read(100, 100)
+        found.extend(decode_trace(entry.payload).header for entry in entries)
+        stream.ack([entry.id for entry in entries])
+        return len(found) >= count
+
+    wait_until(enough, timeout_s=30)
+    return found
+
+
+def versions(pointer: DraftPointer) -> dict[str, int]:
+    return {engine_id: int(report["version"]) for engine_id, report in pointer.engines().items()}
+
+
+def test_requests_of_both_engines_are_in_one_stream_as_the_gateway_marked_them(
+    pool: Pooled, stream: TraceStream
+) -> None:
+    def one(number: int) -> httpx.Response:
+        policy = {"capture": number < 6, "domain": "geography", "group_id": f"g{number}"}
+        return ask(pool, f"Name river number {number}.", slipstream=policy)
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(one, range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    headers = read(stream, 6)
+    assert {header.engine_id for header in headers} == set(ENGINES)
+    assert sorted(header.group_id for header in headers) == [f"g{number}" for number in range(6)], "an opt-out counts"
+    assert {header.domain for header in headers} == {"geography"}
+    asked = {answer.headers["x-request-id"] for answer in answers}
+    assert {header.request_id for header in headers} <= asked
+
+
+def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:
+    pointer.pin(_another_version(pool.store))
+    wait_until(lambda: versions(pointer) == dict.fromkeys(ENGINES, 2))
+    wait_until(lambda: "slipstream_draft_version 2.0" in pool.metrics())
+    assert "slipstream_pool_engines 2.0" in pool.metrics()
+    assert "slipstream_pool_same_version_engines 2.0" in pool.metrics()
+    assert 'slipstream_swaps_total{outcome="installed"} 2.0' in pool.metrics()
+
+
+def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled, stream: TraceStream) -> None:
+    """The last test of the module: one engine is left. How it comes back is in `benchmarks/sglang_pool.py`."""
+
+    def streamed(number: int) -> bool:
+        """Whether it came to its end."""
+        lines = ask(pool, f"Tell story {number}.", max_tokens=96, stream=True, ignore_eos=True).text.splitlines()
+        return "data: [DONE]" in lines and not any(line.startswith('data: {"error"') for line in lines)
+
+    with ThreadPoolExecutor(4) as threads:
+        streams = [threads.submit(streamed, number) for number in range(4)]
+        wait_until(lambda: all(pool.num_running(engine) for engine in ENGINES))
+        wait_until(lambda: sum(pool.num_running(engine) for engine in ENGINES) == 4)
+        on_it = pool.num_running("first")
+        pool.kill("first")
+        others = [ask(pool, f"And {number}?") for number in range(4)]
+        outcomes = Counter(stream.result() for stream in streams)
+    assert [answer.status_code for answer in others] == [200] * 4
+    assert outcomes == {True: 4 - on_it, False: on_it}
+    assert {header.engine_id for header in read(stream, 4 - on_it + 4)} == {"second"}
+
+
+def test_the_router_knows_the_words_of_the_page() -> None:
+    router = find_router()
+    assert router is not None
+    page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    [command] = re.findall(r"^sglang-router launch (?:.*\\\n)*.*$", page, re.MULTILINE)
+    flags = re.findall(r"--[\w-]+", command)
+    assert len(flags) > 5
+    shown = subprocess.run([router, "launch", "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert [flag for flag in flags if f"{flag} " not in shown] == []
+
+
+def _another_version(root: Path) -> int:
+    """The first draft again, with its output layer turned round."""
+    store = DraftStore(root)
+    state, first = store.load(1), store.manifest(1)
+    version = store.write(
+        {**state, "lm_head.weight": -state["lm_head.weight"]},
+        store.config(1),
+        parent=1,
+        target_fingerprint=first.target_fingerprint,
+        info={},
+    ).version
+    admit(store, version, target_fingerprint=first.target_fingerprint, actor="test", reason="another one")
+    return version
