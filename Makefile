@@ -47,6 +47,7 @@ format: .venv/.installed ## rewrite the code in the project's format
 docs: .venv/.installed ## write the generated pages again
 	$(PYTHON) -m slipstream.configuration_page docs/configuration.md
 	$(PYTHON) -m slipstream.metrics_page docs/metrics.md
+	$(PYTHON) -m deploy.kubernetes.rules
 
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra otel pyproject.toml -o requirements.lock
@@ -55,6 +56,7 @@ lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 deploy/audit.in -o deploy/audit.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/router.in -o deploy/router.lock
 
 audit: .venv-audit/.installed ## known vulnerabilities of everything that is locked, asked of osv.dev
 	@deploy/audit.sh .venv-audit/bin/pip-audit requirements*.lock deploy/*.lock

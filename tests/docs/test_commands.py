@@ -16,6 +16,7 @@ from slipstream.cli import app
 from slipstream.settings import commands, known_variables
 from tests.deploy.compose import GPU, load
 from tests.docs.commands import PAGES, ROOT, Command, fenced, mentioned
+from tests.docs.kubectl import parse_kubectl
 from tests.docs.workshop import Workshop
 
 PARSED = {
@@ -36,6 +37,8 @@ PARSED = {
     "cp": "prepares a file of the reader's",
     "export": "no program",
     "redis-cli": "not in the wheel that brings the server",
+    "kubectl": "no cluster here; tests/deploy holds the manifests against the schemas and against the programs",
+    "secrets.sh": "tests/deploy/test_kubernetes.py runs it",
 }
 """What only parses, and why. Everything else runs."""
 
@@ -70,7 +73,8 @@ def test_every_page_is_read() -> None:
 
 
 def test_an_unknown_command_is_found() -> None:
-    for line in ("slipstream sreve", "slipstream version --no-such", "make nothing", "rm -r x"):
+    wrong = ("kubectl scale --namespace slipstream deployment/redis --replicas=1", "kubectl aply -k deploy")
+    for line in ("slipstream sreve", "slipstream version --no-such", "make nothing", "rm -r x", *wrong):
         with pytest.raises(AssertionError):
             parse(Command("page", line, (), tuple(line.split())))
     with pytest.raises(AssertionError):
@@ -115,8 +119,18 @@ def parse(command: Command, *, whole: bool = True) -> None:
                 _parse_slipstream(rest[2:], whole=whole)
             else:
                 assert importlib.util.find_spec(rest[1]) is not None, rest[1]
+        case "docker" if rest[0] == "build":
+            assert (ROOT / rest[rest.index("-f") + 1]).is_file()
         case "docker":
             _parse_compose(rest)
+        case "secrets.sh":
+            assert (rest[:2], parse_kubectl(rest[2:])) == (["|", "kubectl"], [])
+        case "kubectl":
+            inside = parse_kubectl(rest)
+            if inside[:3] == ["python", "-m", "slipstream"]:
+                _parse_slipstream(inside[3:], whole=whole)
+            else:
+                assert inside[:1] in ([], ["tar"]), inside
         case "pip":
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             for named in re.findall(r"\[([\w,]+)\]", " ".join(rest)):

@@ -1,0 +1,210 @@
+"""What the manifests start is what the compose file starts: the same programs, options and settings, and real ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from serving.gateway.config import GatewaySettings
+from slipstream.cli import app
+from slipstream.settings import commands, known_variables
+from tests.deploy.compose import GPU, ROOT, argv, load
+from tests.deploy.dockerfile import entrypoint
+from tests.deploy.manifests import (
+    BASE,
+    Manifest,
+    container,
+    environment,
+    labels,
+    manifests,
+    of_kind,
+    pods,
+    selects,
+    words,
+)
+
+OURS = manifests(BASE)
+PODS = pods(OURS)
+SLIPSTREAM = ("init", "sglang", "gateway", "trainer")
+EACH = pytest.mark.parametrize("name", SLIPSTREAM)
+COMPOSE = load(GPU, {"SLIPSTREAM_MODEL": "Qwen/Qwen3-8B"})["services"]
+POLICIES = of_kind("NetworkPolicy", OURS)
+
+GRACE_S = 10
+"""In which a gateway that was told to stop lets answers end (serving/gateway/server.py)."""
+
+
+def _command(name: str) -> list[str]:
+    """The words after `slipstream`."""
+    only = container(PODS[name])
+    told = words(only)
+    if "command" in only:
+        assert only["command"] == ["python", "-m", "torch.distributed.run"]
+        parsed = get_args_parser().parse_args(told)
+        assert parsed.module
+        assert parsed.training_script == "slipstream"
+        assert parsed.nproc_per_node == "1"
+        return list(parsed.training_script_args)
+    return told
+
+
+@EACH
+def test_the_command_is_a_real_one(name: str) -> None:
+    told = _command(name)
+    known = dict(commands(app))
+    length = next(n for n in (2, 1) if " ".join(["slipstream", *told[:n]]) in known)
+    command = known[" ".join(["slipstream", *told[:length]])]
+    command.make_context(command.name, told[length:])
+
+
+@EACH
+def test_it_is_told_what_compose_tells_it(name: str) -> None:
+    compose = COMPOSE[name]
+    theirs, ours = argv(compose["command"]), _command(name)
+    # Here every command names its store; there the environment does. What stands in front of engines differs, too.
+    options = {word for word in ours if word.startswith("--")} - {"--store", "--pool"}
+    assert options == {word for word in theirs if word.startswith("--")} - {"--store"}
+    values = {word: theirs[place + 1] for place, word in enumerate(theirs[:-1]) if word.startswith("--")}
+    for option in options - {"--sglang", "--private-network", "--if-missing", "--"}:
+        assert ours[ours.index(option) + 1] == values[option], option
+    assert ours[ours.index("--store") + 1] == compose["environment"]["SLIPSTREAM_STORE"]
+    here, there = environment(container(PODS[name])), compose["environment"]
+    only_there = {key for key in there if key.startswith("SLIPSTREAM_")} - here.keys()
+    assert only_there == {"SLIPSTREAM_STORE"}
+    same = (there.keys() & here.keys()) - {"SLIPSTREAM_REDIS_URL", "HF_TOKEN"}
+    for key in same:
+        assert here[key] == there[key].replace("/run/secrets/", "/run/secrets/slipstream/"), key
+    if "SLIPSTREAM_REDIS_URL" in there:
+        assert here["SLIPSTREAM_REDIS_URL"] == there["SLIPSTREAM_REDIS_URL"]
+
+
+@EACH
+def test_something_reads_every_setting(name: str) -> None:
+    told = {key for key in environment(container(PODS[name])) if key.startswith("SLIPSTREAM_")}
+    assert told <= known_variables(app)
+
+
+def test_engines_are_named_after_their_pods() -> None:
+    [named] = [each for each in container(PODS["sglang"])["env"] if each["name"] == "SLIPSTREAM_ENGINE_ID"]
+    assert named["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert "sglang" in of_kind("StatefulSet", OURS), "whose pods keep their names"
+
+
+def test_redis_is_started_as_compose_starts_it() -> None:
+    only = container(PODS["redis"])
+    expected = [word.replace("/run/secrets/", "/run/secrets/slipstream/") for word in argv(COMPOSE["redis"]["command"])]
+    assert only["command"] == COMPOSE["redis"]["entrypoint"]
+    assert words(only) == expected
+    kustomization = yaml.safe_load((ROOT / "deploy" / "redis" / "kustomization.yaml").read_text())
+    assert kustomization["configMapGenerator"] == [{"name": "redis", "files": ["redis.conf"]}]
+    [health] = {json.dumps(COMPOSE["redis"]["healthcheck"]["test"][1])}
+    for probe in ("startupProbe", "readinessProbe"):
+        assert json.dumps(only[probe]["exec"]["command"][-1]) == health
+
+
+def test_probes_ask_what_answers() -> None:
+    paths = {
+        "sglang": {"/health"},
+        "gateway": {"/health"},
+        "trainer": {"/metrics"},
+        "router": {"/liveness", "/readiness"},
+    }
+    for name, expected in paths.items():
+        only = container(PODS[name])
+        ports = {port["name"] for port in only["ports"]}
+        probes = [only[probe]["httpGet"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+        assert {probe["path"] for probe in probes} == expected
+        assert {probe["port"] for probe in probes} <= ports
+
+
+def test_running_answers_have_the_time_that_the_gateway_gives_them() -> None:
+    longest = float(environment(container(PODS["gateway"]))["SLIPSTREAM_GATEWAY_MAX_REQUEST_S"])
+    assert longest == GatewaySettings().max_request_s
+    for name in ("sglang", "router", "gateway"):
+        pod = PODS[name]["spec"]
+        slept = container(PODS[name])["lifecycle"]["preStop"]["sleep"]["seconds"]
+        left = pod["terminationGracePeriodSeconds"] - slept
+        if name == "gateway":
+            assert slept >= longest, "asked to stop, it cuts answers after ten seconds"
+            assert left >= 2 * GRACE_S
+        else:
+            assert slept >= 5, "until whoever is in front has heard of it"
+            assert left >= longest, "it ends when its last answer has"
+    router = words(container(PODS["router"]))
+    assert float(router[router.index("--shutdown-grace-period-secs") + 1]) >= longest
+
+
+def test_the_router_finds_the_engines() -> None:
+    router = words(container(PODS["router"]))
+    key, value = router[router.index("--selector") + 1].split("=")
+    assert [name for name in PODS if labels(PODS[name]).get(key) == value] == ["sglang"]
+    [port] = container(PODS["sglang"])["ports"]
+    assert router[router.index("--service-discovery-port") + 1] == str(port["containerPort"])
+    [rule] = of_kind("Role", OURS)["router"]["rules"]
+    assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    [bound] = of_kind("RoleBinding", OURS)["router"]["subjects"]
+    assert bound["name"] == PODS["router"]["spec"]["serviceAccountName"]
+    assert entrypoint(ROOT / "deploy" / "router.Dockerfile") == ["python", "-m", "sglang_router.launch_router"]
+
+
+# -- who reaches whom
+
+
+def _lines(name: str, direction: str) -> list[Manifest]:
+    """The rules of all policies for a pod."""
+    found: list[Manifest] = []
+    for policy in POLICIES.values():
+        if direction in policy["spec"]["policyTypes"] and selects(policy["spec"]["podSelector"], labels(PODS[name])):
+            found += policy["spec"].get(direction.lower(), [])
+    return found
+
+
+def _may(one: str, port: str, other: str) -> bool:
+    """Whether a pod may connect to another's port: both ends have to allow it."""
+
+    def allows(line: Manifest, peers: str, peer: str) -> bool:
+        ports = {each["port"] for each in line["ports"]}
+        if port not in ports:
+            return False
+        selectors = [each["podSelector"] for each in line.get(peers, []) if "podSelector" in each]
+        return peers not in line or any(selects(selector, labels(PODS[peer])) for selector in selectors)
+
+    out = any(allows(line, "to", other) for line in _lines(one, "Egress"))
+    into = any(allows(line, "from", one) for line in _lines(other, "Ingress"))
+    return out and into
+
+
+def test_nothing_is_open_by_default() -> None:
+    default = POLICIES["nothing-else"]["spec"]
+    assert default == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+
+
+def test_pods_reach_what_they_need_and_nothing_else() -> None:
+    ports = {name: [port["name"] for port in container(pod).get("ports", [])] for name, pod in PODS.items()}
+    lines = {(one, other, port) for one in PODS for other in PODS for port in ports[other] if _may(one, port, other)}
+    assert lines == {
+        ("gateway", "router", "http"),
+        ("router", "sglang", "http"),
+        *((name, "redis", "redis") for name in ("sglang", "gateway", "trainer")),
+    }
+
+
+def test_addresses_in_settings_are_those_lines() -> None:
+    """Each `name:port` that a service is told is a Service, on that port, that it may reach."""
+    services = of_kind("Service", OURS)
+    for name in PODS:
+        told = [*words(container(PODS[name])), *environment(container(PODS[name])).values()]
+        for service, one in services.items():
+            for port in one["spec"]["ports"]:
+                address = f"{service}:{port['port']}"
+                named = [text for text in told if f"//{address}" in text or f"@{address}" in text]
+                assert not named or _may(name, port["targetPort"], service), f"{name} is told {address}"
+    assert "http://router:30000" in words(container(PODS["gateway"]))
+
+
+def test_only_init_and_the_router_leave_the_cluster_s_own_lines() -> None:
+    away = {name for name in PODS if any("to" not in line for line in _lines(name, "Egress"))}
+    assert away == {"init", "router"}

@@ -1,0 +1,105 @@
+"""What docs/kubernetes.md promises of a deployment that has lost its Redis, its store or the trainer's own volume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+from prometheus_client import CollectorRegistry
+
+from speculator.checkpoint import target_fingerprint
+from speculator.codec import encode_trace
+from speculator.lineage import ensure_lineage
+from speculator.store import DraftStore
+from speculator.stream import DraftPointer, TraceStream
+from speculator.trace import Trace
+from tests.trainer.examples import config_for, promote
+from trainer.service import Trainer
+
+Start = Callable[[], Trainer]
+
+
+@pytest.fixture
+def stream(redis_client: redis.Redis) -> TraceStream:
+    return TraceStream(redis_client, "toy", max_bytes=10**8)
+
+
+@pytest.fixture
+def start(model_dir: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setattr("trainer.shadow.decide", promote)
+    changes = {"publish_interval_s": 0.0, "publish_min_tokens": 1}
+    return lambda: Trainer(config_for(model_dir, tmp_path, redis_url=redis_url, **changes), CollectorRegistry())
+
+
+@pytest.fixture
+def published(start: Start, stream: TraceStream, traces: list[Trace]) -> Trainer:
+    """A trainer that has learnt from four traces, published version 2, and ended."""
+    _send(stream, traces[:4])
+    trainer = start()
+    _learn_and_publish(trainer)
+    trainer.close()
+    return trainer
+
+
+def _learn_and_publish(trainer: Trainer) -> None:
+    trainer.read(block_ms=0)
+    for _ in range(6):
+        trainer.step()
+    trainer.publish()
+    trainer.checkpoint()
+    trainer.ack()
+
+
+def _send(stream: TraceStream, traces: list[Trace]) -> None:
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+
+def test_an_empty_redis_is_filled_again(
+    published: Trainer, start: Start, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
+) -> None:
+    pointer = DraftPointer(redis_client, "toy")
+    assert pointer.desired() == 2
+    redis_client.flushall()
+    assert pointer.desired() is None
+    trainer = start()
+    _send(stream, traces[4:])
+    _learn_and_publish(trainer)
+    assert pointer.desired() == 3, "engines follow it again"
+    assert stream.lag().acked == len(traces[4:])
+    trainer.close()
+
+
+def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
+    published: Trainer, start: Start, stream: TraceStream, traces: list[Trace], model_dir: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "store")
+    store = DraftStore(tmp_path / "store")
+    # As `slipstream draft init --if-missing` does; its draft is of the same vocabulary.
+    assert ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=40) == 1
+    trainer = start()
+    learnt, found = published.learner.draft.fc.weight, trainer.learner.draft.fc.weight
+    assert torch.equal(learnt, found)
+    assert not torch.equal(found.bfloat16(), store.load(1)["fc.weight"])
+    _send(stream, traces[4:])
+    _learn_and_publish(trainer)
+    assert store.versions() == [1, 2], "numbers begin anew"
+    trainer.close()
+
+
+def test_without_its_own_volume_the_trainer_goes_on_from_the_store(
+    published: Trainer, start: Start, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "state")
+    newest = DraftStore(tmp_path / "store").lifecycle.newest_servable()
+    assert newest == 2
+    trainer = start()
+    assert trainer._training.version == newest
+    weights = DraftStore(tmp_path / "store").load(newest)
+    assert torch.equal(trainer.learner.draft.fc.weight.bfloat16(), weights["fc.weight"])
+    assert trainer.learner.num_steps == 0
+    trainer.close()
