@@ -75,6 +75,7 @@ UNITS = {
     "unreadable": "groups",
     "entries": "stream entries",
     "steps": "steps",
+    "threads": "threads",
     "blocks": "objects",
     "decisions": "decisions",
     "errors": "errors",

@@ -43,6 +43,7 @@ from speculator.erasures import Erasures
 from speculator.fleet import Fleet
 from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
+from speculator.pulse import Pulse
 from speculator.rewards import RewardStream
 from speculator.store import DraftStore
 from speculator.stream import DraftPointer, TraceStream, connect
@@ -69,6 +70,7 @@ class ServeOptions:
     drop_personal_data: bool = False
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
+    pulse_dir: Path | None = None
 
     @property
     def trace_ttl_s(self) -> float:
@@ -118,7 +120,11 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             )
             sharing = GroupSharing(texts, vocab_size=target.embed.shape[0], metrics=GroupTextMetrics(registry))
             opened.callback(sharing.close, timeout_s=5)
-        engine = _build_engine(options, store, target, version, fingerprint, registry, recorder, watch, sharing)
+        pulse = None
+        if options.pulse_dir is not None:
+            pulse = Pulse(options.pulse_dir)
+            opened.callback(pulse.close)
+        engine = _build_engine(options, store, target, version, fingerprint, registry, recorder, watch, sharing, pulse)
         guard = TargetGuard(
             target.weights,
             on_change=partial(_target_changed, engine, recorder),
@@ -217,6 +223,7 @@ def _build_engine(
     recorder: TraceRecorder | None,
     watch: LiveWatch,
     sharing: GroupSharing | None,
+    pulse: Pulse | None,
 ) -> LocalEngine:
     config = options.engine
     draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint).to(target.embed.dtype)
@@ -238,6 +245,7 @@ def _build_engine(
         on_trace=recorder.submit if recorder else None,
         on_round=watch.observe,
         sharing=sharing,
+        pulse=pulse,
     )
     estimate = engine.estimated_speedup.ratio
     registry.register(ServingCollector(meter, recorder.stats if recorder else None, estimate))

@@ -10,7 +10,7 @@ import typer
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import Model, RedisUrl, Store, finite
+from slipstream.options import Model, PulseDir, RedisUrl, Store, finite
 from speculator.spans import configure_spans
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
@@ -43,6 +43,7 @@ def train(
             help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
         ),
     ] = None,
+    pulse_dir: PulseDir = None,
     seed: Annotated[
         int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of the order of learning and of a fresh draft.")
     ] = 0,
@@ -58,10 +59,10 @@ def train(
     from trainer.run import run_trainer
 
     model_dir = resolve_model(model)
-    ttl = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
+    given = {"trace_ttl_hours": trace_ttl_hours, "pulse_dir": pulse_dir}
     run_trainer(
         load_config(
-            **ttl,
+            **{name: value for name, value in given.items() if value is not None},
             model_dir=model_dir,
             model_key=model_key(model_dir, target_fingerprint(model_dir)),
             redis_url=redis_url,

@@ -140,6 +140,14 @@ class TrainerConfig(BaseSettings):
     nice: int = Field(default=19, ge=0, le=19)
     """Added to the process's niceness: serving goes first."""
 
+    pulse_dir: Path | None = None
+    """Folder in memory where the engines of this machine say when they compute: the trainer then gives way to them
+    (trainer/sharing.py), and runs where nobody else wants the core. SLIPSTREAM_PULSE_DIR says it for every service."""
+    serving_budget: float = Field(default=0.03, ge=0)
+    """With a `pulse_dir`: by how much training may slow the steps of an engine, relatively, before it pauses."""
+    idle_threads: int | None = Field(default=None, ge=1)
+    """With a `pulse_dir`: CPU threads while all engines rest; as many as the process has cores where unset."""
+
     @field_validator("loss")
     @classmethod
     def _check_loss(cls, loss: str) -> str:

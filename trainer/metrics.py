@@ -126,6 +126,23 @@ class TrainerMetrics:
             "How much more training is worth its compute; 0 = idle",
             registry=registry,
         )
+        self.trainer_threads = Gauge(
+            "slipstream_trainer_threads", "CPU threads that training has now; 0 = it waits for serving",
+            registry=registry,
+        )  # fmt: skip
+        self.yielded = Counter(
+            "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine",
+            registry=registry,
+        )  # fmt: skip
+        self.serving_slowdown = Gauge(
+            "slipstream_trainer_serving_slowdown_ratio",
+            "How much longer an engine's step takes beside training than alone, as of the last change of slices",
+            registry=registry,
+        )
+        self.slice_seconds = Gauge(
+            "slipstream_trainer_slice_seconds", "How long training may compute beside a busy engine before it rests",
+            registry=registry,
+        )  # fmt: skip
         self.healthy = Gauge(
             "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published",
             registry=registry,

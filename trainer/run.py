@@ -18,6 +18,7 @@ from trainer.device import choose_device, local_rank
 from trainer.distributed import Ranks, join_ranks
 from trainer.loop import train_until
 from trainer.service import Trainer
+from trainer.yielding import give_way_in_the_kernel, yielding
 
 log = structlog.get_logger()
 
@@ -68,7 +69,11 @@ def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: thre
         port = config.metrics_port and config.metrics_port + local_rank()
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
-    train_until(stop, trainer)
+    if config.pulse_dir is not None:
+        # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
+        give_way_in_the_kernel()
+    with yielding(config, trainer.metrics, device, stop, num_ranks=ranks.size):
+        train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
 
 

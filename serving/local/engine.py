@@ -40,6 +40,7 @@ from speculator.errors import EngineBusyError, EngineDeadError, RequestError
 from speculator.group_store import GroupKey
 from speculator.model import Eagle3Draft
 from speculator.planner import FixedPlanner, RoundPlanner
+from speculator.pulse import Pulse
 from speculator.spans import current, is_on, record, span
 from speculator.suffix import SuffixDrafter, SuffixRequest
 from speculator.trace import Trace
@@ -68,7 +69,8 @@ class LocalEngine:
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
     round says about the draft; neither may block. `planner` takes the place of the one that the settings ask for.
-    `sharing` brings the text of prompt groups to other engines, and theirs here.
+    `sharing` brings the text of prompt groups to other engines, and theirs here; `pulse` tells a trainer on the same
+    machine when the engine computes.
 
     When the target moves, a running answer goes on under the new weights with the keys and values of the old: as in a
     partial rollout, it was begun under one policy and is ended under another. Its trace ends where the change came, so
@@ -90,6 +92,7 @@ class LocalEngine:
         on_round: Callable[[WatchedRound], object] | None = None,
         planner: Planner | None = None,
         sharing: GroupSharing | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._config = config
         self._target = target
@@ -115,6 +118,7 @@ class LocalEngine:
         self._depth = config.depth
         self._target_version = 0
         self._num_steps = 0
+        self._pulse, self._step_tokens = pulse, 0
         self._running: list[Generation] = []
         self._prefilling: Generation | None = None
         # Shared with other threads, under `_wake`:
@@ -301,11 +305,17 @@ class LocalEngine:
         with self._wake:
             busy = self._running or self._prefilling
             while not (busy or self._waiting or self._swap or self._move or self._errands or self._stopping):
+                if self._pulse is not None:
+                    self._pulse.rest()
                 self._wake.wait()
             return not self._stopping
 
     def _step(self) -> None:
         self._num_steps += 1
+        if self._pulse is not None:
+            num_free = self._config.num_slots - len(self._running) - (self._prefilling is not None)
+            self._pulse.beat(max(len(self._waiting) - num_free, 0))
+            self._step_tokens = 0
         self._install_staged()
         self._install_target()
         self._run_errands()
@@ -315,8 +325,11 @@ class LocalEngine:
         self._admit()
         if self._prefilling is not None:
             self._prefill(self._prefilling)
+        batch = len(self._running)
         if self._running:
             self._decode()
+        if self._pulse is not None:
+            self._pulse.about(batch, self._step_tokens)
 
     def _install_staged(self) -> None:
         with self._wake:
@@ -456,6 +469,7 @@ class LocalEngine:
         slot, num_before, started = len(self._running), generation.num_prefilled, time.perf_counter()
         self._runner.prefill(generation, slot, self._config.prefill_chunk, drafting=self._depth > 0)
         num_tokens = generation.num_prefilled - num_before
+        self._step_tokens += num_tokens
         record(generation.parent, "prefill", time.perf_counter() - started, tokens=num_tokens)
         if generation.num_prefilled == generation.num_prompt_tokens:
             self._prefilling = None
@@ -466,6 +480,7 @@ class LocalEngine:
         is_control = self._control.is_control(len(self._running))
         depth = 0 if is_control else self._depth
         report = self._runner.run(self._running, depth)
+        self._step_tokens += report.batch * (1 + report.num_proposals)
         self.metrics.observe_round(
             batch=report.batch,
             drafted=report.drafted,
@@ -589,6 +604,8 @@ class LocalEngine:
             move, self._move = self._move, None
             errands, self._errands = self._errands, deque()
             self._waiting.clear()
+        if self._pulse is not None:
+            self._pulse.rest()
         for generation in unfinished:
             generation.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
         if swap is not None:

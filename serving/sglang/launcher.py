@@ -80,6 +80,7 @@ class SglangOptions:
     trace_ttl_hours: float = 0
     drop_personal_data: bool = False
     capture_floor: float = DEFAULT_FLOOR
+    pulse_dir: Path | None = None
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
 
@@ -130,7 +131,8 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
-    return {**inherited, **on_cpu, **ours}
+    sharing = {"SLIPSTREAM_PULSE_DIR": str(options.pulse_dir.absolute())} if options.pulse_dir else {}
+    return {**inherited, **on_cpu, **sharing, **ours}
 
 
 class SglangProcess:

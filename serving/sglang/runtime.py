@@ -45,6 +45,7 @@ from speculator.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.codec import Features
 from speculator.depth import DepthPolicy, RoundCosts
 from speculator.errors import ConfigError
+from speculator.pulse import Pulse
 from speculator.spans import close_spans, configure_spans
 from speculator.store import DraftStore
 from speculator.stream import TraceStream, connect
@@ -54,6 +55,8 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 _STEP_LASTS_S = 2.0
 """After so long without another step nothing runs, or a long prompt is being read."""
+_LINGER_S = 0.03
+"""SGLang asks for its next step at once while it has any: after so long it has none."""
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -136,9 +139,12 @@ class EngineRuntime:
         self._erasures = ErasureWatch(self._pointer.orders, [])
         self._recorder: TraceRecorder | None = None
         self._capture: Capture | None = None
+        self._pulse: Pulse | None = None
         if self._is_writer:
             configure_spans("slipstream-sglang")
             self._pointer.refuse_second(engine_id)
+            if settings.pulse_dir:
+                self._pulse = Pulse(Path(settings.pulse_dir), linger_s=_LINGER_S)
             if settings.capture:
                 self._start_capture(settings, engine_id, key, manifest.target_fingerprint, device)
         self._follower = DraftFollower(
@@ -162,7 +168,14 @@ class EngineRuntime:
     def step(self, run: Callable[[], Any], batch: Any) -> Any:
         """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
         with self.draft.stepping:
-            return self._step(run, batch)
+            if self._pulse is None:
+                return self._step(run, batch)
+            self._pulse.beat()
+            self._pulse.about(len(batch.reqs), _num_tokens(batch))
+            try:
+                return self._step(run, batch)
+            finally:
+                self._pulse.rest()
 
     def _step(self, run: Callable[[], Any], batch: Any) -> Any:
         self.steps += 1
@@ -232,6 +245,8 @@ class EngineRuntime:
         if self._capture is not None and self._recorder is not None:
             self._capture.close(_CLOSE_TIMEOUT_S)
             self._recorder.close(_CLOSE_TIMEOUT_S)
+        if self._pulse is not None:
+            self._pulse.close()
         close_spans()
 
     def _depths(self) -> list[int]:
@@ -380,6 +395,11 @@ class EngineRuntime:
                 "capture_share": round(stats.share, 4),
             }
         return status
+
+
+def _num_tokens(batch: Any) -> int:
+    """New ones: of the prompts where it reads any, else the pending token of each request."""
+    return int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
 
 
 def _weights(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.model import Eagle3Draft
+from speculator.pulse import Pulse
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.toy import random_draft
@@ -88,6 +89,7 @@ def toy_engine(
     on_round: Callable[[WatchedRound], object] | None = None,
     planner: Planner | None = None,
     sharing: GroupSharing | None = None,
+    pulse: Pulse | None = None,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
     config = LocalEngineConfig(
@@ -132,6 +134,7 @@ def toy_engine(
         on_round=on_round,
         planner=planner,
         sharing=sharing,
+        pulse=pulse,
     )
     engine.start()
     try:

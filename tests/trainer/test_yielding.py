@@ -1,0 +1,259 @@
+"""The trainer's operations give way to an engine: in the middle of a step, and without changing what is learnt."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import cast
+
+import pytest
+import redis
+import torch
+from prometheus_client import CollectorRegistry
+
+from speculator.codec import encode_trace
+from speculator.fresh import fresh_draft
+from speculator.pulse import EngineStep, Pulse, PulseBoard, Serving
+from speculator.store import DraftStore
+from speculator.stream import TraceStream
+from speculator.trace import Trace
+from tests.trainer.examples import batch_of, config_for, promote
+from tests.waiting import wait_until
+from trainer.loop import train_until
+from trainer.metrics import TrainerMetrics
+from trainer.service import Trainer
+from trainer.sharing import Sharing
+from trainer.step import Learner
+from trainer.yielding import Yielding, give_way_in_the_kernel, yielding
+
+BUSY, IDLE = Serving(1, True, 0), Serving(1, False, 0)
+
+
+class Scene:
+    """A board, a clock and a stop of our own: each operation takes 1 ms, and each poll of a waiting trainer."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+        self.serving = IDLE
+        self.looks: list[Serving] = []
+        self.steps_: list[EngineStep] = []
+        self.num_drained = self.num_polls = 0
+        self.polls_until_idle = 3
+        self.is_stopped = False
+        self.registry = CollectorRegistry()
+        self.sharing = Sharing(budget=0.03)
+        self.mode = Yielding(
+            cast(PulseBoard, self),
+            self.sharing,
+            TrainerMetrics(self.registry),
+            num_threads=1,
+            idle_threads=2,
+            drain=self._drain,
+            stop=cast(threading.Event, self),
+            clock=self._clock,
+        )
+
+    def look(self) -> Serving:
+        self.looks.append(self.serving)
+        return self.serving
+
+    def steps(self) -> list[EngineStep]:
+        steps, self.steps_ = self.steps_, []
+        return steps
+
+    def is_set(self) -> bool:
+        return self.is_stopped
+
+    def wait(self, timeout: float) -> None:
+        self.num_polls += 1
+        if self.num_polls % self.polls_until_idle == 0:
+            self.serving = IDLE
+
+    def _drain(self) -> None:
+        self.num_drained += 1
+
+    def _clock(self) -> int:
+        self.now_ns += 1_000_000
+        return self.now_ns
+
+    def metric(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"slipstream_trainer_{name}")
+
+
+def test_every_operation_asks_those_of_the_backward_pass_too() -> None:
+    scene = Scene()
+    weight = torch.ones(3, requires_grad=True)
+    with scene.mode:
+        loss = (weight * 2).sum()
+        num_forward = len(scene.looks)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert num_forward == 2
+    assert len(scene.looks) > num_forward
+    before = len(scene.looks)
+    torch.ones(3).sum()
+    assert len(scene.looks) == before, "outside, nobody is asked"
+
+
+def test_an_operation_waits_until_serving_is_idle() -> None:
+    scene = Scene()
+    scene.serving = BUSY
+    with scene.mode:
+        torch.ones(3)
+        assert scene.num_polls == 3
+        assert scene.looks == [BUSY, BUSY, BUSY, IDLE]
+        torch.ones(3)
+        assert scene.num_polls == 3, "idle: at once"
+    assert scene.metric("yielded_seconds_total") == pytest.approx(0.003)
+
+
+def test_nobody_waits_at_the_stop() -> None:
+    scene = Scene()
+    scene.serving, scene.is_stopped = BUSY, True
+    with scene.mode:
+        torch.ones(3)
+    assert scene.num_polls == 0
+
+
+def test_threads_follow_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    scene = Scene()
+    with scene.mode:
+        torch.ones(3)
+        assert scene.metric("threads") == 2
+        torch.ones(3)
+        scene.serving, scene.is_stopped = BUSY, True
+        torch.ones(3)
+        scene.serving = Serving(0, False, 0)
+        torch.ones(3)
+        assert scene.metric("threads") == 1, "without an engine that says so, nobody knows that it rests"
+    assert asked == [1, 2, 1]
+
+
+def test_beside_a_busy_engine_each_operation_ends_before_the_next() -> None:
+    scene = Scene()
+    scene.is_stopped = True
+    with scene.mode:
+        torch.ones(3)
+        assert scene.num_drained == 0
+        scene.serving = BUSY
+        torch.ones(3)
+        torch.ones(3)
+    assert scene.num_drained == 2
+
+
+def test_steps_are_set_against_what_was_computed_during_them() -> None:
+    scene = Scene()
+    told: list[tuple[tuple[str, int], float, float]] = []
+    scene.sharing.observe = lambda *one: told.append(one)  # type: ignore[method-assign]
+    with scene.mode:
+        torch.ones(3)
+        idle_ns = scene.now_ns
+        scene.serving, scene.is_stopped = BUSY, True
+        torch.ones(3)
+        beside_ns = scene.now_ns
+        scene.now_ns += 50_000_000
+        scene.steps_ = [
+            EngineStep("e", idle_ns - 500_000, beside_ns, 1),
+            EngineStep("e", beside_ns - 500_000, beside_ns + 1_500_000, 2),
+            EngineStep("e", beside_ns, beside_ns + 1_000_000, 3),
+        ]
+        torch.ones(3)
+    assert [shape for shape, *_ in told] == [("e", 2), ("e", 3)], (
+        "an operation that serving came into says nothing about slices"
+    )
+    assert [beside_s for *_, beside_s in told] == pytest.approx([0.0005, 0.0])
+    assert told[0][1] == pytest.approx(0.002)
+
+
+def test_what_is_learnt_stays_the_same(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
+    def learn(config_changes: dict[str, object]) -> dict[str, torch.Tensor]:
+        config = config_for(model_dir, tmp_path, **config_changes)
+        learner = Learner(fresh_draft(model_dir, draft_vocab_size=40, seed=0), config)
+        metrics = TrainerMetrics(CollectorRegistry())
+        with yielding(config, metrics, torch.device("cpu"), threading.Event()):
+            for _ in range(3):
+                learner.step(batch_of(traces[:3], learner.draft))
+        return learner.state()
+
+    plain = learn({})
+    shared = learn({"pulse_dir": tmp_path / "pulse"})
+    assert plain.keys() == shared.keys()
+    assert all(torch.equal(plain[name], shared[name]) for name in plain)
+
+
+def test_the_whole_loop_stands_still_while_an_engine_computes(
+    model_dir: Path,
+    tmp_path: Path,
+    traces: list[Trace],
+    redis_url: str,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.shadow.decide", promote)
+    config = config_for(
+        model_dir,
+        tmp_path,
+        redis_url=redis_url,
+        pulse_dir=tmp_path / "pulse",
+        max_passes=1e6,
+        publish_interval_s=0.0,
+        publish_min_tokens=200,
+        checkpoint_interval_s=0.0,
+    )
+    engine, registry, stop = Pulse(tmp_path / "pulse"), CollectorRegistry(), threading.Event()
+    trainer, store = Trainer(config, registry), DraftStore(config.store_dir)
+
+    def metric(name: str, **labels: str) -> float:
+        return registry.get_sample_value(f"slipstream_trainer_{name}", labels) or 0.0
+
+    def train() -> None:
+        with yielding(config, trainer.metrics, torch.device("cpu"), stop):
+            train_until(stop, trainer)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    stream = TraceStream(redis_client, "toy", max_bytes=10**8)
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    try:
+        wait_until(lambda: (store.latest() or 0) >= 3)
+        # With a request in its queue it leaves no slice to anybody.
+        engine.beat(num_waiting=1)
+        wait_until(lambda: metric("threads") == 0)
+        num_steps, waited_s = metric("steps_total", outcome="applied"), metric("yielded_seconds_total")
+        wait_until(lambda: metric("yielded_seconds_total") > waited_s + 0.3)
+        assert metric("steps_total", outcome="applied") == num_steps
+        engine.rest()
+        wait_until(lambda: metric("steps_total", outcome="applied") > num_steps)
+        engine.beat(num_waiting=1)
+        wait_until(lambda: metric("threads") == 0)
+    finally:
+        stop.set()
+        thread.join(10)
+    assert not thread.is_alive(), "a stop is not held up"
+    engine.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="scheduling classes are Linux's")
+def test_who_gave_way_has_the_lowest_class() -> None:
+    found: list[int] = []
+
+    def give_way() -> None:
+        give_way_in_the_kernel()
+        found.append(os.sched_getscheduler(0))
+
+    # A thread of its own, as it is for good.
+    thread = threading.Thread(target=give_way)
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_IDLE]
+
+
+def test_processes_that_train_together_do_not_pause(tmp_path: Path, model_dir: Path) -> None:
+    config, engine = config_for(model_dir, tmp_path, pulse_dir=tmp_path), Pulse(tmp_path)
+    engine.beat()
+    with yielding(config, TrainerMetrics(CollectorRegistry()), torch.device("cpu"), threading.Event(), num_ranks=2):
+        torch.ones(3)
+    engine.close()

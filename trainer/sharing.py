@@ -1,0 +1,139 @@
+"""When the trainer may compute beside serving, within a budget of what that may cost serving.
+
+While no engine works, always. While one does, in slices with rests between them:
+
+    slowdown = Σ (time of a step − time of such a step alone) / Σ (time that the trainer computed during it)
+
+over the steps of late, where "alone" are the steps during rests, with the same batch and number of tokens. After a
+slice, slowdown ≤ budget doubles the next one and halves the rest; else the next slice is the shortest again and the
+rest doubles. So where cores, caches and memory are enough for both, the trainer soon computes nearly all the time, and
+where they are not, it touches one step in a thousand: too rare for the 99th percentile. It is slow start (RFC 5681) for
+what a best-effort job may take from a latency-critical one, with the latter's own latency as the signal (Heracles, Lo
+et al., ISCA 2015). While requests queue there are no slices: what slows a step then delays all that wait behind it.
+
+Nothing here reads a clock or talks to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from speculator.pulse import Serving
+
+SHORTEST_SLICE_S, LONGEST_SLICE_S = 0.02, 10.0
+FIRST_REST_S, SHORTEST_REST_S, LONGEST_REST_S = 5.0, 0.5, 60.0
+LEAST_EVIDENCE_S = 0.2
+"""Computing beside serving before anything is concluded from it: steps vary by more than the budget."""
+_MEMORY_S = 2.0
+"""Computing beside serving that the slowdown is about; it forgets by halves."""
+_LEAST_ALONE = 5
+"""Steps of a shape before its time alone is known."""
+_MAX_ALONE = 50
+_MAX_SHAPES = 10_000
+_LONGEST_LOOK_S = 0.25
+"""A longer time between two questions was not spent computing: the trainer had nothing to do."""
+_OUTLIER = 4.0
+"""Times the expected: a step that took longer was held up by something else."""
+
+
+@dataclass
+class _Alone:
+    """Mean time of a shape's steps while the trainer rested."""
+
+    seconds: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        if self.count > _LEAST_ALONE:
+            seconds = min(seconds, _OUTLIER * self.seconds)
+        self.seconds += (seconds - self.seconds) / min(self.count, _MAX_ALONE)
+
+
+@dataclass
+class Slowdown:
+    """What the trainer's computing costs serving, as a share of the time that they compute side by side."""
+
+    beside_s: float = 0.0
+    excess_s: float = 0.0
+    _alone: dict[Hashable, _Alone] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """0 while nothing is known."""
+        return self.excess_s / self.beside_s if self.beside_s else 0.0
+
+    def add(self, shape: Hashable, seconds: float, beside_s: float) -> None:
+        """A step of an engine, during `beside_s` seconds of which the trainer computed."""
+        if len(self._alone) >= _MAX_SHAPES:
+            # Engines have come and gone, and their shapes with them.
+            self._alone.clear()
+        alone = self._alone.setdefault(shape, _Alone())
+        if beside_s <= 0:
+            alone.add(seconds)
+        elif alone.count >= _LEAST_ALONE:
+            self.beside_s += beside_s
+            self.excess_s += min(seconds, _OUTLIER * alone.seconds) - alone.seconds
+
+    def fade(self) -> None:
+        while self.beside_s > _MEMORY_S:
+            self.beside_s, self.excess_s = self.beside_s / 2, self.excess_s / 2
+
+
+class Sharing:
+    """Asked again and again whether the trainer may compute now; told of every step of serving."""
+
+    def __init__(self, *, budget: float) -> None:
+        self.budget = budget
+        """Relative slowdown of serving's steps that is all right."""
+        self.slowdown = Slowdown()
+        self.slice_s, self.rest_s = SHORTEST_SLICE_S, FIRST_REST_S
+        self._in_slice = False
+        self._spent_s = 0.0
+        """Of the present slice or rest; only time in which serving was busy counts."""
+        self._beside_before_s = 0.0
+        self._asked_s: float | None = None
+        """When it was asked last, if serving was busy then."""
+
+    def observe(self, shape: Hashable, seconds: float, beside_s: float) -> None:
+        """A step of serving has ended, during `beside_s` seconds of which the trainer computed."""
+        self.slowdown.add(shape, seconds, beside_s)
+
+    def may_compute(self, now_s: float, serving: Serving) -> bool:
+        if not serving.is_busy:
+            self._asked_s = None
+            return True
+        if self._asked_s is not None:
+            self._spent_s += min(now_s - self._asked_s, _LONGEST_LOOK_S)
+        self._asked_s = now_s
+        if self._in_slice:
+            if self._spent_s >= self.slice_s or self._hurts or serving.num_waiting:
+                self._turn(in_slice=False)
+        elif self._spent_s >= self.rest_s and not serving.num_waiting:
+            self._adapt()
+            self._turn(in_slice=True)
+        return self._in_slice
+
+    @property
+    def _hurts(self) -> bool:
+        learnt_s = self.slowdown.beside_s - self._beside_before_s
+        return learnt_s >= LEAST_EVIDENCE_S and self.slowdown.ratio > self.budget
+
+    def _turn(self, *, in_slice: bool) -> None:
+        self._in_slice, self._spent_s = in_slice, 0.0
+        if in_slice:
+            self.slowdown.fade()
+            self._beside_before_s = self.slowdown.beside_s
+
+    def _adapt(self) -> None:
+        """By what the last slice has shown; where that is nothing, or not enough, as before."""
+        known_s = self.slowdown.beside_s
+        if known_s == self._beside_before_s or known_s < LEAST_EVIDENCE_S:
+            return
+        if self.slowdown.ratio <= self.budget:
+            self.slice_s = min(2 * self.slice_s, LONGEST_SLICE_S)
+            self.rest_s = max(self.rest_s / 2, SHORTEST_REST_S)
+        else:
+            self.slice_s = SHORTEST_SLICE_S
+            self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)

@@ -1,0 +1,212 @@
+"""The trainer gives way to serving on its machine, in the middle of a step.
+
+Each operation of PyTorch on the trainer's thread, in a forward or backward pass, the optimiser, a review or the gate's
+comparison, first asks `Sharing` whether there is room, and waits where there is none. So a pause begins with the end of
+an operation, which takes milliseconds, and none of the code that computes knows of it.
+
+Beneath that the kernel gives way too: under SCHED_IDLE a thread runs where no other thread wants the core, and loses it
+at once. That alone is not enough: two threads on two cores still share caches and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import structlog
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculator.pulse import EngineStep, PulseBoard, Serving
+from trainer.config import TrainerConfig
+from trainer.metrics import TrainerMetrics
+from trainer.sharing import SHORTEST_SLICE_S, Sharing
+
+log = structlog.get_logger()
+
+POLL_S = 0.001
+"""How long idle cores may go unnoticed."""
+_LOOK_EVERY_NS = 300_000
+_MERGE_NS = 1_000_000
+_REMEMBERED_S = 30.0
+"""Longer than any step of an engine."""
+
+
+def give_way_in_the_kernel() -> None:
+    """Let this thread, and those that it starts, run where no other wants the core; for good. Only Linux can."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def idle_threads(config: TrainerConfig) -> int:
+    """CPU threads while no engine works."""
+    if config.idle_threads is not None:
+        return config.idle_threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores, config.num_threads)
+
+
+@contextmanager
+def yielding(
+    config: TrainerConfig,
+    metrics: TrainerMetrics,
+    device: torch.device,
+    stop: threading.Event,
+    *,
+    num_ranks: int = 1,
+) -> Iterator[None]:
+    """What computes within it gives way to the engines of `config.pulse_dir`, until `stop` is set.
+
+    Processes that train together do not: one that paused would keep the others waiting, at last for too long.
+    """
+    if config.pulse_dir is not None and num_ranks > 1:
+        log.warning("processes that train together do not pause for serving, they have the lowest priority alone")
+    if config.pulse_dir is None or num_ranks > 1:
+        yield
+        return
+    board = PulseBoard(config.pulse_dir)
+    with ExitStack() as opened:
+        opened.callback(board.close)
+        opened.enter_context(
+            Yielding(
+                board,
+                Sharing(budget=config.serving_budget),
+                metrics,
+                num_threads=config.num_threads,
+                idle_threads=idle_threads(config),
+                # What was launched on a GPU goes on there: while serving is busy each operation ends before the next.
+                drain=torch.cuda.synchronize if device.type == "cuda" else _nothing,
+                stop=stop,
+            )
+        )
+        yield
+
+
+class _Stretch(NamedTuple):
+    """The trainer computed; `is_beside`: with leave to, although serving was busy."""
+
+    begin_ns: int
+    end_ns: int
+    is_beside: bool
+
+
+class Yielding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Belongs to one thread; while it is entered, that thread's operations may wait."""
+
+    def __init__(
+        self,
+        board: PulseBoard,
+        sharing: Sharing,
+        metrics: TrainerMetrics,
+        *,
+        num_threads: int,
+        idle_threads: int,
+        drain: Callable[[], object],
+        stop: threading.Event,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`num_threads` beside a busy engine or where no engine is known, `idle_threads` while all of them rest."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._board, self._sharing, self._metrics = board, sharing, metrics
+        self._num_threads, self._idle_threads = num_threads, idle_threads
+        self._drain, self._stop, self._clock = drain, stop, clock
+        self._serving = Serving()
+        self._looked_ns = 0
+        self._threads = 0
+        self._stretches: deque[_Stretch] = deque()
+
+    def __enter__(self) -> Self:
+        self._set_threads(self._num_threads)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._set_threads(self._num_threads)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        begin_ns = self._clock()
+        if begin_ns - self._looked_ns >= _LOOK_EVERY_NS:
+            self._wait_for_room(begin_ns)
+            begin_ns = self._clock()
+        result = func(*args, **(kwargs or {}))
+        if self._serving.is_busy:
+            self._drain()
+        self._computed(begin_ns, self._clock())
+        return result
+
+    def _wait_for_room(self, now_ns: int) -> None:
+        """Return as soon as the trainer may compute, with the threads that it may use, or at the stop."""
+        while not self._may_compute(now_ns) and not self._stop.is_set():
+            self._metrics.trainer_threads.set(0)
+            self._stop.wait(POLL_S)
+            before_ns, now_ns = now_ns, self._clock()
+            self._metrics.yielded.inc((now_ns - before_ns) / 1e9)
+        self._looked_ns = now_ns
+        is_idle = self._serving.num_engines > 0 and not self._serving.is_busy
+        self._set_threads(self._idle_threads if is_idle else self._num_threads)
+
+    def _may_compute(self, now_ns: int) -> bool:
+        self._serving = self._board.look()
+        for step in self._board.steps():
+            self._observe(step)
+        slice_s = self._sharing.slice_s
+        may = self._sharing.may_compute(now_ns / 1e9, self._serving)
+        if self._sharing.slice_s != slice_s:
+            self._report(slice_s)
+        return may
+
+    def _observe(self, step: EngineStep) -> None:
+        """Set a step's time against the trainer's own computing during it."""
+        beside_ns = 0
+        for stretch in reversed(self._stretches):
+            if stretch.end_ns <= step.begin_ns:
+                break
+            overlap_ns = min(stretch.end_ns, step.end_ns) - max(stretch.begin_ns, step.begin_ns)
+            if overlap_ns > 0:
+                if not stretch.is_beside:
+                    # An operation that began while serving was idle: that is neither alone nor how a slice looks.
+                    return
+                beside_ns += overlap_ns
+        self._sharing.observe((step.engine, step.shape), (step.end_ns - step.begin_ns) / 1e9, beside_ns / 1e9)
+
+    def _computed(self, begin_ns: int, end_ns: int) -> None:
+        stretches, is_beside = self._stretches, self._serving.is_busy
+        if stretches:
+            last = stretches[-1]
+            if last.is_beside == is_beside and begin_ns - last.end_ns < _MERGE_NS:
+                stretches[-1] = last._replace(end_ns=end_ns)
+                return
+        stretches.append(_Stretch(begin_ns, end_ns, is_beside))
+        while end_ns - stretches[0].end_ns > 1e9 * _REMEMBERED_S:
+            stretches.popleft()
+
+    def _set_threads(self, threads: int) -> None:
+        self._metrics.trainer_threads.set(threads)
+        if threads != self._threads:
+            torch.set_num_threads(threads)
+            self._threads = threads
+
+    def _report(self, slice_before_s: float) -> None:
+        sharing = self._sharing
+        ratio = sharing.slowdown.ratio
+        self._metrics.serving_slowdown.set(ratio)
+        self._metrics.slice_seconds.set(sharing.slice_s)
+        if sharing.slice_s == SHORTEST_SLICE_S:
+            log.info("serving is slowed beside training: pausing", slowdown=round(ratio, 4), rest_s=sharing.rest_s)
+        elif slice_before_s == SHORTEST_SLICE_S:
+            log.info("serving is not slowed beside training", slowdown=round(ratio, 4), budget=sharing.budget)
+
+
+def _nothing() -> None:
+    """On a CPU an operation has ended when it returns."""
