@@ -51,7 +51,7 @@ def _checks(patient: Patient) -> Iterator[tuple[str, Check]]:
     if root:
         yield "store", partial(store.check_store, root)
     if patient.state:
-        yield "trainer", partial(store.check_trainer, patient.state)
+        yield "trainer", partial(store.check_trainer, patient.state, patient.store)
     if url and root:
         yield "stream", partial(store.check_stream, url, patient.model, root)
     yield "more", partial(_not_asked, patient)

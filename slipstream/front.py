@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from serving.gateway.app import create_passthrough_app
-from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.config import ENV_PREFIX, GatewaySettings, lineage_urls
 from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer
@@ -31,6 +31,8 @@ def check_settings(settings: GatewaySettings) -> None:
             raise ConfigError(f"{variable} is for --engine local, SGLang has its own way: unset it")
         if name.startswith("rollout_"):
             raise ConfigError(f"{variable} is for --engine local, which alone has rollouts: unset it")
+    if settings.choose_lineages and not settings.lineages:
+        raise ConfigError(f"{ENV_PREFIX}CHOOSE_LINEAGES has nothing to choose from: set {ENV_PREFIX}LINEAGES")
 
 
 async def serve_in_front(
@@ -54,8 +56,14 @@ async def serve_in_front(
     if isinstance(client, PoolClient):
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     upstream = Upstream(url, max_connections=settings.max_in_flight)
+    lineages = {
+        name: Upstream(address, max_connections=settings.max_in_flight)
+        for name, address in lineage_urls(settings.lineages).items()
+    }
     targets = TargetDesk(client, TargetMetrics(registry), folder=None)
-    app = create_passthrough_app(client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets)
+    app = create_passthrough_app(
+        client, upstream, settings=settings, lineages=lineages, registry=registry, drafts=drafts, targets=targets
+    )
     try:
         await serve_until_signal(
             GatewayServer(app, listener, max_connections=settings.max_connections),
@@ -64,4 +72,5 @@ async def serve_in_front(
             beside=beside,
         )
     finally:
-        await upstream.close()
+        for each in (upstream, *lineages.values()):
+            await each.close()

@@ -71,7 +71,7 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
             raise ConfigError(f"{options.store} holds no drafts: check --store, or run `slipstream draft init --store`")
         # The draft says which target it was made for: reading a large target's weights takes minutes.
         fingerprint = store.manifest(newest).target_fingerprint
-        key = model_key(options.model_dir, fingerprint)
+        key = model_key(options.model_dir, fingerprint, store.lineage)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         client = _single(options, options.engine_id, pointer) if options.engine_id else _pool(options, pointer)
         opened.callback(client.stop)

@@ -37,6 +37,9 @@ def add(
     file: File,
     tenant: Annotated[str | None, typer.Option(help="Whose traffic it is; default: the key's name.")] = None,
     capture: Annotated[bool, typer.Option(help="Whether its requests may be recorded, where `serve` records.")] = True,
+    lineage: Annotated[
+        str | None, typer.Option(help="Whose engines answer, where a request names no lineage; default: the gateway's.")
+    ] = None,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="For models, metrics and the page's figures alone; it cannot generate.")
     ] = False,
@@ -54,6 +57,7 @@ def add(
         secret,
         tenant=tenant or name,
         capture=capture,
+        lineage=lineage,
         read_only=read_only,
         requests_per_minute=requests_per_minute,
         max_concurrent=max_concurrent,

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from serving.capture_share import DEFAULT_FLOOR
 from serving.forgetting import ErasureWatch, Forget
 from serving.gateway.app import create_app
-from serving.gateway.config import GatewaySettings
+from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
@@ -40,6 +40,7 @@ from slipstream.exposure import check_exposure
 from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.erasures import Erasures
+from speculator.errors import ConfigError
 from speculator.fleet import Fleet
 from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
@@ -80,12 +81,15 @@ class ServeOptions:
 def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError, StoreError or DraftError when it cannot start."""
     check_exposure(options.host, options.redis_url, settings)
+    if settings.lineages or settings.choose_lineages:
+        raise ConfigError(f"{ENV_PREFIX}LINEAGES and …CHOOSE_LINEAGES are for a gateway in front of SGLang: unset them")
     make_room(settings, each=1)
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))
         config = options.engine
         fingerprint = target_fingerprint(config.model_dir)
-        key = model_key(config.model_dir, fingerprint)
+        store = DraftStore(options.store)
+        key = model_key(config.model_dir, fingerprint, store.lineage)
         client = opened.enter_context(connect(options.redis_url))
         pointer = DraftPointer(client, key)
         registry = CollectorRegistry()
@@ -107,7 +111,6 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
                 sampler=_sampler(stream, options.capture_floor),
             )
             opened.callback(_close_recorder, recorder)
-        store = DraftStore(options.store)
         version = _first_version(options, store, fingerprint)
         watch = LiveWatch(version)
         target = _load_target(config)

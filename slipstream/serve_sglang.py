@@ -57,9 +57,9 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         listener = opened.enter_context(bind(options.host, options.port))
         python = options.interpreter()
         fingerprint = target_fingerprint(options.model_dir)
-        key = model_key(options.model_dir, fingerprint)
-        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         store = DraftStore(options.store)
+        key = model_key(options.model_dir, fingerprint, store.lineage)
+        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         newest = ensure_lineage(
             store,
             options.model_dir,

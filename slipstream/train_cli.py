@@ -22,7 +22,10 @@ def train(
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     state: Annotated[
-        Path, typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint.")
+        Path,
+        typer.Option(
+            envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint; a lineage's is below it."
+        ),
     ] = Path("trainer-state"),
     metrics_port: Annotated[
         int | None,
@@ -55,19 +58,20 @@ def train(
     configure_logs()
     configure_spans("slipstream-trainer")
     from speculator.checkpoint import model_key, target_fingerprint
+    from speculator.lineages import below, name_of
     from trainer.config import load_config
     from trainer.run import run_trainer
 
-    model_dir = resolve_model(model)
+    model_dir, lineage = resolve_model(model), name_of(store)
     given = {"trace_ttl_hours": trace_ttl_hours, "pulse_dir": pulse_dir}
     run_trainer(
         load_config(
             **{name: value for name, value in given.items() if value is not None},
             model_dir=model_dir,
-            model_key=model_key(model_dir, target_fingerprint(model_dir)),
+            model_key=model_key(model_dir, target_fingerprint(model_dir), lineage),
             redis_url=redis_url,
             store_dir=store,
-            state_dir=state,
+            state_dir=below(state, lineage),
             metrics_port=metrics_port,
             num_threads=threads,
             seed=seed,

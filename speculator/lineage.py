@@ -44,6 +44,8 @@ def ensure_lineage(
         return servable
     newest = store.latest()
     if newest is None:
+        if store.lineage:
+            raise StoreError(f"{store.root} has no draft yet: repeat `slipstream draft fork {store.lineage}`")
         newest = FIRST
         draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
         # Engine and trainer may start on an empty store together, with another vocabulary each: one of them is first.
@@ -61,11 +63,16 @@ def ensure_lineage(
     if store.lifecycle.state(newest) in BARRED:
         raise StoreError(f"no draft in {store.root} may be served: `slipstream drafts promote` releases one of them")
     # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
-    admit(store, newest, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
+    begin(store, newest, target_fingerprint=target_fingerprint)
+    return newest
+
+
+def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:
+    """Promote the only version of a store, which nothing can be compared with. Raises what `admit` does."""
+    admit(store, version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
     for state in (State.LIVE, State.PROMOTED):
         with contextlib.suppress(LifecycleError):
-            store.lifecycle.move(newest, state, actor=_ACTOR, reason="the first of its lineage")
-    return newest
+            store.lifecycle.move(version, state, actor=_ACTOR, reason="the first of its lineage")
 
 
 def admit(

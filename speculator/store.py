@@ -35,6 +35,7 @@ from torch import Tensor
 from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
 from speculator.files import sync, write_synced
 from speculator.lifecycle import Lifecycle, State
+from speculator.lineages import name_of
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _VERSION_NAME = re.compile(r"\d{6,}")
@@ -71,6 +72,11 @@ class DraftStore:
         self.root = Path(root)
         self.lifecycle = Lifecycle(self.root)
         self._versions = self.root / "versions"
+
+    @property
+    def lineage(self) -> str:
+        """The name of the lineage whose versions these are; empty where it is the base. Raises StoreError."""
+        return name_of(self.root)
 
     def write(
         self,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.environment import unusable
 from speculator.errors import ConfigError
+from speculator.lineages import MAX_LINEAGES, check_name
 from speculator.secret import read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
@@ -51,6 +52,11 @@ class GatewaySettings(BaseSettings):
     """A rollout that no client has asked about for so long is cancelled."""
     rollout_keep_s: float = Field(default=600.0, ge=0)
     """For so long after its end a rollout can be read again, and rewarded; less where others need the room."""
+    lineages: str = ""
+    """Engines of lineages, `code=http://…,math=http://…`; requests choose among them, and --sglang is the base's."""
+    choose_lineages: bool = False
+    """1: a request that names no lineage, and whose key names none, goes where answers of its tenant and domain have
+    committed most tokens a verification; otherwise to the base."""
     keys_file: Path | None = None
     """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
     auth_elsewhere: bool = False
@@ -62,6 +68,12 @@ class GatewaySettings(BaseSettings):
     admin_key_file: Path | None = None
     """A file with that key, for deployments that keep secrets in files."""
 
+    @field_validator("lineages")
+    @classmethod
+    def _check_lineages(cls, text: str) -> str:
+        lineage_urls(text)
+        return text
+
     @property
     def max_connections(self) -> int:
         """Beside the requests under way: pages, probes, clients that keep one open, and those that are refused."""
@@ -71,6 +83,22 @@ class GatewaySettings(BaseSettings):
     def max_in_flight_of_key(self) -> int:
         """Of one that has no limit of its own."""
         return max(1, int(self.max_key_share * self.max_in_flight))
+
+
+def lineage_urls(text: str) -> dict[str, str]:
+    """The address of each lineage's engines, from `name=url,name=url`. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        name, _, url = part.strip().partition("=")
+        check_name(name)
+        if name in found:
+            raise ConfigError(f"the lineage {name!r} has two addresses")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"the lineage {name!r} has no address that begins with http:// or https://")
+        found[name] = url
+    if len(found) > MAX_LINEAGES:
+        raise ConfigError(f"{len(found)} lineages, at most {MAX_LINEAGES}")
+    return found
 
 
 def load_settings() -> GatewaySettings:

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
+from serving.gateway.verified import ASK
 from serving.marks import POLICY_KEY, Marks
 from speculator.errors import RequestError
 from speculator.spans import outgoing_headers
@@ -59,6 +60,13 @@ def _stop(value: object) -> object:
     return value
 
 
+class Routed(Capture):
+    """The `slipstream` object where several drafts may be served."""
+
+    lineage: Annotated[str, Field(max_length=32)] | None = None
+    """Whose engines answer; default: the API key's, or what the operator has set."""
+
+
 class ForwardedBody(Strict):
     """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
 
@@ -76,7 +84,7 @@ class ForwardedBody(Strict):
     custom_params: Annotated[
         dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": ["object", "null"]})
     ] = Field(default_factory=dict)
-    slipstream: Capture = Capture()
+    slipstream: Routed = Routed()
 
     @property
     def num_samples(self) -> int:
@@ -96,8 +104,9 @@ def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy) -> 
     return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **outgoing_headers()})
 
 
-def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
+def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None, measure: bool = False) -> bytes:
     """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
+    To `measure` is to ask for what serving/gateway/verified.py reads.
 
     Raises RequestError for invalid JSON and for a field that no client may use.
     """
@@ -116,4 +125,6 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
     added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
     if max_tokens is not None:
         added["max_tokens"] = max_tokens
+    if measure:
+        added[ASK] = True
     return msgspec.json.encode({**fields, **added})

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from speculator.errors import ConfigError
 from speculator.files import exclusive, sync, write_synced
+from speculator.lineages import NAME
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Of a key or a tenant. Tenants become labels of metrics."""
@@ -40,6 +41,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whose traffic it is, whatever a request says."""
     capture: bool = True
     """Without it, nothing is recorded of this key's requests and nothing is proposed from them to others."""
+    lineage: Annotated[str, Meta(pattern=rf"^(?:{NAME.pattern})\Z")] | None = None
+    """Whose engines answer its requests where they name no lineage, and the gateway has that one."""
     read_only: bool = False
     """It sees models, metrics and the page's figures, and generates nothing."""
     requests_per_minute: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -132,6 +135,7 @@ def make_key(
     *,
     tenant: str,
     capture: bool,
+    lineage: str | None = None,
     read_only: bool,
     requests_per_minute: int | None,
     max_concurrent: int | None,
@@ -144,6 +148,7 @@ def make_key(
         "sha256": digest(secret.encode()),
         "tenant": tenant,
         "capture": capture,
+        "lineage": lineage,
         "read_only": read_only,
         "requests_per_minute": requests_per_minute,
         "max_concurrent": max_concurrent,

@@ -1,7 +1,8 @@
 """The generating endpoints in front of a server that speaks the OpenAI protocol itself: what it answers passes through.
 
 A whole answer goes to the client byte for byte. So does a stream, event by event; only a stream that SGLang could not
-begin becomes an error response, and one that breaks off gets the last event that says so.
+begin becomes an error response, and one that breaks off gets the last event that says so. What the gateway itself has
+asked SGLang to add (serving/gateway/verified.py) is taken out again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import httpx
@@ -26,11 +27,12 @@ from serving.gateway.errors import ApiError
 from serving.gateway.forwarded import ForwardedBody, marks_of, rewrite
 from serving.gateway.limits import check_completion_tokens, check_limits
 from serving.gateway.metrics import GatewayMetrics
+from serving.gateway.pools import Pools
 from serving.gateway.schema import request_body
 from serving.gateway.sse import DONE, Emit, EventStream
 from serving.gateway.telemetry import Exchange, exchange_of
-from serving.gateway.upstream import Upstream
 from serving.gateway.upstream_errors import ERROR_EVENT, refusal_in, room_in
+from serving.gateway.verified import Verified, may_measure
 from serving.marks import Marks
 from speculator.errors import EngineError
 
@@ -43,7 +45,7 @@ class Passage:
     """What both endpoints share."""
 
     host: DraftHost
-    upstream: Upstream
+    pools: Pools
     settings: GatewaySettings
     metrics: GatewayMetrics
 
@@ -59,11 +61,14 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
         check_completion_tokens(settings, body.completion_tokens or 0)
         policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
+        pools, domain = passage.pools, policy.domain
+        lineage = pools.pick(body.slipstream.lineage, of_key=exchange.lineage, tenant=exchange.tenant, domain=domain)
+        measure = pools.measures and may_measure(raw)
         marks = marks_of(body, request_id=exchange.request_id, policy=policy)
-        rewritten = partial(rewrite, raw, body, marks)
+        rewritten = partial(rewrite, raw, body, marks, measure=measure)
         limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
         shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
-        asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter)
+        asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter, lineage, domain, measure)
         if body.stream:
             return EventStream(exchange, asked.stream)
         return await until_disconnect(request.receive, asked.whole())
@@ -90,11 +95,19 @@ class _Asked:
     body: bytes
     shorter: Callable[[int], bytes] | None
     """The body that asks for so many tokens; None where the client has said how many it wants."""
+    lineage: str
+    domain: str
+    measure: bool
+    """Whether SGLang was asked, by the gateway alone, what the answer's verifications committed."""
+    verified: Verified = field(default_factory=Verified)
 
     async def whole(self) -> Response:
         with self.passage.metrics.in_flight.track_inprogress():
             async with self._answer() as response:
                 content = await response.aread()
+        if self.measure:
+            content = self.verified.take_from(content)
+            self._learn()
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def stream(self, emit: Emit) -> bytes:
@@ -110,7 +123,7 @@ class _Asked:
                 paced(self.passage.settings, send) as cadence,
                 self._answer() as response,
             ):
-                async for block in whole_events(response):
+                async for block in self._own_events(response):
                     if not has_begun:
                         if refused := refusal_in(block):
                             raise refused
@@ -121,7 +134,13 @@ class _Asked:
                     await cadence.put(block)
         if not is_done:
             raise EngineError("the stream ended before it was done")
+        self._learn()
         return b""
+
+    async def _own_events(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        async for block in whole_events(response):
+            if kept := self.verified.take_from_events(block) if self.measure else block:
+                yield kept
 
     @asynccontextmanager
     async def _answer(self) -> AsyncIterator[httpx.Response]:
@@ -130,14 +149,22 @@ class _Asked:
 
     async def _open(self, opened: AsyncExitStack) -> httpx.Response:
         """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
-        answer, headers = self.passage.upstream.answer, self.marks.to_header()
         try:
-            return await opened.enter_async_context(answer(self.route, self.body, headers))
+            return await self._ask(opened, self.body)
         except ApiError as refused:
             room = room_in(refused)
             if self.shorter is None or room is None:
                 raise
-        return await opened.enter_async_context(answer(self.route, self.shorter(room), headers))
+        return await self._ask(opened, self.shorter(room))
+
+    async def _ask(self, opened: AsyncExitStack, body: bytes) -> httpx.Response:
+        answer = self.passage.pools.answer(self.lineage, self.route, body, self.marks.to_header())
+        # The base, where the lineage's engines are away: what follows is about whoever answers.
+        self.lineage, response = await opened.enter_async_context(answer)
+        return response
+
+    def _learn(self) -> None:
+        self.passage.pools.learn(self.exchange.tenant, self.domain, self.lineage, self.verified)
 
     def _note_first_event(self) -> None:
         waited_s = time.perf_counter() - self.exchange.started_s

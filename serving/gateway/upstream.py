@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import httpx
 
 from serving.gateway.upstream_errors import refusal
-from speculator.errors import EngineBusyError, EngineDeadError
+from speculator.errors import EngineBusyError, EngineDeadError, UnreachableError
 from speculator.spans import outgoing_headers
 
 _CONNECT_S = 5.0
@@ -38,7 +38,8 @@ class Upstream:
     async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         """The open response of status 200 to a POST; its body has not been read.
 
-        Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
+        Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off,
+        UnreachableError where nothing was sent.
         """
         headers = {**headers, **outgoing_headers()}
         try:
@@ -49,6 +50,8 @@ class Upstream:
                 yield response
         except httpx.PoolTimeout:
             raise EngineBusyError(f"{self._max_connections} requests are under way") from None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
+            raise UnreachableError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
         except httpx.TransportError as failure:
             raise EngineDeadError(f"SGLang does not answer: {type(failure).__name__}") from failure
 

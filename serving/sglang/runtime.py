@@ -72,8 +72,8 @@ class EngineRuntime:
         self._is_writer = group.rank_in_group == 0
         manifest = version_of(args, settings)
         self._engine_id = engine_id = settings.engine_id or default_engine_id(args.port)
-        key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint)
         store = DraftStore(settings.store)
+        key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint, store.lineage)
         config = config_from_json(store.config(manifest.version))
 
         depths = self._depths()

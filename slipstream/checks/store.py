@@ -57,10 +57,12 @@ def _is_writable(root: Path) -> bool:
         return False
 
 
-def check_trainer(folder: Path) -> Iterator[Finding]:
-    """The trainer's own checkpoint. Raises StoreError where it is damaged."""
+def check_trainer(state: Path, store_root: Path | None = None) -> Iterator[Finding]:
+    """The trainer's own checkpoint, of the store's lineage where it is one's. Raises StoreError where it is damaged."""
+    from speculator.lineages import below, name_of
     from trainer.checkpoint import load_checkpoint
 
+    folder = below(state, name_of(store_root)) if store_root else state
     found = load_checkpoint(folder)
     if found is None:
         yield ok("trainer", f"{folder} holds no checkpoint yet")
@@ -80,7 +82,7 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
         yield skipped(name, "the store does not say yet which target it is for")
         return
     try:
-        key = model_key(resolve_model(model), store.manifest(newest).target_fingerprint)
+        key = model_key(resolve_model(model), store.manifest(newest).target_fingerprint, store.lineage)
     except SlipstreamError as error:
         yield skipped(name, str(error))
         return

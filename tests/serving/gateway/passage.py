@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -33,18 +33,25 @@ async def passing(
     draft: DoubleEngine | None = None,
     registry: CollectorRegistry | None = None,
     url: str | None = None,
+    lineages: Mapping[str, str] | None = None,
     grace_s: int = 5,
-    **settings: int,
+    **settings: Any,
 ) -> AsyncIterator[GatewayServer]:
-    """The gateway in front of `fake`, or of whatever is at `url`."""
+    """The gateway in front of `fake`, or of whatever is at `url`, and of the addresses of `lineages`."""
     async with serve(fake.app(), port=0, grace_s=0) as behind:
         upstream = Upstream(url or behind.url)
+        others = {name: Upstream(address) for name, address in (lineages or {}).items()}
         app = create_passthrough_app(
-            draft or host(), upstream, settings=GatewaySettings(**settings), registry=registry or CollectorRegistry()
+            draft or host(),
+            upstream,
+            settings=GatewaySettings(**settings),
+            lineages=others,
+            registry=registry or CollectorRegistry(),
         )
         async with serve(app, port=0, grace_s=grace_s) as server:
             yield server
-        await upstream.close()
+        for each in (upstream, *others.values()):
+            await each.close()
 
 
 def talk(fake: FakeSglang, say: Callable[[httpx.AsyncClient], Awaitable[T]], **how: Any) -> T:
