@@ -67,13 +67,16 @@ TRAINER_ENVIRONMENT = {
 
 
 class Service:
-    """One service, life after life."""
+    """One service, life after life; an engine that `always_drafts` does so whether it pays or not."""
 
-    def __init__(self, folder: Path, name: str, words: list[str]) -> None:
+    def __init__(self, folder: Path, name: str, words: list[str], *, always_drafts: bool = False) -> None:
         self.notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
         self._words = words
         self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faults.witness", str(self.notes), str(self.log)],
+            [
+                *(sys.executable, "-m", "benchmarks.faults.witness", str(self.notes), str(self.log)),
+                *(("always",) if always_drafts else ()),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -58,12 +58,16 @@ class Window:
 
 class Load:
     """`num_clients` clients with a short pause between two questions. Every other question is asked again and again,
-    and its greedy answer must be the first one; the rest are new, for the trainer to learn from.
+    and its greedy answer must be the first one; the rest are new, for the trainer to learn from. With `questions` these
+    are asked again and again, and no others.
     """
 
-    def __init__(self, url: str, model: str, *, num_clients: int, pause_s: float) -> None:
+    def __init__(
+        self, url: str, model: str, *, num_clients: int, pause_s: float, questions: Sequence[str] = ()
+    ) -> None:
         self.url, self.model = url, model
         self._num_clients, self._pause_s = num_clients, pause_s
+        self._asked_again, self._has_new = (questions, False) if questions else (_KNOWN, True)
         self._known: dict[str, str] = {}
         self._requests: list[Request] = []
         self._stopping = threading.Event()
@@ -102,12 +106,17 @@ class Load:
     async def _client(self, client: openai.AsyncOpenAI, number: int) -> None:
         turn = number
         while not self._stopping.is_set():
-            question = _KNOWN[turn // 2 % len(_KNOWN)] if turn % 2 else f"new question {time.monotonic_ns()}"
+            question = self._question(turn)
             started_s = time.monotonic()
             outcome = await self._ask(client, question)
             self._requests.append(Request(started_s=started_s, ended_s=time.monotonic(), outcome=outcome))
             turn += self._num_clients + 1
             await asyncio.sleep(self._pause_s)
+
+    def _question(self, turn: int) -> str:
+        if self._has_new and turn % 2 == 0:
+            return f"new question {time.monotonic_ns()}"
+        return self._asked_again[turn // (2 if self._has_new else 1) % len(self._asked_again)]
 
     async def _ask(self, client: openai.AsyncOpenAI, question: str) -> str:
         text, has_ended = "", False
@@ -125,5 +134,5 @@ class Load:
             return BROKEN
         if not has_ended:
             return CUT
-        is_known = question in _KNOWN
+        is_known = question in self._asked_again
         return OK if not is_known or self._known.setdefault(question, text) == text else CHANGED
