@@ -129,7 +129,8 @@ class EngineRuntime:
         self._running, self._began_s = 0, 0.0
         """Requests of the last step, and when it began."""
         self._served = {
-            "model": args.served_model_name,
+            # Without a name of its own it goes by the path.
+            "model": args.served_model_name or args.model_path,
             "context_length": target.model_config.context_len,
             "max_depth": max(depths),
         }

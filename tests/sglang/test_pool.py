@@ -131,7 +131,7 @@ def test_the_router_knows_the_words_of_the_page() -> None:
     flags = re.findall(r"--[\w-]+", command)
     assert len(flags) > 5
     shown = subprocess.run([router, "launch", "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert [flag for flag in flags if f"{flag} " not in shown] == []
+    assert set(flags) <= set(re.findall(r"--[\w-]+", shown))
 
 
 def _another_version(root: Path) -> int:
