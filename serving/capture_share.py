@@ -32,7 +32,8 @@ _MEMORY = (0.7, 0.9)
 _TRAINER_S = (60.0, 300.0)
 _SPEED_OVER_S = 30.0
 """A trainer that steps, publishes and gates takes nothing for seconds; one that takes nothing for longer is slow."""
-_LEAST_WATCHED_S = 10.0
+_LEAST_WATCHED_S = 25.0
+"""Of a trainer that had kept up no speed is known: it may be gone for 50 s, a restart, before that counts as one."""
 _LONGEST_S = 10.0
 """Between two looks that are further apart the trainer may have had nothing to do."""
 

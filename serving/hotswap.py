@@ -157,6 +157,14 @@ class DraftFollower:
         Raises StreamError, StoreError or EngineError when this look came to nothing and the next may succeed.
         """
         try:
+            self._follow()
+        except StreamError:
+            if self._turn is not None:
+                self._turn.lost_contact()
+            raise
+
+    def _follow(self) -> None:
+        try:
             self._record.flush()
             self._look_at_trial()
             self._leave_barred()
@@ -210,7 +218,8 @@ class DraftFollower:
         version = turn.place
         place = turn.look(self._view())
         if self._engine.draft_version != version:
-            if place is Place.LOST:
+            if place is Place.LOST or not self._record.is_on_trial(version):
+                # Others may have spoken against it while this engine could not install it.
                 self._give_up_place()
         elif place is Place.CONFIRMED or (place is Place.LOST and self._record.is_promoted(version)):
             self._confirmed(version, turn)
@@ -318,7 +327,7 @@ class DraftFollower:
             draft=self._engine.draft_version,
             target=self._watch.target_version,
             wants=0 if self._turn is None else self._turn.wants,
-            verifications=self._watch.trial_verifications,
+            verifications=self._watch.trial_compared,
         )
 
     def _turn_away(self, version: int) -> None:

@@ -1,7 +1,8 @@
 """What the gateway tells the plugin about a request: in the body, and once more in a header.
 
-sglang-router reads a chat into the fields that it knows and writes those down again: `rid`, `cache_salt` and
-`custom_params` are not among them. Of headers it passes some names, and whatever begins with `x-request-id-`.
+sglang-router reads a chat into the fields that it knows and writes those down again: `rid`, `cache_salt`,
+`custom_params` and `return_spec_tokens_details` are not among them. Of headers it passes some names, and whatever
+begins with `x-request-id-`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import msgspec
 HEADER = "x-request-id-slipstream"
 POLICY_KEY = "slipstream"
 """Where the policy stands in `custom_params`; no client can write there."""
+ASK = "return_spec_tokens_details"
+"""SGLang's field that asks for what verifications committed."""
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     rid: str
     cache_salt: str
     slipstream: dict[str, Any]
+    return_spec_tokens_details: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +34,23 @@ class Marks:
     """The tenant, or what begins with it: it keeps the prefix cache of one tenant out of another's reach."""
     policy: dict[str, Any]
     """The capture policy, and the span that the plugin's own spans join."""
+    measure: bool = False
+    """Whether SGLang is asked what the answer's verifications committed (serving/gateway/verified.py)."""
 
     def to_header(self) -> dict[str, str]:
         """JSON in ASCII: a few hundred characters, 8 KB where a client makes the most of its fields."""
-        written = {"rid": self.rid, "cache_salt": self.cache_salt, POLICY_KEY: self.policy}
+        written: dict[str, Any] = {"rid": self.rid, "cache_salt": self.cache_salt, POLICY_KEY: self.policy}
+        if self.measure:
+            written[ASK] = True
         return {HEADER: json.dumps(written, separators=(",", ":"))}
 
     @classmethod
     def of_header(cls, value: str) -> Marks:
         """Raises ValueError for what `to_header` cannot have written."""
         read = msgspec.json.decode(value, type=_Written)
-        return cls(rid=read.rid, cache_salt=read.cache_salt, policy=read.slipstream)
+        return cls(
+            rid=read.rid,
+            cache_salt=read.cache_salt,
+            policy=read.slipstream,
+            measure=read.return_spec_tokens_details,
+        )

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from serving.capture_share import REASONS as SAMPLING_REASONS
 from serving.personal import REASONS
+from serving.sampler import LOOK_EVERY_S
 from speculator.codec import Features, encode_trace
 from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.trace import Trace
@@ -61,6 +62,8 @@ class Sampler(Protocol):
     def reason(self) -> str: ...
 
     def choose(self, trace: Trace) -> Trace | None: ...
+
+    def look(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +204,22 @@ class TraceRecorder:
                 self._drop(trace, "failed")
 
     def _next(self) -> Trace | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            return self._queue[0] if self._queue else None
+        """The first in the queue, None where it is empty and closed. While it waits under a share below 1 the sampler
+        goes on looking: where little comes, or little of it is followed, the next trace may be far away.
+        """
+        while True:
+            sampled = self._sampler if self._sampler is not None and self._sampler.share < 1 else None
+            with self._changed:
+                if self._changed.wait_for(lambda: self._queue or self._closing, LOOK_EVERY_S if sampled else None):
+                    return self._queue[0] if self._queue else None
+            if sampled is not None:
+                self._look(sampled)
+
+    def _look(self, sampler: Sampler) -> None:
+        try:
+            sampler.look()
+        except Exception as error:
+            log.error("the stream could not be looked at: %s", type_and_place(error))
 
     def _record(self, trace: Trace) -> None:
         """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""

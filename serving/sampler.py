@@ -73,18 +73,16 @@ class CaptureSampler:
 
     def choose(self, trace: Trace) -> Trace | None:
         """The trace, marked where it was preferred; None where it is left out."""
-        self._look_when_due()
+        self.look()
         choice = self._selection.choose(trace, self.share / self._followed)
         if choice != "preferred":
             return trace if choice else None
         return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, preferred=True))
 
-    @property
-    def _followed(self) -> float:
-        """Share of the answers. One that began under another share is judged by this one: a few too many or too few."""
-        return 1.0 if self._follows_all else min(1.0, FOLLOWED_PER_KEPT * self.share)
-
-    def _look_when_due(self) -> None:
+    def look(self) -> None:
+        """Where the last look is old enough. Call it also while no trace comes: a share below 1 must find its way back,
+        and the trainer's speed shows only in looks that are close together.
+        """
         if self._clock() - self._looked_s < LOOK_EVERY_S:
             return
         try:
@@ -96,3 +94,8 @@ class CaptureSampler:
             log.debug("the capture share stands: %s", error)
         # After the look: one that waits for a Redis that is away must not be due again at once.
         self._looked_s = self._clock()
+
+    @property
+    def _followed(self) -> float:
+        """Share of the answers. One that began under another share is judged by this one: a few too many or too few."""
+        return 1.0 if self._follows_all else min(1.0, FOLLOWED_PER_KEPT * self.share)

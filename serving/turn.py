@@ -18,6 +18,8 @@ from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, beg
 
 LOOK_S = 2.0
 """Between two looks at all reports, whoever takes them."""
+RETURN_S = 15.0
+"""When Redis is back, engines report again within so long: their pauses have grown to 10 s. Nobody is missed before."""
 
 
 class Place(enum.Enum):
@@ -45,7 +47,7 @@ class Turn:
     ) -> None:
         self._fleet, self._record, self._engine_id = fleet, record, engine_id
         self._look_s, self._rules, self._clock = look_s, rules or WaveRules(), clock
-        self._asked_s = self._looked_s = float("-inf")
+        self._asked_s = self._looked_s = self._lost_s = float("-inf")
         self._is_kept = self._is_confirmed = False
         self._granted = self._wave = 0
         self.place = 0
@@ -92,6 +94,10 @@ class Turn:
         """This engine has no use for its place any more; others see by its report that it is free."""
         self.place = self.wants = 0
 
+    def lost_contact(self) -> None:
+        """Redis could not be asked, so the reports of others may have expired."""
+        self._lost_s = time.monotonic()
+
     def look(self, view: EngineView) -> Place:
         """What has become of the place that it has. Raises StreamError."""
         if time.monotonic() - self._looked_s < self._look_s:
@@ -108,7 +114,7 @@ class Turn:
     def _asked(self, spread: Spread | None, engines: Views, desired: int, view: EngineView) -> Spread | None:
         now_s, self._granted = self._clock(), 0
         if spread is not None and self._record.is_on_trial(spread.version):
-            if _is_old(spread, now_s):
+            if _is_old(spread, now_s) and not self._is_back_lately:
                 spread = look(spread, self._with_own(engines(), view), now_s=now_s, rules=self._rules)
             if spread.is_under_way and spread.version == view.draft:
                 return spread
@@ -133,13 +139,17 @@ class Turn:
         is_told = self._is_kept and standing is Standing.TRYING
         if is_told:
             spread = keep(spread, self._engine_id, target=view.target)
-        elif not _is_old(spread, now_s):
+        if self._is_back_lately or not (is_told or _is_old(spread, now_s)):
             return spread
         living = self._with_own(engines(), view)
         spread = look(spread, living, now_s=now_s, rules=self._rules)
         self._is_confirmed = is_complete(spread, living, now_s=now_s, rules=self._rules)
         self.engines = len(spread.confirmed), len(living)
         return spread
+
+    @property
+    def _is_back_lately(self) -> bool:
+        return time.monotonic() - self._lost_s < RETURN_S
 
     def _with_own(self, engines: Mapping[str, EngineView], view: EngineView) -> dict[str, EngineView]:
         """What it says of itself now: its report is from a moment ago."""

@@ -139,8 +139,9 @@ class LiveWatch:
         return len(self._baseline.verifications)
 
     @property
-    def trial_verifications(self) -> int:
-        return 0 if self._trial is None else self._trial.evidence.num_own
+    def trial_compared(self) -> int:
+        """Verifications of the trial that could be compared with the incumbent's."""
+        return 0 if self._trial is None else self._trial.comparison.known
 
     @property
     def target_version(self) -> int:

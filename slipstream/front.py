@@ -6,6 +6,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
+import structlog
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from serving.gateway.app import create_passthrough_app
@@ -18,9 +19,12 @@ from serving.metrics import TargetMetrics
 from serving.sglang.client import SglangClient
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
+from serving.sglang.router import check_router
 from serving.targets import TargetDesk
 from speculator.drafts import DraftDesk
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, EngineDeadError
+
+log = structlog.get_logger(__name__)
 
 
 def check_settings(settings: GatewaySettings) -> None:
@@ -33,6 +37,18 @@ def check_settings(settings: GatewaySettings) -> None:
             raise ConfigError(f"{variable} is for --engine local, which alone has rollouts: unset it")
     if settings.choose_lineages and not settings.lineages:
         raise ConfigError(f"{ENV_PREFIX}CHOOSE_LINEAGES has nothing to choose from: set {ENV_PREFIX}LINEAGES")
+
+
+def check_lineages(settings: GatewaySettings, model: str) -> None:
+    """Whether what the gateway says about a request reaches the engines of each lineage; one that is away is let be.
+
+    Raises ConfigError.
+    """
+    for name, url in lineage_urls(settings.lineages).items():
+        try:
+            check_router(url, model)
+        except EngineDeadError as error:
+            log.warning("lineage not checked, the base answers while it is away", lineage=name, reason=str(error))
 
 
 async def serve_in_front(

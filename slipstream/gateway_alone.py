@@ -27,7 +27,7 @@ from serving.sglang.pool import READINESS, PoolClient
 from serving.sglang.pooled import commonest
 from serving.sglang.router import check_router
 from slipstream.exposure import check_exposure
-from slipstream.front import check_settings, serve_in_front
+from slipstream.front import check_lineages, check_settings, serve_in_front
 from speculator.checkpoint import model_key
 from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError
@@ -76,6 +76,7 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         client = _single(options, options.engine_id, pointer) if options.engine_id else _pool(options, pointer)
         opened.callback(client.stop)
         client.start()
+        check_lineages(settings, client.info.model)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         asyncio.run(serve_in_front(options.sglang_url, listener, client, settings=settings, drafts=drafts))
 

@@ -115,7 +115,7 @@ def _shown(key: Any) -> dict[str, Any]:
 
 def _table(keys: list[dict[str, Any]]) -> Table:
     table = Table()
-    for column in ("name", "tenant", "may", "captured", "a minute", "at once", "made", "expires"):
+    for column in ("name", "tenant", "may", "captured", "lineage", "a minute", "at once", "made", "expires"):
         table.add_column(column)
     for key in keys:
         expires = "never" if key["expires_s"] is None else _day(key["expires_s"])
@@ -124,6 +124,7 @@ def _table(keys: list[dict[str, Any]]) -> Table:
             key["tenant"],
             "read" if key["read_only"] else "generate",
             "yes" if key["capture"] else "no",
+            key["lineage"] or "–",
             str(key["requests_per_minute"] or "–"),
             str(key["max_concurrent"] or "–"),
             _day(key["created_s"]),

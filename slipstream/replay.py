@@ -153,12 +153,14 @@ def read_split(
     recordings: Iterable[Path], model_dir: Path, draft: Eagle3Draft, *, seed: int, learn: bool = True
 ) -> Split:
     """The traces of the recordings; of every domain a fifth, and at least one of two, is held out. Without `learn` all
-    are held out. Raises ConfigError where a recording is of another target, or holds too little.
+    are held out. What capture preferred when it could not keep everything is only learnt from: it was accepted badly.
+    Raises ConfigError where a recording is of another target, or holds too little.
     """
     fingerprint = target_fingerprint(model_dir)
     draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
     examples: list[Example] = []
     recorded: list[Acceptance] = []
+    judging: list[int] = []
     num_unusable = 0
     for path in recordings:
         with RecordingReader(path) as reader:
@@ -170,22 +172,26 @@ def read_split(
                     recorded.append(recorded_rounds(trace))
                 except TraceError:
                     num_unusable += 1
+                    continue
+                if not trace.header.preferred:
+                    judging.append(len(examples) - 1)
             num_unusable += reader.num_damaged
-    held_out = _held_out(examples, seed) if learn else range(len(examples))
+    held_out = _held_out(examples, judging, seed) if learn else set(judging)
     if not held_out:
         raise ConfigError("the recordings hold too few traces: give at least two of one domain")
     return Split(
-        learnt=[example for index, example in enumerate(examples) if index not in held_out],
+        learnt=[example for index, example in enumerate(examples) if learn and index not in held_out],
         held_out=[examples[index] for index in sorted(held_out)],
         recorded=sum((recorded[index] for index in held_out), Acceptance()),
         num_unusable=num_unusable,
     )
 
 
-def _held_out(examples: Sequence[Example], seed: int) -> set[int]:
+def _held_out(examples: Sequence[Example], judging: Iterable[int], seed: int) -> set[int]:
+    """Of the indices `judging`."""
     by_domain: dict[str, list[int]] = defaultdict(list)
-    for index, example in enumerate(examples):
-        by_domain[example.domain].append(index)
+    for index in judging:
+        by_domain[examples[index].domain].append(index)
     rng = random.Random(seed)
     chosen: set[int] = set()
     for indices in by_domain.values():

@@ -23,7 +23,7 @@ from serving.sglang.client import SglangClient
 from serving.sglang.launcher import SglangProcess
 from slipstream.draft import version_folder
 from slipstream.exposure import check_exposure
-from slipstream.front import check_settings, serve_in_front
+from slipstream.front import check_lineages, check_settings, serve_in_front
 from slipstream.sglang_start import SglangStart, verified_version
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.drafts import DraftDesk
@@ -87,6 +87,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         )
         opened.callback(client.stop)
         client.start()
+        check_lineages(settings, client.info.model)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         ended = _until_ended(process)
         asyncio.run(serve_in_front(process.url, listener, client, settings=settings, drafts=drafts, beside=ended))

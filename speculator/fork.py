@@ -22,8 +22,9 @@ _ACTOR = "fork"
 def fork(base: DraftStore, name: str, *, version: int | None = None) -> DraftStore:
     """The store of the lineage `name`, whose first version is the base's `version`, by default the last good one.
 
-    Killed on the way it can be repeated, and goes on. Raises ConfigError where the name is taken or none, or there are
-    MAX_LINEAGES already; LifecycleError for a version that may not be served, StoreError, DraftError.
+    Killed on the way it can be repeated, and goes on with the version that it began with. Raises ConfigError where the
+    name is taken or none, that was another `version`, or there are MAX_LINEAGES already; LifecycleError for a version
+    that may not be served, StoreError, DraftError.
     """
     check_name(name)
     if base.lineage:
@@ -36,7 +37,7 @@ def fork(base: DraftStore, name: str, *, version: int | None = None) -> DraftSto
         raise ConfigError(f"there is a lineage {name!r} in {base.root} already: choose another name")
     if name not in names and len(names) >= MAX_LINEAGES:
         raise ConfigError(f"{base.root} has {len(names)} lineages, the most there may be: remove the folder of one")
-    version = version or _version_of(base)
+    version = version or _begun_with(store) or _version_of(base)
     if base.lifecycle.state(version) not in SERVABLE:
         raise LifecycleError(f"draft version {version} may not be served: `slipstream drafts list` shows which may")
     manifest, config = base.manifest(version), base.config(version)
@@ -54,6 +55,10 @@ def fork(base: DraftStore, name: str, *, version: int | None = None) -> DraftSto
             actor=_ACTOR,
             number=FIRST,
         )
+    if (begun := _begun_with(store)) != version:
+        raise ConfigError(
+            f"a fork of version {begun} has begun {store.root}: repeat it with --version {begun}, or remove that folder"
+        )
     begin(store, FIRST, target_fingerprint=manifest.target_fingerprint)
     log.info("lineage forked", lineage=name, version=version)
     return store
@@ -63,6 +68,14 @@ def _is_begun(store: DraftStore) -> bool:
     """It holds more than a fork that was killed on the way."""
     begun = {State.PROMOTED, *BARRED}
     return store.versions() not in ([], [FIRST]) or store.lifecycle.state(FIRST) in begun
+
+
+def _begun_with(store: DraftStore) -> int | None:
+    """The base's version that is the first one here; None where there is none yet."""
+    if FIRST not in store.versions():
+        return None
+    version: int | None = store.manifest(FIRST).info.get("forked_from")
+    return version
 
 
 def _version_of(base: DraftStore) -> int:

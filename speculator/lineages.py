@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from speculator.errors import ConfigError, StoreError
 from speculator.files import sync, write_synced
@@ -30,7 +32,8 @@ _FOLDER, _FILE = "lineages", "lineage.json"
 class _Said(msgspec.Struct, frozen=True, kw_only=True):
     """What a lineage's store says of itself; which version it was forked from is in the manifest of its first one."""
 
-    name: str
+    name: Annotated[str, Meta(pattern=rf"^(?:{NAME.pattern})\Z")]
+    """It becomes part of Redis keys and of the trainer's path."""
 
 
 def check_name(name: str) -> None:

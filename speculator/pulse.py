@@ -61,13 +61,16 @@ class Pulse:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            os.ftruncate(self._file, _PAGE_BYTES)
+            # Written, not only made longer: where the folder is full, the first store to memory would end the engine.
+            os.write(self._file, bytes(_PAGE_BYTES))
             # Under its final name it is locked from the first moment on: a page without a lock has no engine.
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._words = memoryview(mmap.mmap(self._file, _PAGE_BYTES)).cast("Q")
             self._words[_MAGIC_AT], self._words[_LINGER] = _MAGIC, int(1e9 * linger_s)
             hidden.rename(self._path)
         except OSError as error:
+            with suppress(OSError):
+                hidden.unlink()
             raise ConfigError(f"{folder} cannot be used to share this machine: {error}") from error
         self._begun_ns = self._shape = 0
 
@@ -183,11 +186,16 @@ class PulseBoard:
 
     def _add(self, name: str) -> None:
         try:
-            file = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+            # A pipe of that name would hold the trainer up until somebody writes.
+            file = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return
         # Another version's page, or a foreign file, says nothing to us.
-        page = _Page(name, file) if os.fstat(file).st_size == _PAGE_BYTES else None
+        try:
+            page = _Page(name, file) if os.fstat(file).st_size == _PAGE_BYTES else None
+        except (OSError, ValueError):
+            # No file, or shorter by now.
+            page = None
         if page is None or page.words[_MAGIC_AT] != _MAGIC:
             os.close(file)
             return

@@ -45,6 +45,8 @@ class RedisUrl:
             kind = "sentinel" if suffix == "sentinel" else "cluster"
         elif suffix:
             raise ValueError("unknown scheme")
+        if base != "unix" and "@" in parts.path:
+            raise ValueError("a / in the password is not quoted, and the rest of it would pass for a path")
         login, at, hosts = parts.netloc.rpartition("@")
         path, service = parts.path, ""
         if kind == "sentinel":

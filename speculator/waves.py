@@ -5,7 +5,7 @@
 
 A wave is a number of places and not a list: engines take a place when they are ready for a trial, so nobody waits for
 one that is idle or has died. It ends when its places are taken and every trial in them ended well, or after
-`wave_s`. The canary's does not end before its own verdict; where it gets too little traffic for one, and another engine
+`wave_s`. The canary's does not end before its own verdict; where it learns too little for one, and another engine
 that is ready has asked, its place is given on. What no engine can say is said by the store: a version that is barred
 or promoted there is not spread any more, and engines that never had traffic take it once it is promoted.
 
@@ -40,7 +40,7 @@ class WaveRules:
     twice as long for each that gave the place on before."""
     enough: int = 300
     install_s: float = 60.0
-    """How long an engine may take to put the version into service."""
+    """How long an engine may take to put the version into service, and another in its place."""
 
     def places(self, wave: int) -> int:
         """Engines that may run the version in a wave, those of the waves before among them; 0 is the canary's."""
@@ -58,7 +58,7 @@ class EngineView:
     wants: int = 0
     """The version that it is ready to try and has no place for; 0 where there is none."""
     verifications: int = 0
-    """What its trial has seen; 0 where it has none."""
+    """Of its trial, those that could be compared with the version before; 0 where it has none."""
 
 
 class Standing(enum.StrEnum):
@@ -69,7 +69,7 @@ class Standing(enum.StrEnum):
     MOVED = "moved"
     """Its target moved: it runs the version without a verdict."""
     LEAVING = "leaving"
-    """Its place is given on as soon as it runs another version."""
+    """Its place is given on as soon as it runs another version, or has not managed to for `install_s`."""
     GONE = "gone"
     """It has left; others go first for a while."""
 
@@ -77,7 +77,7 @@ class Standing(enum.StrEnum):
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     standing: Standing
     since_s: float
-    """When it got its place; where it is gone, when it left."""
+    """When it got its place; where it is leaving or gone, since when."""
     target: int
     wave: int
     """In which it got its place; 0 is the canary's."""
@@ -101,9 +101,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether other versions wait for it. One that nobody tries any more makes room."""
-        waited_for = (Standing.TRYING, Standing.KEPT, Standing.LEAVING)
-        return any(member.standing in waited_for for member in self.members.values())
+        """Whether other versions wait for it. One that nobody tries any more, on the target that counts, makes room."""
+        return any(
+            member.standing is Standing.LEAVING
+            or (member.standing in (Standing.TRYING, Standing.KEPT) and member.target == self.target)
+            for member in self.members.values()
+        )
 
     @property
     def taken(self) -> int:
@@ -187,7 +190,10 @@ def _seen(member: Member, view: EngineView | None, version: int, now_s: float, r
     if member.standing is Standing.GONE:
         return None if is_late else member
     if member.standing is Standing.LEAVING:
-        return member if runs else msgspec.structs.replace(member, standing=Standing.GONE, since_s=now_s)
+        if runs:
+            # Idle ranks cannot swap, and nobody is served by them: others need not wait for their next step.
+            return None if is_late else member
+        return msgspec.structs.replace(member, standing=Standing.GONE, since_s=now_s)
     if not runs:
         is_coming = member.standing is Standing.TRYING and not is_late
         return msgspec.structs.replace(member, target=view.target) if is_coming else None
@@ -202,15 +208,15 @@ def _for_newest_target(spread: Spread) -> Spread:
 
 
 def _give_on(spread: Spread, engines: Mapping[str, EngineView], now_s: float, rules: WaveRules) -> Spread:
-    """The place of a canary that sees too little, where another engine waits for it."""
+    """The place of a canary that learns too little, where another engine waits for it."""
     if spread.wave > 0 or not _is_awaited(spread, engines):
         return spread
     patience_s = rules.canary_s * 2 ** min(spread.num_passed, _MOST_DOUBLINGS)
     for engine_id, member in spread.members.items():
         periods = (now_s - member.since_s) / patience_s
-        sees_little = engines[engine_id].verifications < rules.enough * periods
-        if member.standing is Standing.TRYING and periods >= 1 and sees_little:
-            leaving = msgspec.structs.replace(member, standing=Standing.LEAVING)
+        learns_little = engines[engine_id].verifications < rules.enough * periods
+        if member.standing is Standing.TRYING and periods >= 1 and learns_little:
+            leaving = msgspec.structs.replace(member, standing=Standing.LEAVING, since_s=now_s)
             members = {**spread.members, engine_id: leaving}
             return msgspec.structs.replace(spread, members=members, num_passed=spread.num_passed + 1)
     return spread

@@ -26,6 +26,7 @@ log = structlog.get_logger()
 # is hardly used again. Read when the first matrix is multiplied, so it is in time here.
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_trainer(config: TrainerConfig) -> None:
@@ -49,9 +50,7 @@ def run_trainer(config: TrainerConfig) -> None:
         torch.cuda.set_device(device)
     ranks = join_ranks(device)
     # Not before: who waits for a rank that does not come hears no handler, and has nothing to put in order.
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     if ranks.size > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
@@ -69,12 +68,34 @@ def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: thre
         port = config.metrics_port and config.metrics_port + local_rank()
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
-    if config.pulse_dir is not None:
+    if config.pulse_dir is not None and ranks.size == 1:
         # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
+        # Several ranks stay at their niceness: on a busy machine one would stand still, and the others give it up.
         give_way_in_the_kernel()
     with yielding(config, trainer.metrics, device, stop, num_ranks=ranks.size):
         train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
+
+
+def stop_on_signals() -> threading.Event:
+    """Set at the first SIGTERM or SIGINT, by a thread of its own. Python's handlers run on the main thread: one that
+    comes while that waits for the event would wait for the lock held there, for ever, and none comes while a backward
+    pass on a GPU, whose operations give way on another thread, keeps it. Call from the main thread.
+    """
+    stop, (woken, waking) = threading.Event(), os.pipe()
+    os.set_blocking(waking, False)
+
+    def wait() -> None:
+        while os.read(woken, 1)[0] not in _STOPS:
+            pass
+        stop.set()
+
+    threading.Thread(target=wait, name="stop", daemon=True).start()
+    # Whatever the main thread does, the system's own handler writes the number there.
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    for number in _STOPS:
+        signal.signal(number, lambda *_: None)
+    return stop
 
 
 def _end_with_torchrun() -> None:

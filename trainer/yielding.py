@@ -40,8 +40,12 @@ _REMEMBERED_S = 30.0
 
 def give_way_in_the_kernel() -> None:
     """Let this thread, and those that it starts, run where no other wants the core; for good. Only Linux can."""
-    if hasattr(os, "SCHED_IDLE"):
+    if not hasattr(os, "SCHED_IDLE"):
+        return
+    try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError as error:
+        log.warning("this system refuses SCHED_IDLE: the trainer stays at its niceness", error=str(error))
 
 
 def idle_threads(config: TrainerConfig) -> int:
@@ -66,7 +70,7 @@ def yielding(
     Processes that train together do not: one that paused would keep the others waiting, at last for too long.
     """
     if config.pulse_dir is not None and num_ranks > 1:
-        log.warning("processes that train together do not pause for serving, they have the lowest priority alone")
+        log.warning("processes that train together do not pause for serving, they have their niceness alone")
     if config.pulse_dir is None or num_ranks > 1:
         yield
         return

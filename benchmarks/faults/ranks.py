@@ -41,7 +41,7 @@ class Outcome:
     """Traces in the trainer's own count."""
     kills: Counter[str]
     back_s: list[float]
-    """From each kill of a rank until all have resumed."""
+    """From a kill of a rank until all have resumed, where no other kill came in between."""
 
 
 class Notes:
@@ -186,16 +186,16 @@ def run_kills(folder: Path, *, num_kills: int, seed: int) -> Outcome:
                 print(f"killing: {size} processes{', sharded' if sharded else ''}", flush=True)
                 world.start(size, sharded=sharded)
                 until = num_kills * (turn + 1) // len(WORLDS)
-                while kills.total() < until + kills["torchrun"]:
-                    moment = MOMENTS[kills.total() % len(MOMENTS)]
-                    if not world.kill_rank(moment):
+                while (num := _of_ranks(kills)) < until:
+                    if not world.kill_rank(moment := MOMENTS[num % len(MOMENTS)]):
                         continue
                     kills[moment] += 1
-                    back_s.append(wait(partial(world.has, "resumed"), "the ranks to come back"))
+                    if MOMENTS[(num + 1) % len(MOMENTS)] != MOMENTS[0]:  # else the next kill is on their way back
+                        back_s.append(wait(partial(world.has, "resumed"), "the ranks to come back"))
+                wait(partial(world.has, "resumed"), "the ranks to come back")
                 if turn + 1 < len(WORLDS):
                     world.end(signal.SIGKILL)
                     kills["torchrun"] += 1
-            wait(partial(world.has, "resumed"), "the ranks to come back")
         wait(world.is_settled, "everything to be settled")
         world.end(signal.SIGTERM)
         saved = load_checkpoint(world.state_dir)
@@ -212,6 +212,10 @@ def run_kills(folder: Path, *, num_kills: int, seed: int) -> Outcome:
     finally:
         world.close()
     return Outcome(accounts=accounts, counted=saved[1].num_traces + saved[1].num_repeated, kills=kills, back_s=back_s)
+
+
+def _of_ranks(kills: Counter[str]) -> int:
+    return sum(kills[moment] for moment in MOMENTS)
 
 
 def _wait_closely(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -81,7 +81,9 @@ def _version(row: Mapping[str, Any], overview: Mapping[str, Any]) -> dict[str, A
 
 
 def _wave(version: int, engines: Sequence[Mapping[str, Any]]) -> str:
-    """How far it has come among the engines: canary, wave N; empty where it is not spreading."""
+    """How far it has come among the engines: canary, wave N; empty where it is not spreading, or to no others."""
+    if len(engines) < 2:
+        return ""
     roles = {row["role"] for row in engines if row["version"] == version}
     waves = [int(role[5:]) for role in roles if role.startswith("wave ") and role[5:].isdecimal()]
     return f"wave {max(waves)}" if waves else "canary" if "canary" in roles else ""

@@ -14,8 +14,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
-from serving.gateway.verified import ASK
-from serving.marks import POLICY_KEY, Marks
+from serving.marks import ASK, POLICY_KEY, Marks
 from speculator.errors import RequestError
 from speculator.spans import outgoing_headers
 
@@ -98,15 +97,15 @@ class ForwardedBody(Strict):
         return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
 
-def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy) -> Marks:
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, measure: bool) -> Marks:
     # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
     salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
-    return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **outgoing_headers()})
+    policy_fields = {**asdict(policy), **outgoing_headers()}
+    return Marks(rid=request_id, cache_salt=salt, policy=policy_fields, measure=measure)
 
 
-def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None, measure: bool = False) -> bytes:
+def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
     """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
-    To `measure` is to ask for what serving/gateway/verified.py reads.
 
     Raises RequestError for invalid JSON and for a field that no client may use.
     """
@@ -125,6 +124,6 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
     added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
     if max_tokens is not None:
         added["max_tokens"] = max_tokens
-    if measure:
+    if marks.measure:
         added[ASK] = True
     return msgspec.json.encode({**fields, **added})

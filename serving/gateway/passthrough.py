@@ -64,11 +64,11 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         pools, domain = passage.pools, policy.domain
         lineage = pools.pick(body.slipstream.lineage, of_key=exchange.lineage, tenant=exchange.tenant, domain=domain)
         measure = pools.measures and may_measure(raw)
-        marks = marks_of(body, request_id=exchange.request_id, policy=policy)
-        rewritten = partial(rewrite, raw, body, marks, measure=measure)
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy, measure=measure)
+        rewritten = partial(rewrite, raw, body, marks)
         limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
         shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
-        asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter, lineage, domain, measure)
+        asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter, lineage, domain)
         if body.stream:
             return EventStream(exchange, asked.stream)
         return await until_disconnect(request.receive, asked.whole())
@@ -97,15 +97,13 @@ class _Asked:
     """The body that asks for so many tokens; None where the client has said how many it wants."""
     lineage: str
     domain: str
-    measure: bool
-    """Whether SGLang was asked, by the gateway alone, what the answer's verifications committed."""
     verified: Verified = field(default_factory=Verified)
 
     async def whole(self) -> Response:
         with self.passage.metrics.in_flight.track_inprogress():
             async with self._answer() as response:
                 content = await response.aread()
-        if self.measure:
+        if self.marks.measure:
             content = self.verified.take_from(content)
             self._learn()
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
@@ -139,7 +137,7 @@ class _Asked:
 
     async def _own_events(self, response: httpx.Response) -> AsyncIterator[bytes]:
         async for block in whole_events(response):
-            if kept := self.verified.take_from_events(block) if self.measure else block:
+            if kept := self.verified.take_from_events(block) if self.marks.measure else block:
                 yield kept
 
     @asynccontextmanager

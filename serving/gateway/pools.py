@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 
 _CHOSEN_BY = ("request", "key", "measured", "default")
 AWAY_S = 5.0
-"""For so long nobody asks engines that could not be reached: each attempt may cost as long as connecting may take."""
+"""For so long nobody asks engines that could not be reached, then one request does: each attempt may cost as long as
+connecting may take."""
 
 
 class Pools:
@@ -91,16 +92,23 @@ class Pools:
                 except (UnreachableError, ApiError) as failure:
                     # 503 is said before anything is generated; every other status is about the request.
                     if isinstance(failure, ApiError) and failure.status != 503:
+                        self._away_until_s.pop(lineage, None)
                         raise
                     self._note_away(lineage, failure)
                 else:
+                    self._away_until_s.pop(lineage, None)
                     yield lineage, own
                     return
             yield BASE, await opened.enter_async_context(self._upstreams[BASE].answer(path, body, headers))
 
     def _refuse_away(self, lineage: str) -> None:
-        if time.monotonic() < self._away_until_s.get(lineage, 0.0):
+        until_s = self._away_until_s.get(lineage)
+        if until_s is None:
+            return
+        if time.monotonic() < until_s:
             raise UnreachableError("it could not be reached a moment ago")
+        # This request tries it. Where it hangs, the others do not hang with it.
+        self._away_until_s[lineage] = time.monotonic() + AWAY_S
 
     def _note_away(self, lineage: str, failure: Exception) -> None:
         self._metrics.lineage_fallbacks.labels(lineage).inc()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-ASK = "return_spec_tokens_details"
 _ALSO_ASK = (
     b"return_spec_tokens_details",
     b"return_cached_tokens_details",

@@ -18,7 +18,10 @@ _COUNTS = (
     *("captured", "appended", "trace_bytes", "trace_tokens"),
 )
 _COUNTS_BY = ("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "dropped_by_reason", "verdicts")
-_MEANS = ("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token")
+_MEANS = (
+    *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),
+    "capture_share",
+)
 """The mean of the intervals' ends contains the interval of the mean."""
 
 
@@ -28,13 +31,20 @@ class Pool:
     def __init__(self) -> None:
         self._lives: dict[tuple[str, str], EngineReport] = {}
         """By engine and process: one that starts again counts from zero."""
+        self._ended: EngineReport | None = None
+        """What was counted by processes of whose name there is another now, as in a container that starts again."""
 
     def take(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
         """One report of all that there are by engine id; None where there is none."""
-        self._lives |= {(engine_id, report.process): report for engine_id, report in reports.items()}
+        for engine_id, report in reports.items():
+            before = self._lives.get((engine_id, report.process))
+            if before is not None and (report.steps or 0) < (before.steps or 0):
+                self._ended = before if self._ended is None else _merged([self._ended, before], [before])
+            self._lives[engine_id, report.process] = report
         if not reports:
             return None
-        return _merged(list(self._lives.values()), list(reports.values()))
+        ended = [] if self._ended is None else [self._ended]
+        return _merged([*ended, *self._lives.values()], list(reports.values()))
 
 
 def commonest(numbers: Iterable[int]) -> int | None:
@@ -49,10 +59,14 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
     values |= {name: _mean(_known(now, name)) for name in _MEANS}
     values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched")}
     targets = _known(now, "target_ok")
+    version = commonest(_known(now, "version"))
     return replace(
         now[0],
         **values,
-        version=commonest(_known(now, "version")),
+        version=version,
+        # Each engine has a part of its own, which `slipstream drafts list` shows.
+        role="",
+        draft_accept_length=_mean(_known([each for each in now if each.version == version], "draft_accept_length")),
         refused=frozenset(version for report in now for version in report.refused),
         pending=_total(_known(now, "pending")),
         running=_total(_known(now, "running")),

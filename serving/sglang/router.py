@@ -6,24 +6,26 @@ from uuid import uuid4
 
 import httpx
 
-from serving.marks import Marks
+from serving.marks import POLICY_KEY, Marks
 from speculator.errors import ConfigError, EngineDeadError
 
-_TIMEOUT_S = 60.0
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 """A busy engine answers late."""
 
 
 def check_router(url: str, model: str) -> None:
-    """Ask for one token through the router at `url`; an answer that is not under the id of our header has lost it.
+    """Ask for one token as the gateway does, of the router or engine at `url`; an answer under another id than ours has
+    lost both the header and the fields of the body.
 
-    Without it no opt-out and no tenant would reach an engine. Raises ConfigError, or EngineDeadError where no engine
+    Without them no opt-out and no tenant would reach an engine. Raises ConfigError, or EngineDeadError where no engine
     answers.
     """
     rid = f"slipstream-{uuid4().hex}"
     marks = Marks(rid=rid, cache_salt="default", policy={"capture": False})
-    body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+    ours = {"rid": rid, "cache_salt": marks.cache_salt, "custom_params": {POLICY_KEY: marks.policy}}
+    body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1, **ours}
     try:
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as router:
+        with httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False) as router:
             answer = router.post("/v1/chat/completions", json=body, headers=marks.to_header())
         answered = answer.raise_for_status().json()["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:

@@ -17,6 +17,8 @@ from speculator.redis_client import is_denied, redis_errors
 from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
 
 _LEAST_VERSION = (6, 2)
+_LEAST_TIMES_CAP = 1.5
+"""What the trainer has acked stays up to the cap: from 0.7 of `maxmemory` on capture would be sampled for good."""
 _MIB = 2**20
 
 
@@ -74,11 +76,11 @@ def _memory(info: dict[str, Any]) -> Finding:
         return find(name, f"{used}; {policy} would evict the stream unseen: set maxmemory-policy noeviction")
     if not limit:
         return ok(name, f"{used}, no limit; the stream keeps its own (--stream-max-bytes)")
-    if limit < DEFAULT_STREAM_MAX_BYTES:
+    if limit < _LEAST_TIMES_CAP * DEFAULT_STREAM_MAX_BYTES:
         return warning(
             name,
-            f"{used}, maxmemory {limit / _MIB:.0f} MiB is less than the stream's cap of "
-            f"{DEFAULT_STREAM_MAX_BYTES // _MIB}: raise it, or lower --stream-max-bytes",
+            f"{used}, maxmemory {limit / _MIB:.0f} MiB is less than {_LEAST_TIMES_CAP:g} times the stream's cap of "
+            f"{DEFAULT_STREAM_MAX_BYTES // _MIB}, which history fills: raise it, or lower --stream-max-bytes",
         )
     return ok(name, f"{used} of {limit / _MIB:.0f} MiB")
 

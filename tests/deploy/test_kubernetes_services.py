@@ -87,6 +87,13 @@ def test_something_reads_every_setting(name: str) -> None:
     assert told <= known_variables(app)
 
 
+def test_several_trainer_processes_may_start_again() -> None:
+    only = container(PODS["trainer"])
+    assert get_args_parser().parse_args(words(only)).max_restarts > 0
+    # Without it each of several processes ends at its start: tests/trainer/test_distributed.py.
+    assert environment(only)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
 def test_engines_are_named_after_their_pods() -> None:
     [named] = [each for each in container(PODS["sglang"])["env"] if each["name"] == "SLIPSTREAM_ENGINE_ID"]
     assert named["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}

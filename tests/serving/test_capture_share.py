@@ -68,6 +68,18 @@ def test_a_trainer_that_stops_is_noticed_and_so_is_its_return() -> None:
     assert back[-1] == 1.0
 
 
+def test_a_trainer_that_kept_up_may_start_again_before_anything_is_left_out() -> None:
+    policy = CaptureShare(FLOOR)
+    for second in range(100):
+        policy.look(figures(taken=20 * second + 1), float(second))
+    shares = []
+    for second in range(90):
+        policy.look(figures(undelivered=20 * second, taken=2000), 100.0 + second)
+        shares.append(policy.share)
+    assert shares[:45] == [1.0] * 45
+    assert shares[-1] == pytest.approx(FLOOR), "then it is gone"
+
+
 def test_where_no_trainer_has_ever_read_only_the_room_counts() -> None:
     policy = CaptureShare(FLOOR)
     for second in range(600):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import redis
 
 import serving.turn
+from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch, WatchRules
 from speculator.errors import EngineBusyError, StreamError
@@ -102,6 +104,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(serving.turn, "LOOK_S", 0.0)
+    monkeypatch.setattr(serving.turn, "RETURN_S", 0.0)
     return Scene(tmp_path, redis_client)
 
 
@@ -200,6 +203,47 @@ def test_an_idle_canary_gives_its_place_on(scene: Scene) -> None:
     assert scene.drafts == [1, 2]
     assert a.follower.log.last_verdict == "version 2 withdrawn: its place is another's"
     assert b.role == "canary"
+
+
+def test_an_idle_canary_that_cannot_go_back_does_not_keep_its_place(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = scene.start("a", "b")
+    scene.pointer.publish(2)
+    scene.follow(2)
+
+    def busy(version: int) -> None:
+        raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
+
+    monkeypatch.setattr(a.engine, "install_draft", busy)
+    for seconds in (RULES.canary_s, RULES.install_s):
+        scene.now_s += seconds
+        b.follower.follow()
+        with pytest.raises(EngineBusyError):
+            a.follower.follow()
+    b.follower.follow()
+    assert scene.drafts == [2, 2]
+    assert b.role == "canary"
+
+
+def test_a_canary_with_nothing_to_compare_gives_its_place_to_one_that_has(scene: Scene) -> None:
+    """Its incumbent hardly drafted, so it was ready at once; the new version has all the traffic there is."""
+    a, b = Member(scene, "a"), Member(scene, "b")
+    scene.members += [a, b]
+    serve(a.watch, itertools.repeat(WatchedRound(1, 1, False, 0.03, 1, ())), 500)
+    scene.pointer.publish(2)
+    scene.follow()
+    b.serve()
+    scene.follow()
+    a.serve(5000)
+    scene.follow()
+    assert (a.draft, b.draft, a.watch.watched) == (2, 1, 2)
+    scene.now_s += RULES.canary_s
+    scene.follow(3)
+    assert (a.draft, b.draft) == (1, 2)
+    b.serve(1000)
+    scene.follow(2)
+    assert b.follower.log.verdicts["promoted"] == 1
 
 
 def test_a_newcomer_gets_the_settled_version_and_its_turn_later(scene: Scene) -> None:
@@ -318,13 +362,44 @@ def test_a_verdict_waits_for_redis(scene: Scene, monkeypatch: pytest.MonkeyPatch
     def away(_: object) -> None:
         raise StreamError("Redis is away")
 
-    monkeypatch.setattr(scene.fleet, "change_spread", away)
-    with pytest.raises(StreamError):
-        scene.follow()
+    with monkeypatch.context() as outage:
+        outage.setattr(scene.fleet, "change_spread", away)
+        with pytest.raises(StreamError):
+            scene.follow()
     assert (a.draft, scene.states.state(2)) == (2, State.LIVE)
-    monkeypatch.undo()
     a.follower.follow()
     assert scene.states.state(2) is State.PROMOTED
+
+
+def test_after_an_outage_others_have_time_to_report_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis was away for longer than reports last: whoever is back first is not the only engine."""
+    a, b, *_ = scene.start("a", "b", "c", "d")
+    scene.pointer.publish(2)
+    scene.follow(2)
+
+    def away() -> None:
+        raise StreamError("Redis is away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(scene.pointer, "pinned", away)
+        outage.setattr(scene.fleet, "change_spread", lambda change: away())
+        outage.setattr(scene.pointer, "report_engine", lambda engine_id, status: away())
+        a.serve(1000)
+        for member in scene.members:
+            with pytest.raises(StreamError):
+                member.follower.follow()
+    for member in scene.members:
+        scene.client.delete(StreamKeys(model_key=MODEL).engine(member.name))
+    monkeypatch.setattr(serving.turn, "RETURN_S", 60.0)
+    a.follower.follow()
+    b.follower.follow()
+    assert scene.states.state(2) is State.LIVE, "the others have no verdict, and no word of theirs is no consent"
+    assert scene.drafts == [2, 1, 1, 1]
+    scene.follow()
+    monkeypatch.setattr(serving.turn, "RETURN_S", 0.0)
+    scene.follow(3)
+    assert scene.drafts == [2, 2, 2, 1]
+    assert scene.states.state(2) is State.LIVE
 
 
 def test_an_engine_that_cannot_swap_holds_nobody_for_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,6 +417,25 @@ def test_an_engine_that_cannot_swap_holds_nobody_for_long(scene: Scene, monkeypa
     scene.now_s += RULES.install_s
     b.follower.follow()
     assert b.draft == 2
+
+
+def test_a_version_that_is_barred_before_it_could_be_installed_is_not_installed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = scene.start("a")
+
+    def busy(version: int) -> None:
+        raise EngineBusyError("the ranks cannot agree")
+
+    scene.pointer.publish(2)
+    with monkeypatch.context() as while_busy:
+        while_busy.setattr(a.engine, "install_draft", busy)
+        with pytest.raises(EngineBusyError):
+            scene.follow()
+    scene.states.bar(2, actor="trainer:review", reason="worse on newer traces")
+    scene.pointer.publish(3)
+    scene.follow()
+    assert [report.version for _, report in a.follower.log.installed] == [3]
 
 
 def test_places_are_given_once_however_many_ask_together(redis_client: redis.Redis) -> None:

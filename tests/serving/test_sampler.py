@@ -115,6 +115,19 @@ def test_the_recorder_writes_what_is_chosen_marked_and_counts_the_rest(redis_cli
     assert {header.preferred for header in written} == {True, False}
 
 
+def test_the_share_comes_back_while_no_trace_does(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.recorder.LOOK_EVERY_S", 0.01)
+    traces = stream(redis_client, num_traces=20)
+    sampler = CaptureSampler(lambda: traces, floor=0.01, follows_all=False, clock=Clock(), rng=random.Random(0))
+    append(traces, 19)
+    recorder = TraceRecorder(lambda: traces, max_buffer_bytes=1 << 24, sampler=sampler)
+    assert recorder.submit(make_trace())
+    wait_until(lambda: sampler.share < 1 and recorder.stats().pending == 0)
+    traces.ack([entry.id for entry in traces.read(30, 0)])
+    wait_until(lambda: sampler.share == 1)
+    recorder.close(1)
+
+
 def test_where_following_costs_only_some_answers_are_followed_and_the_share_is_kept(redis_client: redis.Redis) -> None:
     traces = stream(redis_client)
     sampler = CaptureSampler(

@@ -59,7 +59,7 @@ class Pooled:
         self._ports = {name: free_port() for name in (*ENGINES, "router", "metrics", "gateway")}
         self.engines: dict[str, SglangServer] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.url = self._url("gateway")
+        self.url, self.router_url = self._url("gateway"), self._url("router")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Pooled]:

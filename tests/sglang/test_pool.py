@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.marks import ASK, Marks
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
@@ -91,6 +92,15 @@ def test_requests_of_both_engines_are_in_one_stream_as_the_gateway_marked_them(
     assert {header.domain for header in headers} == {"geography"}
     asked = {answer.headers["x-request-id"] for answer in answers}
     assert {header.request_id for header in headers} <= asked
+
+
+def test_what_a_router_loses_of_a_question_about_verifications_reaches_sglang(pool: Pooled) -> None:
+    marks = Marks(rid="asked-for-figures", cache_salt="default", policy={"capture": False}, measure=True)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 4, ASK: True}
+    url = f"{pool.router_url}/v1/chat/completions"
+    assert "sglext" not in httpx.post(url, json=body, timeout=60, trust_env=False).json()
+    answer = httpx.post(url, json=body, headers=marks.to_header(), timeout=60, trust_env=False).json()
+    assert answer["sglext"]["spec_tokens_details"] is not None
 
 
 def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:

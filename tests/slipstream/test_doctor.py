@@ -231,7 +231,11 @@ def test_redis_that_forgets(redis_url: str, redis_client: redis.Redis) -> None:
         redis_client.config_set("maxmemory", "100mb")
         assert "noeviction" in the_fault(found(lambda: check_redis(redis_url)))
         redis_client.config_set("maxmemory-policy", "noeviction")
-        assert "--stream-max-bytes" in the_fault(found(lambda: check_redis(redis_url)), Level.WARNING)
+        for limit in ("100mb", "700mb"):
+            redis_client.config_set("maxmemory", limit)
+            assert "--stream-max-bytes" in the_fault(found(lambda: check_redis(redis_url)), Level.WARNING)
+        redis_client.config_set("maxmemory", "800mb")
+        assert not [one for one in found(lambda: check_redis(redis_url)) if one.level is Level.WARNING]
     finally:
         for name, value in kept.items():
             redis_client.config_set(name, value)

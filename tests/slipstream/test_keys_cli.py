@@ -74,6 +74,7 @@ def test_every_option_is_in_the_file(keys: Callable[..., str]) -> None:
         "lineage": "x-1",
     }
     assert expected.items() <= made.items()
+    assert "x-1" in keys("list")
     keys("add", "scraper", "--read-only", "--expires-days", 0)
     assert json.loads(keys("list", "--json"))[0] == made
     scraper = json.loads(keys("list", "--json"))[1]

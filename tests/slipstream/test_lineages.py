@@ -94,3 +94,15 @@ def test_a_tenant_is_erased_from_every_lineage(
     states[1].rmdir()
     left = cli(*words, "--state", states[0], "--yes", "--timeout-s", 0, code=1)
     assert "lineages/code is not here" in left["lineages"]["code"]["left"][0]
+
+
+def test_what_waits_in_the_stream_of_a_lineage_that_ends_goes(
+    cli: Cli, code: DraftStore, toy_model: Path, redis_client: redis.Redis
+) -> None:
+    base, ended = (TraceStream(redis_client, key(toy_model, lineage), max_bytes=10**6) for lineage in ("", "code"))
+    for stream in (base, ended):
+        stream.append(b"a trace", trace_id="a")
+    length = base.lag().length
+    words = ("--model", toy_model, "--lineage", code.lineage, "--older-than-hours", 1e-9, "--json")
+    assert cli("traces", "prune", *words)["removed"]["stream"] >= 1
+    assert (base.lag().length, ended.lag().length) == (length, 0)

@@ -91,6 +91,24 @@ def test_whoever_dies_on_the_way_it_can_be_repeated(base: DraftStore, toy_model:
     assert step > 20
 
 
+def test_what_a_killed_fork_began_with_stays(base: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(forking, "begin", _die)
+        with pytest.raises(Crash):
+            fork(base, "code")
+    with pytest.raises(ConfigError, match="repeat it with --version 1"):
+        fork(base, "code", version=2)
+    for state in (State.LIVE, State.PROMOTED):  # the base goes on meanwhile
+        base.lifecycle.move(2, state, actor="test")
+    code = fork(base, "code")
+    assert code.manifest(1).info["forked_from"] == 1
+    assert code.lifecycle.states() == {1: State.PROMOTED}
+
+
+def _die(*_: object, **__: object) -> None:
+    raise Crash
+
+
 def test_what_cannot_be_forked_names_the_fix(base: DraftStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = fork(base, "code")
     with pytest.raises(ConfigError, match="already"):
@@ -113,9 +131,10 @@ def test_what_cannot_be_forked_names_the_fix(base: DraftStore, tmp_path: Path, m
 
 def test_a_store_that_cannot_say_whose_it_is_is_not_used(base: DraftStore) -> None:
     code = fork(base, "code")
-    (code.root / "lineage.json").write_bytes(b'{"name": 7}')
-    with pytest.raises(StoreError, match=r"lineage\.json cannot be read"):
-        _ = code.lineage
+    for said in (b'{"name": 7}', b'{"name": ""}', b'{"name": "../../elsewhere"}'):
+        (code.root / "lineage.json").write_bytes(said)
+        with pytest.raises(StoreError, match=r"lineage\.json cannot be read"):
+            _ = code.lineage
 
 
 def test_keys_are_a_lineages_own(toy_model: Path) -> None:

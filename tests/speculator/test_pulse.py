@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,9 +123,25 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "empty.pulse").touch()
     (tmp_path / "other.pulse").write_bytes(bytes(page.stat().st_size))
     (tmp_path / "link.pulse").symlink_to(page)
+    (tmp_path / "folder.pulse").mkdir()
+    os.mkfifo(tmp_path / "pipe.pulse")
     board = PulseBoard(tmp_path)
     assert board.look().num_engines == 1
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 6
+    board.close()
+    engine.close()
+
+
+def test_a_file_that_cannot_be_mapped_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Pulse(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("mmap length is greater than file size")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pulse.mmap, "mmap", refuse)
+        board = PulseBoard(tmp_path)
+        assert board.look().num_engines == 0
     board.close()
     engine.close()
 
@@ -132,3 +150,13 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file cannot be used"):
         Pulse(tmp_path / "file")
+
+
+def test_a_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        Pulse(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -46,6 +46,8 @@ def test_a_cluster() -> None:
         "redis+cluster://:hidden@localhost/1",
         "redis+cluster://:hidden@localhost:x",
         "redis+cluster://localhost?no_such_option=hidden",
+        "redis://engine:1/hidden@127.0.0.1:1/0",
+        "redis+sentinel://engine:1/hidden@127.0.0.1:1/service",
     ],
 )
 def test_what_cannot_be_used_is_refused_without_quoting_it(text: str) -> None:

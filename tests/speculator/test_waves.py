@@ -85,6 +85,18 @@ def test_a_canary_that_sees_too_little_gives_its_place_on_once_it_has_left_the_v
     assert admit(spread, IDS[1], target=0, now_s=RULES.canary_s + 1, rules=RULES) is not None
 
 
+def test_a_canary_that_cannot_go_back_holds_the_others_for_a_while_only() -> None:
+    """Ranks that have no step to swap at, because nobody asks them."""
+    engines = {IDS[0]: EngineView(draft=2), IDS[1]: EngineView(draft=1, wants=2)}
+    left_s = RULES.canary_s
+    spread = look(begin(2, IDS[0], target=0, now_s=0), engines, now_s=left_s, rules=RULES)
+    spread = look(spread, engines, now_s=left_s + RULES.install_s - 1, rules=RULES)
+    assert admit(spread, IDS[1], target=0, now_s=left_s + RULES.install_s - 1, rules=RULES) is None
+    spread = look(spread, engines, now_s=left_s + RULES.install_s, rules=RULES)
+    assert not spread.is_under_way
+    assert admit(spread, IDS[1], target=0, now_s=left_s + RULES.install_s, rules=RULES) is not None
+
+
 @pytest.mark.parametrize(
     "views_now",
     [
@@ -142,6 +154,23 @@ def test_a_canary_whose_target_moved_holds_the_others_for_a_wave_only() -> None:
     assert admit(spread, IDS[1], target=1, now_s=RULES.wave_s, rules=RULES) is not None
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_member_left_behind_on_an_old_target_holds_no_version_up(is_kept: bool) -> None:
+    """It has had no traffic since the target moved, so it does not know."""
+    spread = keep(begin(2, IDS[0], target=1, now_s=0), IDS[0], target=1)
+    engines = {each: EngineView(draft=2, target=1) for each in IDS[:3]}
+    spread = look(spread, engines, now_s=0, rules=RULES)
+    for each in IDS[1:3]:
+        spread = admit(spread, each, target=1, now_s=0, rules=RULES) or spread
+    if is_kept:
+        spread = keep(spread, IDS[1], target=1)
+    moved = {**engines, IDS[0]: EngineView(draft=2, target=2), IDS[2]: EngineView(draft=2, target=2)}
+    spread = look(spread, moved, now_s=10 * RULES.wave_s, rules=RULES)
+    assert spread.target == 2
+    assert not is_complete(spread, moved, now_s=100 * RULES.wave_s, rules=RULES), "nobody kept it on this target"
+    assert not spread.is_under_way
+
+
 @dataclass
 class Engine:
     """A model of serving/turn.py: it runs what it may run, and knows what the store says."""
@@ -180,6 +209,11 @@ class Waves(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 70.0, 500.0]))
     def wait(self, seconds: float) -> None:
+        """Whoever is to leave has polled meanwhile."""
+        members = self.spread.members if self.spread is not None else {}
+        for engine_id, member in members.items():
+            if member.standing is Standing.LEAVING:
+                self.poll(engine_id, has_verdict=False)
         self.now_s += seconds
 
     @rule(engine_id=st.sampled_from(IDS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -20,6 +21,8 @@ from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.trainer.examples import batch_of, config_for, promote
 from tests.waiting import wait_until
+from trainer import run
+from trainer.distributed import Ranks
 from trainer.loop import train_until
 from trainer.metrics import TrainerMetrics
 from trainer.service import Trainer
@@ -249,6 +252,29 @@ def test_who_gave_way_has_the_lowest_class() -> None:
     thread.start()
     thread.join()
     assert found == [os.SCHED_IDLE]
+
+
+def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
+    give_way_in_the_kernel()
+
+
+@pytest.mark.parametrize(("num_ranks", "num_calls"), [(1, 1), (2, 0)])
+def test_processes_that_train_together_keep_their_class(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_calls: int
+) -> None:
+    """Under SCHED_IDLE one of them might not get on for minutes, and the others would give it up."""
+    called: list[bool] = []
+    trainer = SimpleNamespace(metrics=TrainerMetrics(CollectorRegistry()), learner=SimpleNamespace(num_steps=0))
+    monkeypatch.setattr(run, "Trainer", lambda *_, **__: trainer)
+    monkeypatch.setattr(run, "train_until", lambda *_: None)
+    monkeypatch.setattr(run, "give_way_in_the_kernel", lambda: called.append(True))
+    config = config_for(model_dir, tmp_path, pulse_dir=tmp_path)
+    run._train(config, Ranks(0, num_ranks), torch.device("cpu"), threading.Event())
+    assert len(called) == num_calls
 
 
 def test_processes_that_train_together_do_not_pause(tmp_path: Path, model_dir: Path) -> None:

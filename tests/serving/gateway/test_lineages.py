@@ -15,10 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from serving.gateway import pools
 from serving.gateway.config import lineage_urls, load_settings
+from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.server import serve
 from serving.gateway.verified import Verified, may_measure
+from serving.marks import HEADER, Marks
 from slipstream.front import check_settings
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, UnreachableError
 from speculator.lineages import BASE
 from tests.serving.gateway.client import CHAT, error_of
 from tests.serving.gateway.keyfile import KeyFile
@@ -112,6 +114,45 @@ def test_the_base_answers_while_a_lineage_is_away(stream: bool, monkeypatch: pyt
     asyncio.run(run())
 
 
+def test_one_request_alone_tries_a_lineage_that_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        tried, over = asyncio.Event(), asyncio.Event()
+
+        class Hanging:
+            @asynccontextmanager
+            async def answer(self, *_: object) -> AsyncIterator[httpx.Response]:
+                tried.set()
+                await over.wait()
+                raise UnreachableError("no route")
+                yield
+
+        class Answering:
+            @asynccontextmanager
+            async def answer(self, *_: object) -> AsyncIterator[httpx.Response]:
+                yield httpx.Response(200)
+
+        two: Any = {"base": Answering(), "code": Hanging()}
+        behind = pools.Pools(two["base"], {"code": two["code"]}, GatewayMetrics(CollectorRegistry()))
+
+        async def ask() -> str:
+            async with behind.answer("code", CHAT, b"", {}) as (lineage, _):
+                return lineage
+
+        over.set()
+        assert await ask() == BASE
+        over.clear()
+        tried.clear()
+        monkeypatch.setattr(pools.time, "monotonic", _later(pools.AWAY_S))
+        trying = asyncio.create_task(ask())
+        await tried.wait()
+        assert await asyncio.wait_for(ask(), 5) == BASE
+        assert not trying.done()
+        over.set()
+        assert await trying == BASE
+
+    asyncio.run(run())
+
+
 def _later(seconds: float) -> Callable[[], float]:
     now = pools.time.monotonic
     return lambda: now() + seconds
@@ -157,6 +198,7 @@ def test_requests_go_where_answers_were_accepted_most(stream: bool) -> None:
                     assert response.json() == json.loads(WHOLE)
             assert len(code.raw) >= 8
             assert all(body["return_spec_tokens_details"] for body in code.bodies)
+            assert all(Marks.of_header(headers[HEADER]).measure for headers in code.headers), "a router loses the field"
             assert count(registry, "requests", lineage="code", chosen_by="measured") == len(code.raw)
 
     asyncio.run(run())
@@ -192,6 +234,7 @@ def test_nothing_is_asked_of_sglang_where_nothing_is_chosen() -> None:
         async with lineages(base, FakeSglang()) as ask:
             assert (await ask()).content == WHOLE
             assert "return_spec_tokens_details" not in base.bodies[0]
+            assert not Marks.of_header(base.headers[0][HEADER]).measure
 
     asyncio.run(run())
 

@@ -248,6 +248,27 @@ class DeskDouble:
         ]
 
 
+@pytest.mark.parametrize(("num_engines", "wave"), [(1, ""), (2, "canary")])
+def test_a_canary_is_marked_where_there_are_other_engines(num_engines: int, wave: str) -> None:
+    engines = [
+        {"engine_id": "a", "version": 60, "role": "canary"},
+        {"engine_id": "b", "version": 59, "role": "waiting"},
+    ]
+
+    class Desk(DeskDouble):
+        def overview(self) -> dict[str, Any]:
+            return {**super().overview(), "engines": engines[:num_engines]}
+
+    app = create_app(
+        DoubleEngine(),
+        settings=GatewaySettings(),
+        registry=CollectorRegistry(),
+        drafts=Desk(),  # type: ignore[arg-type]
+    )
+    newest = get(app, "/slipstream/drafts").json()["versions"][0]
+    assert (newest["num_engines"], newest["wave"]) == (1, wave)
+
+
 def test_versions_and_events_without_a_key_and_without_secrets() -> None:
     app = create_app(
         DoubleEngine(),
