@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import safetensors.torch
 
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.faults.ranks import Outcome, run_kills
 from benchmarks.rank import CurveOptions
 from benchmarks.resident import SERVICE_ENV
@@ -190,10 +190,7 @@ def _arguments() -> argparse.Namespace:
         help="relative difference of two curves at any point",
     )  # fmt: skip
     arguments = options.parse_args()
-    quick = arguments.quick
-    arguments.answers = arguments.answers or (16 if quick else 64)
-    arguments.steps = arguments.steps or (20 if quick else 80)
-    arguments.kills = arguments.kills or (6 if quick else 24)
+    fill_in(arguments, {"answers": (16, 64), "steps": (20, 80), "kills": (6, 24)})
     return arguments
 
 
