@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serving.estimate import PLAN_MODEL
-from serving.hotswap import SwapLog
+from serving.installer import SwapLog
 from serving.recorder import DROP_REASONS, RecorderStats
 from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
 

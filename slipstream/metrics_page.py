@@ -21,7 +21,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
-from serving.hotswap import SwapLog
+from serving.installer import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.recorder import RecorderStats
 from serving.sglang.client import EngineReport

@@ -13,6 +13,7 @@ import redis
 import serving.turn
 from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
+from serving.place import InWaves
 from serving.watch import LiveWatch, WatchRules
 from speculator.errors import EngineBusyError, StreamError
 from speculator.fleet import Fleet
@@ -43,8 +44,8 @@ class Member:
             lifecycle=scene.states,
             fleet=scene.fleet,
         )
-        assert self.follower._turn is not None
-        self.turn = self.follower._turn
+        assert isinstance(self.follower._place, InWaves)
+        self.turn = self.follower._place._turn
         self.turn._clock = lambda: scene.now_s
 
     def serve(self, count: int = 2000, *, target_version: int = 0) -> None:
