@@ -31,7 +31,7 @@ from benchmarks.engines import engine_with, greedy
 from speculator.checkpoint import expected_shapes
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import DraftError, StoreError
-from speculator.stream import connect
+from speculator.redis_client import connect
 from tests.drafts import make_draft
 from tests.hostile import api, bodies, drafts, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally

@@ -52,7 +52,8 @@ from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
 from speculator.pulse import Pulse
-from speculator.stream import TraceStream, connect
+from speculator.redis_client import connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from trainer.config import ENV_PREFIX
 

@@ -55,11 +55,14 @@ from speculator.drafts import DraftDesk
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
 from speculator.fresh import fresh_draft
+from speculator.ledger import StreamLag
 from speculator.lifecycle import State
 from speculator.lineage import admit
 from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, StreamLag, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.toy import make_toy_model, random_draft
 from trainer.checkpoint import load_checkpoint

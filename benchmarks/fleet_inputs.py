@@ -24,10 +24,12 @@ from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.erasures import Erasures
 from speculator.fleet import Fleet, Views
+from speculator.keys import RedisKeys
 from speculator.model import DraftConfig
+from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, StreamKeys, TraceStream
+from speculator.stream import TraceStream
 from speculator.waves import Member, Spread, Standing
 from tests.traces import make_trace
 
@@ -149,7 +151,7 @@ def measure_redis(trace: bytes, engines: list[int], *, repeats: int) -> dict[str
                 report(f"sglang-{each}")
             fleet = Fleet(client, KEY)
             whole = msgspec.json.encode(_whole_spread(number))
-            client.set(StreamKeys(model_key=KEY).spread, whole)
+            client.set(RedisKeys(model_key=KEY).spread, whole)
             found[f"spread_bytes_{number}"] = len(whole)
             found[f"look_{number}_s"] = cpu_of(fleet.views, max(1, 20 * repeats // number + 1))
             found[f"ask_{number}_s"] = cpu_of(partial(fleet.change_spread, _changes_nothing), 50)

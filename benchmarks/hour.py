@@ -57,8 +57,10 @@ from speculator.fresh import fresh_draft
 from speculator.lifecycle import State
 from speculator.lineage import load_draft
 from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from trainer.config import ENV_PREFIX, load_config
 
 POLL_S = 0.5

@@ -26,9 +26,11 @@ from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.lineage import FIRST, ensure_lineage, load_draft
 from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.sampling import SamplingParams
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from trainer.config import load_config
 from trainer.service import Trainer

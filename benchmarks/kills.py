@@ -46,7 +46,8 @@ from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace, encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
-from speculator.stream import TraceStream, connect
+from speculator.redis_client import connect
+from speculator.stream import TraceStream
 from tests.toy import make_toy_model
 from trainer.checkpoint import load_checkpoint
 

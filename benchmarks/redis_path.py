@@ -44,8 +44,9 @@ from slipstream.models import resolve_model
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
+from speculator.redis_client import connect
 from speculator.sampling import SamplingParams
-from speculator.stream import TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace, TraceHeader, VerifyRounds
 from trainer.batch import make_example
 from trainer.metrics import TrainerMetrics

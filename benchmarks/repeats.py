@@ -45,8 +45,9 @@ from speculator.labels import draft_ids_by_target_id
 from speculator.lifecycle import State, Transition
 from speculator.lineage import load_draft
 from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 from speculator.trace import Trace
 from trainer.batch import make_example
 from trainer.config import TrainerConfig, load_config

@@ -50,8 +50,9 @@ from speculator.fresh import fresh_draft
 from speculator.lifecycle import State, Transition
 from speculator.lineage import admit
 from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 from speculator.trace import Trace
 from trainer.batch import Example
 from trainer.evaluate import predict_acceptance

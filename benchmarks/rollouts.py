@@ -64,8 +64,8 @@ from speculator.fresh import fresh_draft
 from speculator.group_store import GroupTexts
 from speculator.model import Eagle3Draft
 from speculator.planner import Plan, RoundPlanner
+from speculator.redis_client import connect
 from speculator.sampling import SamplingParams
-from speculator.stream import connect
 from speculator.suffix import SuffixConfig, SuffixDrafter, SuffixRequest
 from speculator.trace import Trace
 

@@ -34,8 +34,9 @@ from speculator.checkpoint import draft_config_json, draft_state, model_key, tar
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
 from speculator.lineage import admit, ensure_lineage
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 from tests.sglang.server import SglangServer, speculative_flags
 
 CLIENTS = 4

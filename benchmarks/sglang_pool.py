@@ -35,9 +35,12 @@ from speculator.checkpoint import draft_config_json, draft_state, model_key, tar
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
+from speculator.keys import RedisKeys
 from speculator.lineage import admit, ensure_lineage
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
+from speculator.stream import TraceStream
 from tests.sglang.pooled import ENGINES, MODEL, Pooled
 
 CLIENTS = 4
@@ -120,7 +123,7 @@ class Witness:
     """Reads the stream from its beginning, beside the trainer: which engine made which request's trace."""
 
     def __init__(self, redis_url: str, key: str) -> None:
-        self._redis, self._stream = connect(redis_url), StreamKeys(model_key=key).ledger.traces
+        self._redis, self._stream = connect(redis_url), RedisKeys(model_key=key).ledger.traces
         self._stopping = threading.Event()
         self.engine_of: dict[str, str] = {}
         self.repeated = 0

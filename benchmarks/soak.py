@@ -52,8 +52,10 @@ from slipstream.processes import Child
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.keys import RedisKeys
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import StreamKeys, TraceStream, connect
+from speculator.stream import TraceStream
 from tests.toy import make_toy_model
 from trainer.config import ENV_PREFIX
 
@@ -324,7 +326,7 @@ def main() -> None:
         client = opened.enter_context(connect(running.redis_url))
         key = model_key(model_dir, target_fingerprint(model_dir))
         stream = TraceStream(client, key, max_bytes=STREAM_BYTES, consumer="soak")
-        traces = StreamKeys(model_key=key).ledger.traces
+        traces = RedisKeys(model_key=key).ledger.traces
         sampler = Sampler(running, stream, client, traces, rate=arguments.rate)
         load = Load(running.url, arguments.model, arguments.rate, arguments.max_tokens)
         asyncio.run(observe(load, sampler, duration_s, every_s=1.0 if arguments.quick else 2.0))

@@ -43,7 +43,7 @@ _REPORT_EVERY_POLLS = 4
 
 
 class Pointer(Replaces, TakesReports, Protocol):
-    """Where the desired version stands and engines report theirs; implemented by `speculator.stream`."""
+    """Where the desired version stands and engines report theirs; implemented by `speculator.pointer`."""
 
     def desired(self) -> int | None: ...
 

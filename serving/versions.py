@@ -21,7 +21,7 @@ _MOST_OWED = 100
 
 
 class Replaces(Protocol):
-    """The part of the pointer that takes a version back; see `speculator.stream.DraftPointer`."""
+    """The part of the pointer that takes a version back; see `speculator.pointer.DraftPointer`."""
 
     def replace(self, old: int, new: int) -> bool: ...
 

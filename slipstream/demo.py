@@ -28,9 +28,11 @@ from slipstream.traffic import Traffic
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError
+from speculator.ledger import StreamLag
 from speculator.lineage import ensure_lineage
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import StreamLag, TraceStream, connect
+from speculator.stream import TraceStream
 
 POLL_S = 0.5
 READY_TIMEOUT_S = 180.0

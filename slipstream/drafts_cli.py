@@ -22,7 +22,7 @@ from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculator.drafts import DraftDesk, Outcome
-    from speculator.stream import DraftPointer
+    from speculator.pointer import DraftPointer
 
 app = typer.Typer(no_args_is_help=True, help="Draft versions: look at them, choose which one is served.")
 
@@ -140,8 +140,9 @@ def export(
 def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftDesk]:
     from speculator.checkpoint import model_key
     from speculator.drafts import DraftDesk
+    from speculator.pointer import DraftPointer
+    from speculator.redis_client import connect
     from speculator.store import DraftStore
-    from speculator.stream import DraftPointer, connect
 
     store = DraftStore(store_dir)
     newest = store.latest()

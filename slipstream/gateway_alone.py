@@ -31,8 +31,9 @@ from slipstream.front import check_lineages, check_settings, serve_in_front
 from speculator.checkpoint import model_key
 from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 
 log = structlog.get_logger(__name__)
 

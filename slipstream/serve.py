@@ -44,10 +44,12 @@ from speculator.errors import ConfigError
 from speculator.fleet import Fleet
 from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
+from speculator.pointer import DraftPointer
 from speculator.pulse import Pulse
+from speculator.redis_client import connect
 from speculator.rewards import RewardStream
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 
 log = structlog.get_logger(__name__)
 

@@ -28,8 +28,9 @@ from slipstream.sglang_start import SglangStart, verified_version
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.lineage import ensure_lineage
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 
 log = structlog.get_logger(__name__)
 

@@ -22,11 +22,11 @@ from speculator.codec import read_header
 from speculator.erasures import Erasures
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.group_store import GroupTexts
+from speculator.pointer import DraftPointer
 from speculator.removal import Remover
 from speculator.rewards import RewardStream
 from speculator.rewrite import remove_from_recording
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from speculator.tenants import counts_of
 from speculator.trace import TraceHeader
 from trainer.shelf import TEMPORARY, shelf_folder

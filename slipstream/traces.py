@@ -15,10 +15,10 @@ import redis
 from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.codec import decode_trace
 from speculator.errors import TraceError
+from speculator.keys import RedisKeys
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis_client import redis_errors
 from speculator.rewrite import remove_from_recording
-from speculator.stream import StreamKeys
 from speculator.trace import Trace
 
 _POLL_MS = 500
@@ -30,7 +30,7 @@ class StreamCopy:
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
-        self._key = StreamKeys(model_key=model_key).ledger.traces
+        self._key = RedisKeys(model_key=model_key).ledger.traces
         self._after = "0"
 
     @redis_errors

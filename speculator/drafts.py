@@ -22,8 +22,8 @@ from speculator.folder import check_folder, write_folder
 from speculator.lifecycle import BARRED, SERVABLE, State
 from speculator.lineage import admit
 from speculator.overview import Details, Overview, overview
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 
 log = structlog.get_logger(__name__)
 

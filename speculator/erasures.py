@@ -16,8 +16,8 @@ import msgspec
 import redis
 
 from speculator.errors import StreamError
+from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
-from speculator.stream import StreamKeys
 
 TRAINER_TTL_S = 120.0
 """A trainer that has not reported for so long is taken to have stopped; a step, or a gate, takes less."""
@@ -38,7 +38,7 @@ class Erasures:
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
-        keys = StreamKeys(model_key=model_key)
+        keys = RedisKeys(model_key=model_key)
         self._orders, self._trainers = keys.erasures, keys.trainers
 
     @redis_errors

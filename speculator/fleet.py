@@ -14,8 +14,8 @@ import msgspec
 import redis
 
 from speculator.errors import StreamError
+from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
-from speculator.stream import StreamKeys
 from speculator.waves import EngineView, Spread
 
 Views = Callable[[], dict[str, EngineView]]
@@ -37,7 +37,7 @@ class Fleet:
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
-        self._keys = StreamKeys(model_key=model_key)
+        self._keys = RedisKeys(model_key=model_key)
 
     @redis_errors
     def spread(self) -> Spread | None:

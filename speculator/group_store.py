@@ -16,8 +16,8 @@ from urllib.parse import quote
 import redis
 
 from speculator.group_text import HEAD_BYTES, MAX_PIECE_BYTES, is_head, new_head
+from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
-from speculator.stream import StreamKeys
 
 GROUP_BYTES = 256 * 1024
 """Of one group's text: more than 60,000 tokens, where an engine's own window of a group has 8,192."""
@@ -63,7 +63,7 @@ class GroupTexts:
     ) -> None:
         """Needs no connection yet. The bounds may be exceeded by what engines append at the same moment."""
         self._redis: Any = client
-        self._keys = StreamKeys(model_key=model_key)
+        self._keys = RedisKeys(model_key=model_key)
         self.ttl_s, self._ttl_ms, self._group_bytes = ttl_s, int(1000 * ttl_s), group_bytes
         self._max_groups = max(1, max_bytes // group_bytes)
 

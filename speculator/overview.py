@@ -9,8 +9,8 @@ import msgspec
 
 from speculator.errors import ConfigError, DraftFileError, StreamError, UnknownDraftError
 from speculator.lifecycle import State, Transition
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore, Manifest
-from speculator.stream import DraftPointer
 
 
 class DraftRow(msgspec.Struct, frozen=True, kw_only=True):

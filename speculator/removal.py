@@ -17,9 +17,9 @@ from redis.exceptions import ResponseError
 
 from speculator.codec import read_header
 from speculator.errors import StreamError, TraceError
+from speculator.keys import RedisKeys
 from speculator.ledger import Ledger, LedgerKeys, index_of, size_member
 from speculator.redis_client import redis_errors
-from speculator.stream import StreamKeys
 from speculator.trace import TraceHeader
 
 _CHUNK = 8
@@ -50,7 +50,7 @@ class Remover:
 
     def __init__(self, client: redis.Redis, model_key: str, *, group: str = "trainer") -> None:
         self._redis: Any = client
-        self._keys = StreamKeys(model_key=model_key)
+        self._keys = RedisKeys(model_key=model_key)
         self._books: LedgerKeys = self._keys.ledger
         self._group = group
         self._ledger = Ledger(client, self._books, group, max_bytes=0)

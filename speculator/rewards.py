@@ -13,8 +13,8 @@ import msgspec
 import redis
 from msgspec import Meta
 
+from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
-from speculator.stream import StreamKeys
 
 MAX_GROUPS = 4096
 START = "0"
@@ -33,7 +33,7 @@ class RewardStream:
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
-        self._key = StreamKeys(model_key=model_key).rewards
+        self._key = RedisKeys(model_key=model_key).rewards
 
     @redis_errors
     def append(self, groups: Sequence[GroupRewards]) -> None:

@@ -1,7 +1,6 @@
-"""Every Redis key of Slipstream, and the two things it keeps there: the trace stream and the draft pointer.
+"""The trace stream: from any number of engines, through Redis ≥ 6.2, to the trainer.
 
-Redis ≥ 6.2. All keys of a model share one hash tag, so they live in one cluster slot and one transaction can change
-them together. Delivery to the trainer is at least once; `trace_id` makes it effectively once.
+Delivery to the trainer is at least once; `trace_id` makes it effectively once.
 """
 
 from __future__ import annotations
@@ -14,90 +13,13 @@ from typing import Any
 import redis
 
 from speculator.errors import StreamError
-from speculator.ledger import Ledger, LedgerKeys, StreamLag
-from speculator.redis_client import connect, redis_errors
-
-__all__ = ["DraftPointer", "StreamEntry", "StreamKeys", "StreamLag", "TraceStream", "connect"]
+from speculator.keys import RedisKeys
+from speculator.ledger import Ledger, StreamLag
+from speculator.redis_client import redis_errors
 
 # A blocking read must end well before the socket gives up on it.
 MAX_BLOCK_MS = 2000
-ENGINE_TTL_S = 30
 EXPIRE_EVERY_S = 5.0
-ANNOUNCEMENT_TTL_S = 3600
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamKeys:
-    """The names of one model's keys; `model_key` is a slug that the caller derives from the target's name."""
-
-    model_key: str
-
-    def _key(self, name: str) -> str:
-        return f"slipstream:{{{self.model_key}}}:{name}"
-
-    @property
-    def ledger(self) -> LedgerKeys:
-        return LedgerKeys(
-            traces=self._key("traces"),
-            sizes=self._key("sizes"),
-            num_appended=self._key("num_appended"),
-            accounts=self._key("accounts"),
-            erased=self._key("erased"),
-        )
-
-    @property
-    def dead_letters(self) -> str:
-        return self._key("dead_letters")
-
-    @property
-    def desired_draft(self) -> str:
-        return self._key("desired_draft")
-
-    @property
-    def pinned_draft(self) -> str:
-        return self._key("pinned_draft")
-
-    @property
-    def erasures(self) -> str:
-        """Hash: time of the order in milliseconds by tenant."""
-        return self._key("erasures")
-
-    @property
-    def rewards(self) -> str:
-        return self._key("rewards")
-
-    @property
-    def trainers(self) -> str:
-        """Hash: the last report of each trainer process by its name."""
-        return self._key("trainers")
-
-    @property
-    def engines(self) -> str:
-        """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
-        return self._key("engines")
-
-    def engine(self, engine_id: str) -> str:
-        return self._key(f"engine:{engine_id}")
-
-    @property
-    def spread(self) -> str:
-        """String: how far a version has come among the engines (speculator/fleet.py)."""
-        return self._key("spread")
-
-    def depth(self, engine_id: str) -> str:
-        return self._key(f"depth:{engine_id}")
-
-    def target_version(self, process: str) -> str:
-        return self._key(f"target_version:{process}")
-
-    @property
-    def group_texts(self) -> str:
-        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
-        return self._key("group_texts")
-
-    def group_text(self, group: str) -> str:
-        """String: speculator/group_text.py; `group` is a member of `group_texts`."""
-        return self._key(f"group_text:{group}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +54,7 @@ class TraceStream:
         self.max_bytes = max_bytes
         self._ttl_s, self._expired_s = ttl_s, 0.0
         self._redis: Any = client
-        self._keys = StreamKeys(model_key=model_key)
+        self._keys = RedisKeys(model_key=model_key)
         self._traces = self._keys.ledger.traces
         self._ledger = Ledger(client, self._keys.ledger, group, max_bytes)
         self._group = group
@@ -292,108 +214,6 @@ class TraceStream:
         return reply
 
 
-class DraftPointer:
-    """Which draft version the engines should run and how deep they may draft, and what each says about itself."""
-
-    def __init__(self, client: redis.Redis, model_key: str) -> None:
-        self._redis: Any = client
-        self._keys = StreamKeys(model_key=model_key)
-
-    @redis_errors
-    def publish(self, version: int) -> None:
-        self._redis.set(self._keys.desired_draft, version)
-
-    @redis_errors
-    def published(self) -> int | None:
-        """The version last published; None before the first."""
-        return _number(self._redis.get(self._keys.desired_draft), self._keys.desired_draft)
-
-    @redis_errors
-    def replace(self, old: int, new: int) -> bool:
-        """Publish `new` in place of `old`; False, and nothing done, where something else is published by now."""
-        key = self._keys.desired_draft
-        with self._redis.pipeline(transaction=True) as transaction:
-            transaction.watch(key)
-            if _number(transaction.get(key), key) != old:
-                return False
-            transaction.multi()
-            transaction.set(key, new)
-            try:
-                transaction.execute()
-            except redis.WatchError:
-                return False
-        return True
-
-    @redis_errors
-    def pin(self, version: int) -> None:
-        """Engines run this version, whatever is published, until `unpin`."""
-        self._redis.set(self._keys.pinned_draft, version)
-
-    @redis_errors
-    def unpin(self) -> None:
-        self._redis.delete(self._keys.pinned_draft)
-
-    @redis_errors
-    def pinned(self) -> int | None:
-        return _number(self._redis.get(self._keys.pinned_draft), self._keys.pinned_draft)
-
-    @redis_errors
-    def desired(self) -> int | None:
-        """The version that engines should run: the pinned one, else the published one, else None."""
-        keys = (self._keys.pinned_draft, self._keys.desired_draft)
-        pinned, published = map(_number, self._redis.mget(keys), keys)
-        return published if pinned is None else pinned
-
-    @redis_errors
-    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
-        """Replace an engine's status; it disappears ENGINE_TTL_S after its last report."""
-        key, ttl_ms = self._keys.engine(engine_id), int(ENGINE_TTL_S * 1000)
-        with self._redis.pipeline(transaction=True) as transaction:
-            transaction.delete(key)
-            transaction.hset(key, mapping=dict(status))
-            transaction.pexpire(key, ttl_ms)
-            transaction.zadd(self._keys.engines, {engine_id: _now_ms() + ttl_ms})
-            transaction.zremrangebyscore(self._keys.engines, "-inf", _now_ms())
-            transaction.execute()
-
-    @redis_errors
-    def engines(self) -> dict[str, dict[str, str]]:
-        """The status of every engine that reported lately, by engine id."""
-        ids = [engine_id.decode() for engine_id in self._redis.zrange(self._keys.engines, 0, -1)]
-        reports = {engine_id: self._redis.hgetall(self._keys.engine(engine_id)) for engine_id in ids}
-        return {
-            engine_id: {field.decode(): value.decode() for field, value in report.items()}
-            for engine_id, report in reports.items()
-            if report
-        }
-
-    @redis_errors
-    def set_depth(self, engine_id: str, depth: int) -> None:
-        """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
-        self._redis.set(self._keys.depth(engine_id), depth)
-
-    @redis_errors
-    def announce_target(self, process: str, version: int) -> None:
-        """Tell an engine's process ("host:pid") that its target is of this version now; the next one starts anew."""
-        self._redis.set(self._keys.target_version(process), version, ex=ANNOUNCEMENT_TTL_S)
-
-    @redis_errors
-    def announced_target(self, process: str) -> int | None:
-        key = self._keys.target_version(process)
-        return _number(self._redis.get(key), key)
-
-    @redis_errors
-    def withdraw_announcement(self, process: str) -> None:
-        """Forget what an earlier process of this name was told: the one that starts has its own weights."""
-        self._redis.delete(self._keys.target_version(process))
-
-    @redis_errors
-    def depth_limit(self, engine_id: str) -> int | None:
-        """The depth last asked of an engine; None where none was."""
-        key = self._keys.depth(engine_id)
-        return _number(self._redis.get(key), key)
-
-
 def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
     # Anybody who may write to this Redis may have added it: whatever it holds, it must get to where it is refused.
     created_ms = fields.get(b"created_ms", b"")
@@ -403,15 +223,6 @@ def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
         created_ms=int(created_ms) if created_ms.isdigit() and len(created_ms) < 16 else 0,
         payload=fields.get(b"payload", b""),
     )
-
-
-def _number(value: bytes | None, key: str) -> int | None:
-    """What we keep at `key`; raises StreamError where somebody else has written there."""
-    if value is None:
-        return None
-    if not (value.isdigit() and len(value) < 10):
-        raise StreamError(f"Redis has {value[:20]!r} at {key}, which is no number of ours: delete that key")
-    return int(value)
 
 
 def _now_ms() -> int:

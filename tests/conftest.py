@@ -12,7 +12,7 @@ import structlog
 
 from slipstream.logs import HANDLER
 from speculator.embedded_redis import EmbeddedRedis
-from speculator.stream import connect
+from speculator.redis_client import connect
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,9 @@ from speculator.checkpoint import draft_config_json, draft_state
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StoreError, StreamError
 from speculator.lifecycle import State
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import TraceStream, connect
+from speculator.stream import TraceStream
 from tests.toy import make_toy_model, random_draft
 from tests.traces import make_trace
 from tests.waiting import wait_until

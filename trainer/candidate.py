@@ -15,9 +15,9 @@ import msgspec
 import structlog
 
 from speculator.errors import StoreError
+from speculator.pointer import DraftPointer
 from speculator.spans import span
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from speculator.tenants import MANIFEST_KEY, TenantCounts, joined_counts
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks

@@ -17,8 +17,8 @@ from speculator.errors import SlipstreamError, StoreError, StreamError
 from speculator.lifecycle import SERVABLE
 from speculator.lineage import admit
 from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from trainer.config import TrainerConfig
 from trainer.gate import GateDecision, Outcome
 from trainer.metrics import TrainerMetrics

@@ -36,7 +36,7 @@ import structlog
 from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
 from speculator.lifecycle import Lifecycle, Number
 from speculator.model import Eagle3Draft
-from speculator.stream import DraftPointer
+from speculator.pointer import DraftPointer
 from trainer.anytime import anytime_quantile
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks

@@ -16,12 +16,13 @@ from torch import Tensor
 from speculator.checkpoint import target_fingerprint
 from speculator.erasures import Erasures
 from speculator.labels import draft_ids_by_target_id
+from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
 from speculator.removal import Remover
 from speculator.rewards import RewardStream
 from speculator.spans import span
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from trainer.batch import Example, make_example
 from trainer.candidate import Candidates

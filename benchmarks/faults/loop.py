@@ -19,8 +19,11 @@ from slipstream.processes import Child
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.ledger import StreamLag
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, StreamLag, TraceStream, connect
+from speculator.stream import TraceStream
 
 MODEL = "toy"
 STREAM_MAX_BYTES = 16 << 20

@@ -24,7 +24,8 @@ from benchmarks.resident import SERVICE_ENV
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
-from speculator.stream import TraceStream, connect
+from speculator.redis_client import connect
+from speculator.stream import TraceStream
 from tests.toy import make_toy_model
 from tests.trainer.answers import answer_traces
 from trainer.checkpoint import load_checkpoint

@@ -12,7 +12,7 @@ from benchmarks.faults.disk import filled
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.load import Window
 from benchmarks.faults.loop import Books, Loop
-from speculator.stream import connect
+from speculator.redis_client import connect
 
 AWAY_S = 4.0
 _PROMISE = "serving goes on; nothing acknowledged is lost; both sides resume"

@@ -18,7 +18,7 @@ import structlog
 
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
-from speculator.stream import ENGINE_TTL_S
+from speculator.pointer import ENGINE_TTL_S
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,7 @@ SWAP_POLL_S = 0.1
 
 
 class Pointer(Protocol):
-    """The part of `speculator.stream.DraftPointer` through which gateway and plugin talk."""
+    """The part of `speculator.pointer.DraftPointer` through which gateway and plugin talk."""
 
     def publish(self, version: int) -> None: ...
 

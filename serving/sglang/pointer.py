@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from speculator.erasures import Erasures
 from speculator.errors import ConfigError, StreamError
 from speculator.fleet import Change, Fleet
-from speculator.stream import DraftPointer, connect
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.waves import Spread
 
 

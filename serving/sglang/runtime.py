@@ -46,9 +46,10 @@ from speculator.codec import Features
 from speculator.depth import DepthPolicy, RoundCosts
 from speculator.errors import ConfigError
 from speculator.pulse import Pulse
+from speculator.redis_client import connect
 from speculator.spans import close_spans, configure_spans
 from speculator.store import DraftStore
-from speculator.stream import TraceStream, connect
+from speculator.stream import TraceStream
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,10 @@ from slipstream.checks.finding import Finding, failed, ok, skipped, warning
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
-from speculator.redis_client import is_denied, redis_errors
-from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
+from speculator.keys import RedisKeys
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect, is_denied, redis_errors
+from speculator.stream import TraceStream
 
 _LEAST_VERSION = (6, 2)
 _LEAST_TIMES_CAP = 1.5
@@ -87,7 +89,7 @@ def _memory(info: dict[str, Any]) -> Finding:
 
 def _rights(client: Any) -> Finding:
     """What the services do, under the keys of a model that does not exist. Raises StreamError."""
-    keys = StreamKeys(model_key=f"doctor-{secrets.token_hex(4)}")
+    keys = RedisKeys(model_key=f"doctor-{secrets.token_hex(4)}")
     stream = TraceStream(client, keys.model_key, max_bytes=_MIB, consumer="doctor")
     pointer = DraftPointer(client, keys.model_key)
     tried: dict[str, Callable[[], object]] = {
@@ -120,7 +122,7 @@ def _denial(do: Callable[[], object]) -> str:
     return ""
 
 
-def _keys(keys: StreamKeys) -> tuple[str, ...]:
+def _keys(keys: RedisKeys) -> tuple[str, ...]:
     """All that `_rights` may have written; a user who may not remove one of them may remove others."""
     ledger = keys.ledger
     return (

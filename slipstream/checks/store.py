@@ -13,7 +13,7 @@ from speculator.errors import ConfigError, SlipstreamError, StreamError
 from speculator.redis_client import connect, is_denied, redis_errors
 
 if TYPE_CHECKING:
-    from speculator.stream import DraftPointer
+    from speculator.pointer import DraftPointer
 
 _MIB = 2**20
 
@@ -98,10 +98,12 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
 
 def _standing(client: Any, key: str) -> Finding:
     """With commands that engine and trainer may run, and without making a stream where none is."""
-    from speculator.stream import DraftPointer, StreamKeys, TraceStream
+    from speculator.keys import RedisKeys
+    from speculator.pointer import DraftPointer
+    from speculator.stream import TraceStream
 
     name = "stream"
-    if not _num_appended(client, StreamKeys(model_key=key).ledger.num_appended):
+    if not _num_appended(client, RedisKeys(model_key=key).ledger.num_appended):
         return ok(name, f"no trace yet of {key}: serve with --capture")
     lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
     engines = DraftPointer(client, key).engines()

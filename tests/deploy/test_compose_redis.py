@@ -21,19 +21,21 @@ from speculator.erasures import Erasures, TrainerReport
 from speculator.errors import StreamError
 from speculator.fleet import Fleet
 from speculator.group_store import GroupKey, GroupTexts, Place
+from speculator.keys import RedisKeys
 from speculator.lineage import ensure_lineage
+from speculator.pointer import DraftPointer
 from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
 from speculator.removal import Remover
 from speculator.rewards import START, GroupRewards, RewardStream
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, StreamKeys, TraceStream
+from speculator.stream import TraceStream
 from speculator.waves import EngineView, begin
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
 from tests.toy import make_toy_model
 
 MODEL = "toy-0123456789ab"
-KEYS = StreamKeys(model_key=MODEL)
+KEYS = RedisKeys(model_key=MODEL)
 ENTRY = b"x" * 5000
 CAP = 10 * len(ENTRY)
 

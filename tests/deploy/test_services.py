@@ -14,7 +14,7 @@ import redis
 
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
-from speculator.stream import StreamKeys
+from speculator.keys import RedisKeys
 from tests.deploy.compose import CPU
 from tests.deploy.machine import Machine, has
 from tests.toy import make_toy_model
@@ -102,7 +102,7 @@ def test_up_again_with_what_was_kept(machine: Machine) -> None:
     machine.start("init")
     machine.wait_until_done("init")
     model = Path(machine.here("/models/toy"))
-    traces = StreamKeys(model_key=model_key(model, target_fingerprint(model))).ledger.traces
+    traces = RedisKeys(model_key=model_key(model, target_fingerprint(model))).ledger.traces
     with redis.Redis(
         port=int(machine.here("6379")), username="engine", password=machine.secret("redis_engine"), protocol=2
     ) as client:

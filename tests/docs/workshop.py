@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from speculator.checkpoint import model_key, target_fingerprint
-from speculator.stream import DraftPointer, connect
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from tests.docs.commands import Command
 from tests.waiting import wait_until
 

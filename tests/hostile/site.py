@@ -15,8 +15,8 @@ from serving.gateway.keys import ApiKey, change_keys, digest
 from speculator.checkpoint import draft_config_json, draft_state
 from speculator.drafts import DraftDesk
 from speculator.lifecycle import State
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from tests.doubles import DoubleEngine
 from tests.drafts import CONFIG, make_draft
 from tests.hostile.drafts import FINGERPRINT

@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.stream import DraftPointer, TraceStream
+from speculator.pointer import DraftPointer
+from speculator.stream import TraceStream
 from tests.hostile import traces
 from tests.hostile.judge import Tally
 

@@ -8,14 +8,16 @@ from typing import Any
 
 from speculator.codec import decode_trace, encode_trace
 from speculator.errors import ConfigError, StreamError, TraceError
+from speculator.keys import RedisKeys
+from speculator.pointer import DraftPointer
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.stream import DraftPointer, StreamKeys, TraceStream
+from speculator.stream import TraceStream
 from speculator.trace import check_trace
 from tests.hostile.judge import FailureError, Outcome
 from tests.traces import make_trace
 
 MODEL_KEY = "hostile"
-KEYS = StreamKeys(model_key=MODEL_KEY)
+KEYS = RedisKeys(model_key=MODEL_KEY)
 
 
 def original(choose: Callable[[int], int]) -> bytes:

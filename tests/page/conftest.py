@@ -28,8 +28,9 @@ from speculator.checkpoint import draft_config_json, draft_state
 from speculator.drafts import DraftDesk
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.lifecycle import State
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 from tests.drafts import CONFIG, make_draft
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, random_draft

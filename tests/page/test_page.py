@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
-from speculator.stream import DraftPointer
+from speculator.pointer import DraftPointer
 from tests.doubles import DoubleEngine
 from tests.page.conftest import KEY, Gateway, Watched, opened
 from tests.serving.gateway.keyfile import KeyFile

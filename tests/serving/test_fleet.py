@@ -17,8 +17,9 @@ from serving.place import InWaves
 from serving.watch import LiveWatch, WatchRules
 from speculator.errors import EngineBusyError, StreamError
 from speculator.fleet import Fleet
+from speculator.keys import RedisKeys
 from speculator.lifecycle import Lifecycle, State
-from speculator.stream import DraftPointer, StreamKeys
+from speculator.pointer import DraftPointer
 from speculator.waves import Spread, WaveRules, admit, begin
 from tests.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
@@ -95,7 +96,7 @@ class Scene:
     def die(self, member: Member) -> None:
         """Killed, and its report has expired."""
         self.members.remove(member)
-        self.client.delete(StreamKeys(model_key=MODEL).engine(member.name))
+        self.client.delete(RedisKeys(model_key=MODEL).engine(member.name))
 
     @property
     def drafts(self) -> list[int]:
@@ -390,7 +391,7 @@ def test_after_an_outage_others_have_time_to_report_again(scene: Scene, monkeypa
             with pytest.raises(StreamError):
                 member.follower.follow()
     for member in scene.members:
-        scene.client.delete(StreamKeys(model_key=MODEL).engine(member.name))
+        scene.client.delete(RedisKeys(model_key=MODEL).engine(member.name))
     monkeypatch.setattr(serving.turn, "RETURN_S", 60.0)
     a.follower.follow()
     b.follower.follow()
@@ -465,7 +466,7 @@ def test_places_are_given_once_however_many_ask_together(redis_client: redis.Red
 
 
 def test_what_is_none_of_ours_is_named(scene: Scene) -> None:
-    key = StreamKeys(model_key=MODEL).spread
+    key = RedisKeys(model_key=MODEL).spread
     scene.client.set(key, b"[1, 2")
     with pytest.raises(StreamError, match="delete that key"):
         scene.fleet.spread()

@@ -21,7 +21,8 @@ from serving.metrics import GroupTextMetrics
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.group_store import GroupKey, GroupTexts
 from speculator.group_text import Piece, encode_piece
-from speculator.stream import StreamKeys, connect
+from speculator.keys import RedisKeys
+from speculator.redis_client import connect
 from speculator.suffix_index import SuffixIndex
 from tests.serving.local.harness import Harness, toy_engine
 from tests.toy import make_toy_model, random_draft
@@ -158,7 +159,7 @@ def test_a_group_that_ended_is_gone_everywhere(one: Peer, other: Peer, redis_cli
     publish = one.sharing.join(GROUP, mine, TEXT)
     wait_until(lambda: one.tokens("published"))
     one.sharing.drop(*GROUP)
-    wait_until(lambda: not redis_client.exists(StreamKeys(model_key="m").group_text(GROUP.member)))
+    wait_until(lambda: not redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member)))
     publish([9])
     theirs = follow(other)
     wait_until(lambda: other.tokens("published"))
@@ -181,10 +182,10 @@ def test_samples_that_come_late_do_not_bring_a_groups_text_back(
     wait_until(lambda: one.tokens("published") == 2 * len(TEXT) + 1)
     of_other([9])
     wait_until(lambda: one.tokens("published") == 2 * len(TEXT) + 2)
-    assert not redis_client.exists(StreamKeys(model_key="m").group_text(GROUP.member))
+    assert not redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member))
     monkeypatch.setattr(group_text, "_ENDED_LASTS_S", 0.0)
     one.sharing.join(GROUP, SuffixIndex(10), TEXT)
-    wait_until(lambda: redis_client.exists(StreamKeys(model_key="m").group_text(GROUP.member)))
+    wait_until(lambda: redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member)))
 
 
 def test_a_forgotten_tenants_text_is_neither_written_nor_taken(one: Peer, other: Peer) -> None:
@@ -286,4 +287,4 @@ def test_a_second_engine_proposes_what_the_first_has_answered(redis_client: redi
         assert strangers > 0.75 * alone
         assert other.tokens("fetched") >= 60
         first.engine.drop("anna", "g")
-        wait_until(lambda: not redis_client.exists(StreamKeys(model_key="m").group_text(GROUP.member)))
+        wait_until(lambda: not redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member)))

@@ -18,7 +18,8 @@ from serving.recorder import RecorderStats, TraceRecorder, memory_bytes
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
-from speculator.stream import TraceStream, connect
+from speculator.redis_client import connect
+from speculator.stream import TraceStream
 from tests.traces import make_trace
 from tests.waiting import wait_until
 

@@ -18,7 +18,8 @@ from serving.local.target import Target
 from serving.recorder import TraceRecorder
 from serving.target_guard import TargetGuard
 from speculator.lifecycle import Lifecycle
-from speculator.stream import DraftPointer, TraceStream
+from speculator.pointer import DraftPointer
+from speculator.stream import TraceStream
 from tests.doubles import DoubleEngine
 from tests.toy import make_toy_model
 from tests.traces import make_trace

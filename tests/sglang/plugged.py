@@ -13,8 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.sglang.server import SglangServer, speculative_flags
 

@@ -19,8 +19,10 @@ from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.lineage import admit
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import TraceHeader
 from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
 from tests.waiting import wait_until

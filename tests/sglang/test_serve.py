@@ -21,8 +21,10 @@ from speculator.checkpoint import draft_config_json, draft_state, model_key, tar
 from speculator.codec import decode_trace
 from speculator.fresh import fresh_draft
 from speculator.lineage import admit
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from tests.page.conftest import Watched, browser, watched
 from tests.sglang.served import Served, serving
 from tests.waiting import wait_until

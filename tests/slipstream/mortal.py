@@ -44,8 +44,10 @@ from serving.local.target import Target
 from serving.watch import LiveWatch, WatchRules
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.drafts import DraftDesk
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from tests.doubles import DoubleEngine
 from tests.trainer.examples import config_for, promote
 from trainer.run import run_trainer

@@ -26,9 +26,10 @@ from slipstream.doctor import _run
 from slipstream.settings import known_variables
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
+from speculator.keys import RedisKeys
 from speculator.lineage import ensure_lineage
 from speculator.store import DraftStore
-from speculator.stream import StreamKeys, TraceStream
+from speculator.stream import TraceStream
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
 from tests.traces import make_trace
 
@@ -292,7 +293,7 @@ def test_where_the_stream_stands(
     [finding] = stream()
     assert finding.level is Level.OK
     assert finding.detail.startswith("2 traces, 0 settled, 2 waiting, 0 lost")
-    redis_client.xtrim(StreamKeys(model_key=key).ledger.traces, maxlen=1, approximate=False)
+    redis_client.xtrim(RedisKeys(model_key=key).ledger.traces, maxlen=1, approximate=False)
     assert "1 lost" in the_fault(stream(), Level.WARNING)
 
 

@@ -11,7 +11,7 @@ from slipstream.report import figures, sentences
 from slipstream.scrape import History, Sample
 from slipstream.topics import built_in_prompts, endless
 from slipstream.traffic import Traffic
-from speculator.stream import StreamLag
+from speculator.ledger import StreamLag
 
 
 def _run() -> DemoRun:

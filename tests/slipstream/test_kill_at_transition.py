@@ -37,8 +37,10 @@ from speculator.checkpoint import (
 from speculator.codec import encode_trace
 from speculator.lifecycle import ALLOWED, BARRED, State
 from speculator.lineage import version_to_serve
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.doubles import DoubleEngine
 from tests.slipstream.mortal import KEY, Order

@@ -16,8 +16,9 @@ from slipstream.cli import app
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.erasures import Erasures
 from speculator.lineage import ensure_lineage
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 
 Cli = Callable[..., Any]
 

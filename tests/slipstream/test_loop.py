@@ -22,8 +22,9 @@ from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.erasures import Erasures
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import TraceStream, connect
+from speculator.stream import TraceStream
 from tests.moved import moved_model
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
 from tests.waiting import url_in, wait_until

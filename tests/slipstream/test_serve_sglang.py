@@ -17,8 +17,8 @@ import redis
 
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.lineage import admit
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from tests.serving.sglang_client.conftest import fake_install, started
 from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang_client.test_launcher import is_running

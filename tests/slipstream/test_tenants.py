@@ -28,10 +28,13 @@ from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.erasures import Erasures
 from speculator.group_store import GroupKey, GroupTexts
+from speculator.keys import RedisKeys
+from speculator.pointer import DraftPointer
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis_client import connect
 from speculator.rewards import GroupRewards, RewardStream
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, StreamKeys, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.tenants import counts_of
 from speculator.trace import Trace
 from tests.trainer.answers import answer_traces
@@ -207,7 +210,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     assert set(learnt) == set(event.fields["drafts"])
 
     # The engine has gone; its report would stay for half a minute.
-    deployment.client.delete(StreamKeys(model_key=deployment.key).engine("e"))
+    deployment.client.delete(RedisKeys(model_key=deployment.key).engine("e"))
     code, again = deployment.erase(ANNA, "--recording", recording, "--yes")
     assert (code, again["left"]) == (0, [])
     assert again["redis"] == {"stream": 0, "dead_letters": 0, "unreadable": 0}
@@ -321,4 +324,4 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0, "--state", tmp_path / "elsewhere")
     assert code == 1
     assert "pass --state" in done["left"][-1]
-    assert StreamKeys(model_key=deployment.key).erasures.encode() in set(deployment.client.scan_iter())
+    assert RedisKeys(model_key=deployment.key).erasures.encode() in set(deployment.client.scan_iter())

@@ -28,8 +28,8 @@ from speculator.errors import (
     UnknownDraftError,
 )
 from speculator.lifecycle import Lifecycle, State
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from tests.crashes import Crash
 from tests.drafts import CONFIG, make_draft
 

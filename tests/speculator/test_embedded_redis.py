@@ -11,8 +11,8 @@ import pytest
 from speculator import embedded_redis
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError
-from speculator.redis_client import PASSWORD_FILE_VARIABLE
-from speculator.stream import TraceStream, connect
+from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
+from speculator.stream import TraceStream
 
 
 def test_it_asks_for_no_password_whatever_is_set_for_others(

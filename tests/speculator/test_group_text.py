@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from speculator.errors import GroupTextError
 from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.group_text import MAX_PIECE_TOKENS, Piece, decode_pieces, encode_piece, is_head, new_head
-from speculator.stream import StreamKeys
+from speculator.keys import RedisKeys
 from tests.waiting import wait_until
 
 VOCAB = 1000
-KEYS = StreamKeys(model_key="m")
+KEYS = RedisKeys(model_key="m")
 ANNA, BO = GroupKey("anna", "g"), GroupKey("bo", "g")
 
 pieces = st.builds(

@@ -10,16 +10,18 @@ import redis
 from speculator.erasures import Erasures
 from speculator.errors import StreamError
 from speculator.group_store import GroupKey, GroupTexts, Place
+from speculator.keys import RedisKeys
+from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
 from speculator.removal import Remover
 from speculator.rewards import GroupRewards, RewardStream
-from speculator.stream import DraftPointer, StreamKeys, TraceStream
+from speculator.stream import TraceStream
 from tests.redis_servers import Server, Servers, free_ports, servers
 from tests.waiting import wait_until
 
 NUM_SLOTS = 16384
 MASTERS = 3
-TRACES = StreamKeys(model_key="m").ledger.traces
+TRACES = RedisKeys(model_key="m").ledger.traces
 
 
 class Cluster:
@@ -85,7 +87,7 @@ def client(cluster: Cluster) -> Iterator[redis.Redis]:
 
 
 def test_all_keys_of_a_model_share_one_slot(cluster: Cluster) -> None:
-    keys = StreamKeys(model_key="m")
+    keys = RedisKeys(model_key="m")
     names = [
         *(getattr(keys.ledger, name) for name in ("traces", "sizes", "num_appended", "accounts", "erased")),
         *(keys.dead_letters, keys.desired_draft, keys.pinned_draft, keys.erasures, keys.rewards, keys.trainers),

@@ -10,8 +10,9 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
+from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 from tests.redis_servers import Server, Servers, free_ports, servers
 from tests.waiting import wait_until
 

@@ -15,11 +15,13 @@ from speculator import stream as stream_module
 from speculator.codec import encode_trace, read_header
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError, TraceError
+from speculator.keys import RedisKeys
 from speculator.ledger import StreamLag
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis_client import connect
 from speculator.removal import Removed, Remover
 from speculator.rewrite import remove_from_recording
-from speculator.stream import StreamEntry, StreamKeys, TraceStream, connect
+from speculator.stream import StreamEntry, TraceStream
 from speculator.trace import Trace, TraceHeader
 from tests.traces import make_trace
 
@@ -76,7 +78,7 @@ def test_acked_pending_and_undelivered_entries_go(redis_client: redis.Redis) -> 
     stream.ack([fourth.id])
     assert remover.remove(is_annas) == Removed()
     assert stream.lag().erased == 3
-    assert redis_client.xlen(StreamKeys(model_key="toy").dead_letters) == 0
+    assert redis_client.xlen(RedisKeys(model_key="toy").dead_letters) == 0
 
 
 def test_an_empty_stream_has_nothing(redis_client: redis.Redis) -> None:
@@ -123,7 +125,7 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
         assert on_disk() == [True, True, True]
         assert remover.compact()
         assert on_disk() == [False, True, False]
-        dumped = client.dump(StreamKeys(model_key="toy").ledger.traces) or b""
+        dumped = client.dump(RedisKeys(model_key="toy").ledger.traces) or b""
         assert [trace.token_ids.tobytes() in dumped for trace in traces] == [False, True, False]  # type: ignore[operator]
 
 
@@ -139,7 +141,7 @@ def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis
     fill(stream, ["anna"])
     payload = encode_trace(trace_of(9, "anna"))
     for index in (b"9" * 5000, b"9" * 30):
-        redis_client.xadd(StreamKeys(model_key="toy").ledger.traces, {"payload": payload, "index": index})
+        redis_client.xadd(RedisKeys(model_key="toy").ledger.traces, {"payload": payload, "index": index})
     assert remover.remove(is_annas) == Removed(stream=3)
     assert stream.lag().length == 0
 
@@ -157,7 +159,7 @@ def test_old_entries_go_by_themselves(redis_client: redis.Redis, monkeypatch: py
     lag = young.lag()
     assert (lag.length, lag.expired, lag.lost, lag.acked) == (1, 4, 2, 2)
     assert balanced(lag)
-    assert redis_client.xlen(StreamKeys(model_key="toy").dead_letters) == 0
+    assert redis_client.xlen(RedisKeys(model_key="toy").dead_letters) == 0
     young.ack([third.id])
     assert young.lag().acked == 2, "what is lost is not acked as well"
     assert [entry.trace_id for entry in young.read(10, 0)] == ["young"]

@@ -15,12 +15,16 @@ import redis
 from speculator import ledger, redis_client, stream
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError, StreamError
-from speculator.stream import DraftPointer, StreamKeys, StreamLag, TraceStream, connect
+from speculator.keys import RedisKeys
+from speculator.ledger import StreamLag
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
+from speculator.stream import TraceStream
 from tests.waiting import wait_until
 
 MODEL = "smollm2"
 CAP = 1 << 20
-KEYS = StreamKeys(model_key=MODEL)
+KEYS = RedisKeys(model_key=MODEL)
 TRACES = KEYS.ledger.traces
 # Above the 4 KiB of a stream node, as real traces are, so that each entry can be trimmed alone.
 ENTRY = b"x" * 5000

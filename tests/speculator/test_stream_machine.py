@@ -10,13 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from speculator.keys import RedisKeys
 from speculator.removal import Remover
-from speculator.stream import StreamEntry, StreamKeys, TraceStream
+from speculator.stream import StreamEntry, TraceStream
 from speculator.trace import TraceHeader
 from tests.traces import make_header
 
 CAP = 40_000
-TRACES = StreamKeys(model_key="machine").ledger.traces
+TRACES = RedisKeys(model_key="machine").ledger.traces
 CONSUMERS = st.sampled_from(["one", "two"])
 
 

@@ -25,8 +25,10 @@ from torch import Tensor
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.errors import ConfigError
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream, connect
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for, record

@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry
 from speculator.codec import encode_trace
 from speculator.erasures import Erasures
 from speculator.errors import StreamError
+from speculator.keys import RedisKeys
 from speculator.removal import Remover
 from speculator.store import DraftStore
-from speculator.stream import StreamKeys, TraceStream
+from speculator.stream import TraceStream
 from speculator.tenants import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from speculator.trace import Trace
 from tests.trainer.examples import config_for, promote, record
@@ -299,7 +300,7 @@ def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
 
 
 def test_what_others_write_among_the_orders_is_an_error_that_names_the_place(redis_client: redis.Redis) -> None:
-    erasures, keys = Erasures(redis_client, "toy"), StreamKeys(model_key="toy")
+    erasures, keys = Erasures(redis_client, "toy"), RedisKeys(model_key="toy")
     at_ms = erasures.order("anna")
     for field, value in (("bo", "soon"), (b"\xff", "5")):
         redis_client.hset(keys.erasures, field, value)

@@ -10,8 +10,9 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from speculator.codec import encode_trace
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from speculator.checkpoint import target_fingerprint
 from speculator.codec import encode_trace
 from speculator.lineage import ensure_lineage
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.trainer.examples import config_for, promote
 from trainer.service import Trainer

@@ -21,8 +21,9 @@ from speculator.codec import encode_trace
 from speculator.errors import DraftFileError, StoreError, UnknownDraftError
 from speculator.lifecycle import Lifecycle, State
 from speculator.lineage import admit
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import Pointer, accepted, partly_worse

@@ -10,8 +10,8 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from speculator import rewards as wire
+from speculator.keys import RedisKeys
 from speculator.rewards import GroupRewards, RewardStream
-from speculator.stream import StreamKeys
 from tests.trainer.stored import stored_of
 from trainer.metrics import TrainerMetrics
 from trainer.replay import Replay
@@ -62,7 +62,7 @@ def test_rewards_are_read_once_and_later_ones_take_the_place_of_earlier_ones(str
 def test_who_starts_again_reads_what_is_kept_and_passes_over_what_is_no_reward(
     stream: RewardStream, redis_client: redis.Redis
 ) -> None:
-    key = StreamKeys(model_key="toy").rewards
+    key = RedisKeys(model_key="toy").rewards
     for payload in (b"", b"\xff", b"{}", b'{"tenant":"t","group_id":"a","rewards":{}}', b'{"rewards":{"x":1}}'):
         redis_client.xadd(key, {"rewards": payload})
     redis_client.xadd(key, {"other": b"1"})
@@ -89,7 +89,7 @@ def test_the_oldest_groups_are_forgotten(
         stream.append([group(str(number), 1, 0)])
         weights._next_look_s = 0.0
         weights.look()
-    assert redis_client.xlen(StreamKeys(model_key="toy").rewards) == 3
+    assert redis_client.xlen(RedisKeys(model_key="toy").rewards) == 3
     assert [weight(weights, f"{number}/0") for number in range(5)] == [1.0, 1.0, 2.0, 2.0, 2.0]
 
 
@@ -102,7 +102,7 @@ def test_a_tenants_rewards_are_removed(stream: RewardStream) -> None:
 
 
 def test_without_redis_nothing_is_lost_but_time(redis_client: redis.Redis, stream: RewardStream) -> None:
-    redis_client.set(StreamKeys(model_key="toy").rewards, "somebody else's")
+    redis_client.set(RedisKeys(model_key="toy").rewards, "somebody else's")
     weights = reader(stream)
     weights.look()
     assert weights._metrics.stream_errors.labels("rewards")._value.get() == 1

@@ -22,8 +22,9 @@ from prometheus_client import CollectorRegistry
 from speculator.codec import encode_trace
 from speculator.errors import ConfigError, DraftMismatchError, StoreError, StreamError
 from speculator.lifecycle import State
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, TraceStream
+from speculator.stream import TraceStream
 from speculator.trace import Trace, VerifyRounds
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record

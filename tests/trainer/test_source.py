@@ -19,8 +19,10 @@ from prometheus_client import CollectorRegistry
 
 from speculator.codec import encode_trace
 from speculator.fresh import fresh_draft
+from speculator.keys import RedisKeys
 from speculator.labels import draft_ids_by_target_id
-from speculator.stream import StreamKeys, StreamLag, TraceStream
+from speculator.ledger import StreamLag
+from speculator.stream import TraceStream
 from speculator.trace import Trace, TraceHeader
 from trainer.batch import make_example
 from trainer.metrics import TrainerMetrics
@@ -64,7 +66,7 @@ class Desk:
         return self.stream.lag()
 
     def dead_letters(self) -> list[str]:
-        entries = self._client.xrange(StreamKeys(model_key="toy").dead_letters)
+        entries = self._client.xrange(RedisKeys(model_key="toy").dead_letters)
         return [fields[b"reason"].decode() for _, fields in entries]
 
 

@@ -33,8 +33,8 @@ from speculator.errors import (
     UnknownDraftError,
 )
 from speculator.lifecycle import State
+from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer
 from tests.doubles import DoubleEngine
 from tests.drafts import CONFIG, make_draft
 from tests.serving.gateway.client import ask, error_of

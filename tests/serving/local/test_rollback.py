@@ -11,7 +11,7 @@ from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from speculator.lifecycle import Lifecycle, State
 from speculator.model import Eagle3Draft
-from speculator.stream import DraftPointer
+from speculator.pointer import DraftPointer
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, random_draft
 

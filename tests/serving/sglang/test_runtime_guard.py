@@ -12,7 +12,7 @@ import redis
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.runtime import EngineRuntime
 from speculator.errors import StreamError
-from speculator.stream import DraftPointer
+from speculator.pointer import DraftPointer
 
 
 class Guard:

@@ -21,8 +21,9 @@ from speculator.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError, StreamError
 from speculator.fleet import Fleet
 from speculator.lineage import ensure_lineage
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.stream import DraftPointer, connect
 from speculator.waves import begin
 from tests.toy import make_toy_model
 

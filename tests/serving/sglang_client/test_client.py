@@ -17,7 +17,7 @@ from serving.sglang import client as client_module
 from serving.sglang.client import EngineReport, SglangClient
 from serving.sglang.collector import SglangCollector
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
-from speculator.stream import DraftPointer
+from speculator.pointer import DraftPointer
 from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, in_background
 from tests.waiting import wait_until
 

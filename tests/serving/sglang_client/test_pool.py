@@ -20,7 +20,7 @@ from serving.sglang.pooled import Pool, commonest
 from serving.sglang.router import check_router
 from slipstream.front import check_lineages
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
-from speculator.stream import DraftPointer
+from speculator.pointer import DraftPointer
 from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang, in_background
 from tests.waiting import wait_until
 

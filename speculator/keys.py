@@ -1,0 +1,84 @@
+"""Every Redis key of Slipstream.
+
+All keys of a model share one hash tag, so they live in one cluster slot and one transaction can change them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speculator.ledger import LedgerKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisKeys:
+    """The names of one model's keys; `model_key` is a slug that the caller derives from the target's name."""
+
+    model_key: str
+
+    def _key(self, name: str) -> str:
+        return f"slipstream:{{{self.model_key}}}:{name}"
+
+    @property
+    def ledger(self) -> LedgerKeys:
+        return LedgerKeys(
+            traces=self._key("traces"),
+            sizes=self._key("sizes"),
+            num_appended=self._key("num_appended"),
+            accounts=self._key("accounts"),
+            erased=self._key("erased"),
+        )
+
+    @property
+    def dead_letters(self) -> str:
+        return self._key("dead_letters")
+
+    @property
+    def desired_draft(self) -> str:
+        return self._key("desired_draft")
+
+    @property
+    def pinned_draft(self) -> str:
+        return self._key("pinned_draft")
+
+    @property
+    def erasures(self) -> str:
+        """Hash: time of the order in milliseconds by tenant."""
+        return self._key("erasures")
+
+    @property
+    def rewards(self) -> str:
+        return self._key("rewards")
+
+    @property
+    def trainers(self) -> str:
+        """Hash: the last report of each trainer process by its name."""
+        return self._key("trainers")
+
+    @property
+    def engines(self) -> str:
+        """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
+        return self._key("engines")
+
+    def engine(self, engine_id: str) -> str:
+        return self._key(f"engine:{engine_id}")
+
+    @property
+    def spread(self) -> str:
+        """String: how far a version has come among the engines (speculator/fleet.py)."""
+        return self._key("spread")
+
+    def depth(self, engine_id: str) -> str:
+        return self._key(f"depth:{engine_id}")
+
+    def target_version(self, process: str) -> str:
+        return self._key(f"target_version:{process}")
+
+    @property
+    def group_texts(self) -> str:
+        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
+        return self._key("group_texts")
+
+    def group_text(self, group: str) -> str:
+        """String: speculator/group_text.py; `group` is a member of `group_texts`."""
+        return self._key(f"group_text:{group}")

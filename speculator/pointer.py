@@ -1,0 +1,131 @@
+"""What the trainer, the operator and the engines tell each other through Redis: versions, depths and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+
+from speculator.errors import StreamError
+from speculator.keys import RedisKeys
+from speculator.redis_client import redis_errors
+
+ENGINE_TTL_S = 30
+ANNOUNCEMENT_TTL_S = 3600
+
+
+class DraftPointer:
+    """Which draft version the engines should run and how deep they may draft, and what each says about itself."""
+
+    def __init__(self, client: redis.Redis, model_key: str) -> None:
+        self._redis: Any = client
+        self._keys = RedisKeys(model_key=model_key)
+
+    @redis_errors
+    def publish(self, version: int) -> None:
+        self._redis.set(self._keys.desired_draft, version)
+
+    @redis_errors
+    def published(self) -> int | None:
+        """The version last published; None before the first."""
+        return _number(self._redis.get(self._keys.desired_draft), self._keys.desired_draft)
+
+    @redis_errors
+    def replace(self, old: int, new: int) -> bool:
+        """Publish `new` in place of `old`; False, and nothing done, where something else is published by now."""
+        key = self._keys.desired_draft
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.watch(key)
+            if _number(transaction.get(key), key) != old:
+                return False
+            transaction.multi()
+            transaction.set(key, new)
+            try:
+                transaction.execute()
+            except redis.WatchError:
+                return False
+        return True
+
+    @redis_errors
+    def pin(self, version: int) -> None:
+        """Engines run this version, whatever is published, until `unpin`."""
+        self._redis.set(self._keys.pinned_draft, version)
+
+    @redis_errors
+    def unpin(self) -> None:
+        self._redis.delete(self._keys.pinned_draft)
+
+    @redis_errors
+    def pinned(self) -> int | None:
+        return _number(self._redis.get(self._keys.pinned_draft), self._keys.pinned_draft)
+
+    @redis_errors
+    def desired(self) -> int | None:
+        """The version that engines should run: the pinned one, else the published one, else None."""
+        keys = (self._keys.pinned_draft, self._keys.desired_draft)
+        pinned, published = map(_number, self._redis.mget(keys), keys)
+        return published if pinned is None else pinned
+
+    @redis_errors
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        """Replace an engine's status; it disappears ENGINE_TTL_S after its last report."""
+        key, ttl_ms = self._keys.engine(engine_id), int(ENGINE_TTL_S * 1000)
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.delete(key)
+            transaction.hset(key, mapping=dict(status))
+            transaction.pexpire(key, ttl_ms)
+            transaction.zadd(self._keys.engines, {engine_id: _now_ms() + ttl_ms})
+            transaction.zremrangebyscore(self._keys.engines, "-inf", _now_ms())
+            transaction.execute()
+
+    @redis_errors
+    def engines(self) -> dict[str, dict[str, str]]:
+        """The status of every engine that reported lately, by engine id."""
+        ids = [engine_id.decode() for engine_id in self._redis.zrange(self._keys.engines, 0, -1)]
+        reports = {engine_id: self._redis.hgetall(self._keys.engine(engine_id)) for engine_id in ids}
+        return {
+            engine_id: {field.decode(): value.decode() for field, value in report.items()}
+            for engine_id, report in reports.items()
+            if report
+        }
+
+    @redis_errors
+    def set_depth(self, engine_id: str, depth: int) -> None:
+        """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
+        self._redis.set(self._keys.depth(engine_id), depth)
+
+    @redis_errors
+    def announce_target(self, process: str, version: int) -> None:
+        """Tell an engine's process ("host:pid") that its target is of this version now; the next one starts anew."""
+        self._redis.set(self._keys.target_version(process), version, ex=ANNOUNCEMENT_TTL_S)
+
+    @redis_errors
+    def announced_target(self, process: str) -> int | None:
+        key = self._keys.target_version(process)
+        return _number(self._redis.get(key), key)
+
+    @redis_errors
+    def withdraw_announcement(self, process: str) -> None:
+        """Forget what an earlier process of this name was told: the one that starts has its own weights."""
+        self._redis.delete(self._keys.target_version(process))
+
+    @redis_errors
+    def depth_limit(self, engine_id: str) -> int | None:
+        """The depth last asked of an engine; None where none was."""
+        key = self._keys.depth(engine_id)
+        return _number(self._redis.get(key), key)
+
+
+def _number(value: bytes | None, key: str) -> int | None:
+    """What we keep at `key`; raises StreamError where somebody else has written there."""
+    if value is None:
+        return None
+    if not (value.isdigit() and len(value) < 10):
+        raise StreamError(f"Redis has {value[:20]!r} at {key}, which is no number of ours: delete that key")
+    return int(value)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
