@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from serving.engine import CapturePolicy, GenerateRequest
 from slipstream.models import cache_root
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.checkpoint import target_fingerprint
+from speculator.clock import now_ms
 from speculator.codec import encode_trace
 from speculator.errors import ConfigError, TraceError
 from speculator.fresh import fresh_draft
@@ -94,7 +94,7 @@ def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     header = RecordingHeader(
-        target_fingerprint=target_fingerprint(model_dir), model=model_dir.name, created_ms=time.time_ns() // 1_000_000
+        target_fingerprint=target_fingerprint(model_dir), model=model_dir.name, created_ms=now_ms()
     )
     with RecordingWriter(temporary, header) as writer:
 

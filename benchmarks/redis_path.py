@@ -41,6 +41,7 @@ from serving.local.engine import LocalEngine
 from serving.recorder import TraceRecorder
 from serving.sampler import CaptureSampler
 from slipstream.models import resolve_model
+from speculator.clock import now_ms
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
@@ -76,7 +77,7 @@ def make_trace(seed: int) -> Trace:
             target_fingerprint=FINGERPRINT,
             num_prompt_tokens=NUM_PROMPT,
             first_position=0,
-            created_ms=time.time_ns() // 1_000_000,
+            created_ms=now_ms(),
             sampling=SamplingParams(temperature=0.7),
         ),
         token_ids=rng.integers(0, VOCAB_SIZE, T, dtype=np.int32),

@@ -26,6 +26,7 @@ import torch
 from serving.engine import SwapReport
 from serving.evidence import Verification, WatchedRound, stratum_of
 from serving.speedup import ControlShare
+from speculator.clock import now_ms
 from speculator.model import Eagle3Draft
 from speculator.trace import Trace, VerifyRounds
 from trainer.batch import Example, Window, pack
@@ -274,7 +275,7 @@ def _trace_of(one: _Running) -> Trace:
         trace_id=one.request_id,
         request_id=one.request_id,
         engine_id="replay",
-        created_ms=time.time_ns() // 1_000_000,
+        created_ms=now_ms(),
     )
     tokens = np.stack([chains.tokens[at] for at, _, chains in rounds]) if rounds else np.zeros((0, DEPTH), np.int32)
     return replace(

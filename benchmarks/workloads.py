@@ -25,6 +25,7 @@ from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from slipstream.topics import Prompt
 from speculator.checkpoint import draft_state, target_fingerprint
+from speculator.clock import now_ms
 from speculator.codec import encode_trace
 from speculator.errors import ConfigError
 from speculator.fresh import fresh_draft
@@ -176,7 +177,7 @@ def record_workload(path: Path, prompts: Sequence[Prompt], options: RecordOption
     header = RecordingHeader(
         target_fingerprint=target_fingerprint(options.model_dir),
         model=options.model_dir.name,
-        created_ms=time.time_ns() // 1_000_000,
+        created_ms=now_ms(),
         note=note,
     )
     with engine.running(), RecordingWriter(temporary, header) as writer:

@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from speculator.clock import now_ms
 from speculator.group_store import GroupKey, Place
 from speculator.group_text import MAX_PIECE_TOKENS, Piece, encode_piece
 from speculator.suffix_index import NEW_TEXT, SuffixIndex
@@ -28,7 +29,7 @@ class FollowedGroup:
     index: weakref.ref[SuffixIndex]
     source: int = field(default_factory=lambda: secrets.randbits(64))
     """What is written from here: the index has it already."""
-    since_ms: int = field(default_factory=lambda: now_ms())
+    since_ms: int = field(default_factory=now_ms)
     active_s: float = field(default_factory=time.monotonic)
     """When something was last committed here."""
     closed: bool = False
@@ -101,7 +102,3 @@ def _runs(parts: Sequence[Queued]) -> list[list[Queued]]:
 
 def num_tokens(queued: Iterable[Queued]) -> int:
     return sum(len(one.tokens) for one in queued)
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -20,8 +20,9 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
-from serving.group_pieces import FollowedGroup, Queued, encoded, now_ms, num_tokens
+from serving.group_pieces import FollowedGroup, Queued, encoded, num_tokens
 from serving.metrics import GroupTextMetrics
+from speculator.clock import now_ms
 from speculator.errors import GroupTextError, StreamError, type_and_place
 from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.group_text import Piece, decode_pieces

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 
 from serving.engine import CapturePolicy
 from speculator.sampling import SamplingParams
 from speculator.trace import TraceHeader
-
-
-def now_ms() -> int:
-    """Unix time."""
-    return time.time_ns() // 1_000_000
 
 
 def make_header(

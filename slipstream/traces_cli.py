@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
 from slipstream.options import AsJson, Model, RedisUrl, finite
 from slipstream.terminal import counting, print_json, say
+from speculator.clock import now_ms
 from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
@@ -42,7 +42,7 @@ def record(
     model_dir = resolve_model(model)
     fingerprint = target_fingerprint(model_dir)
     header = RecordingHeader(
-        target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=time.time_ns() // 1_000_000, note=note
+        target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=now_ms(), note=note
     )
     with connect(redis_url) as client, counting("traces") as bar:
         source = traces.StreamCopy(client, model_key(model_dir, fingerprint, lineage))

@@ -8,13 +8,13 @@ Engines say how far they are in their report (`DraftPointer.report_engine`, fiel
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import redis
 
+from speculator.clock import now_ms
 from speculator.errors import StreamError
 from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
@@ -45,7 +45,7 @@ class Erasures:
     def order(self, tenant: str) -> int:
         """From now on everything of this tenant up to now is to be forgotten; returns the order's time, unique."""
         newest = max(self.orders().values(), default=0)
-        at_ms = max(time.time_ns() // 1_000_000, newest + 1)
+        at_ms = max(now_ms(), newest + 1)
         self._redis.hset(self._orders, tenant, at_ms)
         return at_ms
 
@@ -69,7 +69,7 @@ class Erasures:
     @redis_errors
     def trainers(self) -> dict[str, TrainerReport]:
         """Those that run, as far as can be told."""
-        since_ms = time.time_ns() // 1_000_000 - int(1000 * TRAINER_TTL_S)
+        since_ms = now_ms() - int(1000 * TRAINER_TTL_S)
         try:
             found = {
                 name.decode(): msgspec.json.decode(report, type=TrainerReport)

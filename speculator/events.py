@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from speculator.clock import now_ms
 from speculator.errors import StoreError
 from speculator.files import exclusive, shared, sync
 
@@ -47,7 +47,7 @@ class EventLog:
 
     def append(self, kind: str, /, *, actor: str, **fields: Any) -> None:
         """Durable when it returns. Raises StoreError."""
-        self.add(Event(at_ms=time.time_ns() // 1_000_000, kind=kind, actor=actor, fields=fields))
+        self.add(Event(at_ms=now_ms(), kind=kind, actor=actor, fields=fields))
 
     def add(self, event: Event) -> None:
         """The same for an event that happened before."""

@@ -8,13 +8,13 @@ recently. A group whose text has gone begins anew with its next tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import redis
 
+from speculator.clock import now_ms
 from speculator.group_text import HEAD_BYTES, MAX_PIECE_BYTES, is_head, new_head
 from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
@@ -73,17 +73,17 @@ class GroupTexts:
 
         After an error they may or may not be there. To append them again is safe: readers know what they have.
         """
-        now_ms = time.time_ns() // 1_000_000
+        at_ms = now_ms()
         index = self._keys.group_texts
         with self._redis.pipeline(transaction=True) as transaction:
             # Twice as long as a text lives: clocks differ, and what is not in the index could not be erased.
-            transaction.zremrangebyscore(index, "-inf", now_ms - 2 * self._ttl_ms)
+            transaction.zremrangebyscore(index, "-inf", at_ms - 2 * self._ttl_ms)
             for group, data in pieces.items():
                 key = self._keys.group_text(group.member)
                 # The time to live is the first token's: appending leaves it as it is.
                 transaction.set(key, new_head(), nx=True, px=self._ttl_ms)
                 transaction.append(key, data)
-                transaction.zadd(index, {group.member: now_ms})
+                transaction.zadd(index, {group.member: at_ms})
             transaction.pexpire(index, 2 * self._ttl_ms)
             transaction.zcount(index, "-inf", "+inf")
             results = transaction.execute()

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import structlog
 
+from speculator.clock import now_ms
 from speculator.errors import LifecycleError, StoreError
 from speculator.events import Event, EventLog
 from speculator.files import exclusive, shared, sync, write_synced
@@ -232,7 +232,7 @@ class Lifecycle:
         transition = Transition(
             state=state,
             sequence=self._last_sequence(histories) + 1,
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=now_ms(),
             actor=actor,
             reason=reason,
             numbers=numbers,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import redis
 
+from speculator.clock import now_ms
 from speculator.errors import StreamError
 from speculator.keys import RedisKeys
 from speculator.redis_client import redis_errors
@@ -76,8 +76,8 @@ class DraftPointer:
             transaction.delete(key)
             transaction.hset(key, mapping=dict(status))
             transaction.pexpire(key, ttl_ms)
-            transaction.zadd(self._keys.engines, {engine_id: _now_ms() + ttl_ms})
-            transaction.zremrangebyscore(self._keys.engines, "-inf", _now_ms())
+            transaction.zadd(self._keys.engines, {engine_id: now_ms() + ttl_ms})
+            transaction.zremrangebyscore(self._keys.engines, "-inf", now_ms())
             transaction.execute()
 
     @redis_errors
@@ -125,7 +125,3 @@ def _number(value: bytes | None, key: str) -> int | None:
     if not (value.isdigit() and len(value) < 10):
         raise StreamError(f"Redis has {value[:20]!r} at {key}, which is no number of ours: delete that key")
     return int(value)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -32,6 +32,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from speculator.clock import now_ms
 from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
 from speculator.files import sync, write_synced
 from speculator.lifecycle import Lifecycle, State
@@ -106,7 +107,7 @@ class DraftStore:
                 manifest = Manifest(
                     version=0,
                     parent=parent,
-                    created_ms=time.time_ns() // 1_000_000,
+                    created_ms=now_ms(),
                     source=_source(),
                     target_fingerprint=target_fingerprint,
                     target_version=target_version,

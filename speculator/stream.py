@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 
+from speculator.clock import now_ms
 from speculator.errors import StreamError
 from speculator.keys import RedisKeys
 from speculator.ledger import Ledger, StreamLag
@@ -73,7 +74,7 @@ class TraceStream:
         if len(payload) > self.max_bytes:
             raise StreamError(f"a trace of {len(payload)} bytes is above the stream's cap of {self.max_bytes} bytes")
         self._expire_when_due()
-        fields: dict[str, bytes | str | int] = {"payload": payload, "trace_id": trace_id, "created_ms": _now_ms()}
+        fields: dict[str, bytes | str | int] = {"payload": payload, "trace_id": trace_id, "created_ms": now_ms()}
         return self._ledger.append(fields, len(payload))
 
     @redis_errors
@@ -84,7 +85,7 @@ class TraceStream:
     @redis_errors
     def expire(self, ttl_s: float) -> None:
         """Remove entries and dead letters that were appended longer ago, and count."""
-        before_ms = _now_ms() - int(1000 * ttl_s)
+        before_ms = now_ms() - int(1000 * ttl_s)
         self._ledger.expire(before_ms)
         self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
 
@@ -223,7 +224,3 @@ def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
         created_ms=int(created_ms) if created_ms.isdigit() and len(created_ms) < 16 else 0,
         payload=fields.get(b"payload", b""),
     )
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from speculator.clock import now_ms
 from speculator.erasures import Erasures, TrainerReport, covers
 from speculator.errors import StreamError
 from speculator.removal import Remover
@@ -94,7 +95,7 @@ class Forgetting:
     def report(self) -> None:
         """Say that everything that the orders cover is gone from here."""
         report = TrainerReport(
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=now_ms(),
             erased_ms=max(self._orders.values(), default=0),
             removed={tenant: self._removed[tenant] for tenant in self._orders},
         )

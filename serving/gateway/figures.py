@@ -13,6 +13,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 
+from speculator.clock import now_ms
+
 ACCEPT_WINDOW_S = 30
 """An acceptance length is that of the verifications in so many seconds."""
 RATE_WINDOW_S = 10
@@ -123,7 +125,7 @@ class Figures:
         speed = self.speed()
         self.points.append(
             Point(
-                time.time_ns() // 1_000_000,
+                now_ms(),
                 speed.ratio,
                 speed.lower,
                 speed.upper,

@@ -8,7 +8,6 @@ restarted gateway by itself. The figures are read once a second by the server, h
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from serving.engine import DraftHost
 from serving.gateway.admin import Drafts
 from serving.gateway.board import Board
 from serving.gateway.figures import Figures
+from speculator.clock import now_ms
 
 SAMPLE_S = 1.0
 HISTORY_POINTS = 300
@@ -37,12 +37,12 @@ class Live:
         """`shows_tokens`: answers can say which of their tokens were proposed by whom."""
         self._host, self._shows_tokens = host, shows_tokens
         self._figures = Figures(registry, max_points=HISTORY_POINTS)
-        self._started_ms = _now_ms()
+        self._started_ms = now_ms()
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         self._figures.clear()
-        self._started_ms = _now_ms()
+        self._started_ms = now_ms()
         reading = asyncio.create_task(self._read_on())
         try:
             yield
@@ -57,7 +57,7 @@ class Live:
             figures.look(self._host.draft_version)
         return {
             "started_ms": self._started_ms,
-            "now_ms": _now_ms(),
+            "now_ms": now_ms(),
             "model": info.model,
             "context_length": info.context_length,
             "shows_tokens": self._shows_tokens,
@@ -113,7 +113,3 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
 
 def _json(document: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(document), media_type="application/json")
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -17,9 +17,9 @@ import numpy as np
 
 from serving.engine import Chunk, FinishReason, GenerateRequest, Source
 from serving.evidence import Stratum, stratum_of
-from serving.header import now_ms
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
+from speculator.clock import now_ms
 from speculator.spans import Parent
 from speculator.suffix import SuffixRequest
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
-from serving.header import make_header, now_ms
+from serving.header import make_header
+from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, VerifyRounds
 

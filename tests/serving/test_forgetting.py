@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Iterator
 
 import pytest
 
 from serving.engine import CapturePolicy
 from serving.forgetting import ErasureWatch
-from serving.header import now_ms
 from serving.recorder import TraceRecorder
 from speculator import suffix
+from speculator.clock import now_ms
 from speculator.erasures import covers
 from speculator.errors import StreamError
 from speculator.suffix import SuffixDrafter
@@ -68,9 +67,9 @@ def test_traces_that_waited_too_long_are_not_written() -> None:
     stream = Held()
     stream.gate.set()
     recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30, ttl_s=3600)
-    now_ms = time.time_ns() // 1_000_000
-    recorder.submit(make_trace(trace_id="old", created_ms=now_ms - 3_601_000))
-    recorder.submit(make_trace(trace_id="young", created_ms=now_ms - 3_000_000))
+    at_ms = now_ms()
+    recorder.submit(make_trace(trace_id="old", created_ms=at_ms - 3_601_000))
+    recorder.submit(make_trace(trace_id="young", created_ms=at_ms - 3_000_000))
     wait_until(lambda: recorder.stats().pending == 0)
     assert stream.begun == ["young"]
     assert recorder.stats().dropped_by_reason == {"expired": 1}

@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from serving import group_pieces, group_text
 from serving.engine import CapturePolicy
-from serving.group_pieces import FollowedGroup, now_ms
+from serving.group_pieces import FollowedGroup
 from serving.group_text import GroupSharing
 from serving.metrics import GroupTextMetrics
+from speculator.clock import now_ms
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.group_store import GroupKey, GroupTexts
 from speculator.group_text import Piece, encode_piece

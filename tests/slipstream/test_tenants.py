@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from serving.recorder import TraceRecorder
 from slipstream import tenants
 from slipstream.cli import app
 from speculator.checkpoint import model_key, target_fingerprint
+from speculator.clock import now_ms
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.erasures import Erasures
@@ -45,10 +45,6 @@ from trainer.service import Trainer
 from trainer.shelf import shelf_folder
 
 ANNA, BO = "anna", "bo"
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from slipstream.cli import app
 from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.checkpoint import model_key, target_fingerprint
+from speculator.clock import now_ms
 from speculator.codec import encode_trace
 from speculator.recording import RecordingReader
 from speculator.stream import TraceStream
@@ -168,7 +168,7 @@ def test_old_traces_are_pruned_from_recordings_and_the_stream(
     """In a recording by when they were made, in a stream by when they came there."""
     out = tmp_path / "out.rec"
     fingerprint = filled[0].header.target_fingerprint
-    young = make_trace(50, trace_id="young", target_fingerprint=fingerprint, created_ms=time.time_ns() // 1_000_000)
+    young = make_trace(50, trace_id="young", target_fingerprint=fingerprint, created_ms=now_ms())
     stream.append(encode_trace(young), trace_id="young")
     record(out)
     both = ("--model", toy_model, "--redis-url", redis_url, "--json")
