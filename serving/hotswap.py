@@ -27,7 +27,7 @@ from typing import Protocol
 from serving.engine import SwapReport
 from serving.installer import Installer, SwapsDrafts
 from serving.place import Alone, InWaves
-from serving.report import EngineReport, Status, TakesReports
+from serving.reporter import Reporter, Status, TakesReports
 from serving.trials import Trials
 from serving.turn import Turn
 from serving.versions import Replaces, VersionRecord
@@ -80,7 +80,7 @@ class DraftFollower:
             turn = Turn(fleet, record, engine_id=engine_id, look_s=every_s)
             self._place = InWaves(record, turn, watch, lambda: engine.draft_version)
         self._trials = Trials(self._installer, watch, record, self._place)
-        self._report = EngineReport(
+        self._reporter = Reporter(
             pointer, self._installer, watch, self._place, engine_id=engine_id, every_s=every_s, more=status
         )
         self._pinned: int | None = None
@@ -131,8 +131,8 @@ class DraftFollower:
                 self._place.want_nothing()
         finally:
             # Also where it came to nothing: an engine that falls silent would pass for dead.
-            if self._report.is_due:
-                self._report.send()
+            if self._reporter.is_due:
+                self._reporter.send()
 
     def _leave_barred(self) -> None:
         """Whoever barred the version in service, it goes."""
@@ -164,7 +164,7 @@ class DraftFollower:
         """What other engines have confirmed, while this one was away or had no traffic, is taken without a trial."""
         in_service = self._installer.in_service
         # With the report, as the store is read for it.
-        if not (self._place.may_catch_up and self._report.is_due and self._record.is_promoted(in_service)):
+        if not (self._place.may_catch_up and self._reporter.is_due and self._record.is_promoted(in_service)):
             return
         good = self._record.last_good(other_than=desired)
         if good not in (None, in_service) and good not in self.log.refused:

@@ -19,7 +19,7 @@ class TakesReports(Protocol):
     def report_engine(self, engine_id: str, status: Status) -> None: ...
 
 
-class EngineReport:
+class Reporter:
     """Used by the follower's thread; `more` adds to what is said."""
 
     def __init__(
