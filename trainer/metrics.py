@@ -31,6 +31,20 @@ class TrainerMetrics:
         self._registry = registry
         self._domains_with_bytes: set[str] = set()
         self._num_evicted = 0
+        self._declare_arrivals(registry)
+        self._declare_learning(registry)
+        self._declare_replay(registry)
+        self._declare_drift(registry)
+        self._declare_sharing(registry)
+        self._declare_health(registry)
+        self._declare_gate(registry)
+        self._declare_review(registry)
+        self._declare_stream(registry)
+        self._declare_versions(registry)
+        registry.register(HeapCollector("slipstream_trainer"))
+        self._begin_at_zero()
+
+    def _declare_arrivals(self, registry: CollectorRegistry) -> None:
         self.traces = Counter(
             "slipstream_trainer_traces",
             "Traces that were read: admitted, duplicate, dead_lettered; not kept: erased with their tenant, expired",
@@ -59,6 +73,8 @@ class TrainerMetrics:
         self.rewards = Counter(
             "slipstream_trainer_rewarded_samples", "Samples of rollouts whose rewards were read", registry=registry
         )
+
+    def _declare_learning(self, registry: CollectorRegistry) -> None:
         self.steps = Counter(
             "slipstream_trainer_steps", "Optimiser steps; skipped = not finite, or no label", ["outcome"],
             registry=registry,
@@ -77,6 +93,8 @@ class TrainerMetrics:
             "Committed tokens a verification on the last step's traces, most of which were learnt from before",
             registry=registry,
         )
+
+    def _declare_replay(self, registry: CollectorRegistry) -> None:
         self.replay_bytes = Gauge("slipstream_trainer_replay_bytes", "Memory of the replay", registry=registry)
         self.replay_traces = Gauge("slipstream_trainer_replay_traces", "Traces in the replay", registry=registry)
         self.waiting_traces = Gauge(
@@ -104,6 +122,8 @@ class TrainerMetrics:
             "Mean share of the last batch's proposals that are fresh enough to count",
             registry=registry,
         )
+
+    def _declare_drift(self, registry: CollectorRegistry) -> None:
         self.acceptance = Gauge(
             "slipstream_trainer_acceptance_ratio",
             "Share of answer tokens that the draft proposed, as traces arrive: short average, and long average of the "
@@ -126,6 +146,8 @@ class TrainerMetrics:
             "How much more training is worth its compute; 0 = idle",
             registry=registry,
         )
+
+    def _declare_sharing(self, registry: CollectorRegistry) -> None:
         self.trainer_threads = Gauge(
             "slipstream_trainer_threads", "CPU threads that training has now; 0 = it waits for serving",
             registry=registry,
@@ -143,6 +165,8 @@ class TrainerMetrics:
             "slipstream_trainer_slice_seconds", "How long training may compute beside a busy engine before it rests",
             registry=registry,
         )  # fmt: skip
+
+    def _declare_health(self, registry: CollectorRegistry) -> None:
         self.healthy = Gauge(
             "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published",
             registry=registry,
@@ -150,6 +174,8 @@ class TrainerMetrics:
         self.restored = Counter(
             "slipstream_trainer_restored", "Times the last good weights were taken back", registry=registry
         )
+
+    def _declare_gate(self, registry: CollectorRegistry) -> None:
         self.held_out_traces = Gauge(
             "slipstream_trainer_held_out_traces", "Traces that judge candidates: held_out, golden", ["set"],
             registry=registry,
@@ -166,6 +192,8 @@ class TrainerMetrics:
             "Relative change of acceptance length from incumbent to candidate at the last decision, and its bounds",
             ["set", "bound"], registry=registry,
         )  # fmt: skip
+
+    def _declare_review(self, registry: CollectorRegistry) -> None:
         self.reviews = Counter(
             "slipstream_trainer_review_decisions",
             "Versions that came into service by what a second look on the same traces said: rolled_back, kept, "
@@ -193,6 +221,8 @@ class TrainerMetrics:
             "slipstream_trainer_started_over", "Times the weights in training were given up for the last good version",
             registry=registry,
         )  # fmt: skip
+
+    def _declare_stream(self, registry: CollectorRegistry) -> None:
         self.stream_lag = Gauge(
             "slipstream_trainer_stream_entries",
             "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost, "
@@ -206,6 +236,8 @@ class TrainerMetrics:
         self.checkpoint_seconds = Gauge(
             "slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint", registry=registry
         )
+
+    def _declare_versions(self, registry: CollectorRegistry) -> None:
         self.target_version = Gauge(
             "slipstream_trainer_target_version",
             "Newest version of the target of which a trace has come",
@@ -217,8 +249,6 @@ class TrainerMetrics:
         self.publish_errors = Counter(
             "slipstream_trainer_publish_errors", "Versions that could not be published", registry=registry
         )
-        registry.register(HeapCollector("slipstream_trainer"))
-        self._begin_at_zero()
 
     def serve(self, host: str, port: int) -> None:
         """Expose the registry on an address of this machine, from a daemon thread."""
