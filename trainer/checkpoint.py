@@ -6,7 +6,6 @@ that weights and accounts can never be of two different moments.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculator.errors import StoreError
+from speculator.files import sync
 from speculator.tenants import TenantCounts
 from trainer.drift import SeriesState
 
@@ -71,9 +71,9 @@ def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(state, temporary, {"progress": msgspec.json.encode(progress).decode()})
-        _sync(temporary)
+        sync(temporary)
         temporary.rename(folder / _FILE)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         raise StoreError(
             f"cannot write the trainer's checkpoint into {folder}: free some space there ({error})"
@@ -91,11 +91,3 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
             return {name: file.get_tensor(name) for name in file.keys()}, progress  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise StoreError(f"{path} is damaged: remove it to go on from the newest published draft ({error})") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

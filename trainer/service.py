@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
 import torch
 from prometheus_client import CollectorRegistry
-from torch import Tensor
 
 from speculator.checkpoint import target_fingerprint
 from speculator.erasures import Erasures
@@ -26,7 +24,7 @@ from speculator.stream import TraceStream
 from speculator.trace import Trace
 from trainer.batch import Example, make_example
 from trainer.candidate import Candidates
-from trainer.checkpoint import Progress, save_checkpoint
+from trainer.checkpoint import Progress
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.forgetting import Forgetting
@@ -38,7 +36,8 @@ from trainer.pressure import tokens_owed, training_pressure
 from trainer.provenance import Provenance
 from trainer.replay import Replay
 from trainer.rewards import RewardWeights
-from trainer.shares import joined, share_of
+from trainer.saving import Saver
+from trainer.shares import share_of
 from trainer.shelf import Shelf, shelf_folder
 from trainer.source import TraceSource, consumer_name
 from trainer.step import Learner
@@ -76,8 +75,7 @@ class Trainer:
         `device`, by default the CPU. `clock` gives seconds since the epoch.
         Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError.
         """
-        self._config = config
-        self.ranks = ranks or Ranks()
+        self._config, self.ranks = config, ranks or Ranks()
         self.metrics = TrainerMetrics(registry)
         self._fingerprint = target_fingerprint(config.model_dir)
         self._redis = connect(config.redis_url)
@@ -97,72 +95,16 @@ class Trainer:
             rng=rng,
         )
         progress = self._training.resume()
-        self._forgetting = Forgetting(
-            Erasures(self._redis, config.model_key),
-            Remover(self._redis, config.model_key),
-            name=consumer_name(self.ranks.rank),
-            ttl_s=3600 * config.trace_ttl_hours,
-            metrics=self.metrics,
-            clock=clock,
-        )
+        self._forgetting = self._new_forgetting(clock)
         self._forgetting.look()
         self._shelf = Shelf(shelf_folder(config.state_dir))
         to_example = self._to_example()
-        self._source = TraceSource(
-            TraceStream(
-                self._redis,
-                config.model_key,
-                max_bytes=config.stream_max_bytes,
-                consumer=consumer_name(self.ranks.rank),
-                ttl_s=3600 * config.trace_ttl_hours,
-            ),
-            to_example,
-            target_fingerprint=self._fingerprint,
-            used_trace_ids=progress.used_trace_ids,
-            shelf=self._shelf,
-            metrics=self.metrics,
-            max_known=config.max_known_traces,
-            reason_to_forget=self._forgetting.reason,
-            has_refused=self._forgetting.has_orders,
-        )
+        self._source = self._new_source(to_example, progress)
         self.ranks.lead(lambda: self._tidy(progress))
-        self.intake = Intake(
-            self._source,
-            self._replay,
-            HeldOut(
-                share=config.holdout_share,
-                max_traces=config.holdout_traces,
-                max_bytes=config.holdout_share * config.replay_max_bytes,
-                max_tenant_share=config.max_tenant_share,
-                seed=config.seed,
-            ),
-            golden_set(
-                config,
-                to_example,
-                self.ranks,
-                target_fingerprint=self._fingerprint,
-                is_gone=self._reason_to_forget_golden,
-            ),
-            config,
-            self.metrics,
-            share_of(progress, self.ranks.rank),
-            self.ranks,
-        )
-        self._candidates = Candidates(
-            self._training,
-            self.intake,
-            self._store,
-            DraftPointer(self._redis, config.model_key),
-            config,
-            self.metrics,
-            self.ranks,
-            target_fingerprint=self._fingerprint,
-            vetoed_since_s=progress.vetoed_since_s,
-            clock=clock,
-        )
+        self.intake = self._new_intake(to_example, progress)
+        self._candidates = self._new_candidates(progress, clock)
+        self._saver = self._new_saver()
         self.metrics.healthy.set(self._training.guard.healthy)
-        self._checkpoint_s = time.monotonic()
-        self._checkpointed_steps = self.learner.num_steps
         self._source.observe_lag()
         self._forgetting.report()
         self._survey()
@@ -227,46 +169,11 @@ class Trainer:
 
     @property
     def checkpoint_due(self) -> bool:
-        waited_s = time.monotonic() - self._checkpoint_s
-        changed = self.learner.num_steps != self._checkpointed_steps or self._source.has_used
-        return self.ranks.any(changed and waited_s >= self._config.checkpoint_interval_s)
+        return self._saver.is_due
 
     def checkpoint(self) -> None:
-        """Make the steps so far durable: rank 0 writes what all ranks know, and all wait until it is on disk.
-
-        Raises StoreError: a trainer that cannot save must not go on acking.
-        """
-        start_s = time.monotonic()
-        training, intake = self._training, self.intake
-        training.ensure_finite()
-        num_traces, new_tokens = intake.settled
-        progress = Progress(
-            target_fingerprint=self._fingerprint,
-            learnt_tokens=training.learnt_tokens,
-            new_tokens=new_tokens,
-            num_traces=num_traces,
-            used_trace_ids=self._source.used_trace_ids,
-            replay=self._replay.members,
-            domains=intake.domains.known,
-            drift=intake.drift.states,
-            curve=training.curve.points,
-            tokens_since_news=training.tokens_since_news,
-            num_repeated=intake.num_repeated,
-            version=training.version,
-            held_out=intake.held_out_trace_ids,
-            golden=intake.golden_trace_ids,
-            tenants=training.tenants,
-            vetoed_since_s=self._candidates.patience.since_s,
-            target_version=intake.target_version,
-        )
-        self._shelf.sync(progress.trace_ids)
-        parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
-        state = {**self.learner.state(), "d2t": self.learner.draft.d2t}
-        self.ranks.lead(lambda: self._save(state, joined(parts)))
-        self._shelf.keep({*progress.trace_ids, *self._source.trace_ids_in_hand})
-        self._checkpoint_s = time.monotonic()
-        self._checkpointed_steps = self.learner.num_steps
-        self.metrics.checkpoint_seconds.set(self._checkpoint_s - start_s)
+        """Make the steps so far durable. Raises StoreError: a trainer that cannot save must not go on acking."""
+        self._saver.save()
 
     def ack(self) -> None:
         """Tell Redis about the traces that the last checkpoint lists."""
@@ -334,10 +241,6 @@ class Trainer:
         self._shelf.sweep(progress.trace_ids)
         return 0
 
-    def _save(self, state: dict[str, Tensor], progress: Progress) -> int:
-        save_checkpoint(self._config.state_dir, {name: tensor.cpu() for name, tensor in state.items()}, progress)
-        return 0
-
     def _new_replay(self, rng: random.Random) -> Replay:
         config = self._config
         return Replay(
@@ -350,6 +253,81 @@ class Trainer:
             rng=rng,
             seed=config.seed,
             reward_weight=self._rewards.weight,
+        )
+
+    def _new_forgetting(self, clock: Callable[[], float]) -> Forgetting:
+        config = self._config
+        return Forgetting(
+            Erasures(self._redis, config.model_key),
+            Remover(self._redis, config.model_key),
+            name=consumer_name(self.ranks.rank),
+            ttl_s=3600 * config.trace_ttl_hours,
+            metrics=self.metrics,
+            clock=clock,
+        )
+
+    def _new_source(self, to_example: Callable[[Trace], Example], progress: Progress) -> TraceSource:
+        config, consumer = self._config, consumer_name(self.ranks.rank)
+        ttl_s = 3600 * config.trace_ttl_hours
+        return TraceSource(
+            TraceStream(
+                self._redis, config.model_key, max_bytes=config.stream_max_bytes, consumer=consumer, ttl_s=ttl_s
+            ),
+            to_example,
+            target_fingerprint=self._fingerprint,
+            used_trace_ids=progress.used_trace_ids,
+            shelf=self._shelf,
+            metrics=self.metrics,
+            max_known=config.max_known_traces,
+            reason_to_forget=self._forgetting.reason,
+            has_refused=self._forgetting.has_orders,
+        )
+
+    def _new_intake(self, to_example: Callable[[Trace], Example], progress: Progress) -> Intake:
+        config = self._config
+        held_out = HeldOut(
+            share=config.holdout_share,
+            max_traces=config.holdout_traces,
+            max_bytes=config.holdout_share * config.replay_max_bytes,
+            max_tenant_share=config.max_tenant_share,
+            seed=config.seed,
+        )
+        golden = golden_set(
+            config,
+            to_example,
+            self.ranks,
+            target_fingerprint=self._fingerprint,
+            is_gone=self._reason_to_forget_golden,
+        )
+        share = share_of(progress, self.ranks.rank)
+        return Intake(self._source, self._replay, held_out, golden, config, self.metrics, share, self.ranks)
+
+    def _new_candidates(self, progress: Progress, clock: Callable[[], float]) -> Candidates:
+        return Candidates(
+            self._training,
+            self.intake,
+            self._store,
+            DraftPointer(self._redis, self._config.model_key),
+            self._config,
+            self.metrics,
+            self.ranks,
+            target_fingerprint=self._fingerprint,
+            vetoed_since_s=progress.vetoed_since_s,
+            clock=clock,
+        )
+
+    def _new_saver(self) -> Saver:
+        return Saver(
+            self._training,
+            self._replay,
+            self.intake,
+            self._source,
+            self._shelf,
+            self._candidates,
+            self._config,
+            self.metrics,
+            self.ranks,
+            target_fingerprint=self._fingerprint,
         )
 
     def _to_example(self) -> Callable[[Trace], Example]:

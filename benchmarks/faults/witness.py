@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 import trainer.run
-import trainer.service
+import trainer.saving
 from slipstream.cli import main
 from speculator.planner import FixedPlanner
 from speculator.stream import StreamEntry, TraceStream
@@ -60,7 +60,7 @@ def watch(notes: int) -> None:
 
         setattr(owner, method, watched)
 
-    mark_used, save = TraceSource.mark_used, trainer.service.save_checkpoint
+    mark_used, save = TraceSource.mark_used, trainer.saving.save_checkpoint
     dead_letter = TraceStream.dead_letter
 
     def marked(self: TraceSource, traces: Iterable[Stored]) -> None:
@@ -82,7 +82,7 @@ def watch(notes: int) -> None:
     after(Training, "resume", lambda progress, training: note("resumed", digest(progress)))
     TraceStream.dead_letter = set_aside  # type: ignore[method-assign]
     TraceSource.mark_used = marked  # type: ignore[method-assign]
-    trainer.service.save_checkpoint = saved
+    trainer.saving.save_checkpoint = saved
 
 
 def _nursery(notes_path: str, log_path: str, how: str = "") -> None:
