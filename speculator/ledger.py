@@ -100,7 +100,7 @@ class Ledger:
     def append(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         """Append one entry after making room for it; returns its id."""
         if self._bytes() + num_bytes > self._max_bytes:
-            self.make_room(num_bytes)
+            self._make_room(num_bytes)
         return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes))
 
     def expire(self, before_ms: int) -> None:
@@ -145,7 +145,7 @@ class Ledger:
             entry_id: bytes = transaction.execute()[0]
         return entry_id.decode()
 
-    def make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int) -> None:
         """Remove the oldest entries until `num_bytes` more fit under the cap."""
 
         def fits() -> bool:

@@ -78,11 +78,6 @@ class TraceStream:
         return self._ledger.append(fields, len(payload))
 
     @redis_errors
-    def trim(self) -> None:
-        """Enforce the byte cap, for instance after it was lowered, and count what others removed."""
-        self._ledger.make_room(0)
-
-    @redis_errors
     def expire(self, ttl_s: float) -> None:
         """Remove entries and dead letters that were appended longer ago, and count."""
         before_ms = now_ms() - int(1000 * ttl_s)

@@ -80,7 +80,6 @@ def test_the_whole_way_of_a_trace(login: As) -> None:
                 trainer.ack([entry.id])
     assert trainer.recent(CAP)
     assert {entry.trace_id for entry in trainer.reclaim(0)} <= {f"t{number}" for number in range(25)}
-    trainer.trim()
     lag = trainer.lag()
     assert (lag.appended, lag.dead_lettered) == (25, 1)
     assert lag.lost > 0, "the cap was never met"

@@ -223,10 +223,10 @@ def test_a_payload_above_the_cap_is_refused(redis_client: redis.Redis) -> None:
     traces.append(b"x" * 100, trace_id="fits")
 
 
-def test_a_lowered_cap_is_enforced_by_trim(redis_client: redis.Redis) -> None:
-    append(open_stream(redis_client), 20)
+def test_a_lowered_cap_is_enforced_by_the_next_append(redis_client: redis.Redis) -> None:
+    append(open_stream(redis_client), 19)
     smaller = open_stream(redis_client, max_bytes=30_000)
-    smaller.trim()
+    append(smaller, 1)
     assert (smaller.lag().length, smaller.lag().lost) == (6, 14)
 
 
@@ -250,7 +250,6 @@ def test_racing_producers_keep_the_books_exact(redis_url: str, redis_client: red
     assert (lag.appended, balance(lag)) == (180, 0)
     assert lag.acked + lag.lost + lag.pending + lag.undelivered == 180
     assert lag.bytes == 5000 * lag.length
-    traces.trim()
     while traces.read(50, 0):
         pass
     # What is left has really been there to read, and only what was counted as lost has not.
@@ -417,7 +416,6 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
             lambda: traces.reclaim(0),
             lambda: traces.ack([entry.id]),
             lambda: traces.dead_letter(entry, "reason"),
-            traces.trim,
             traces.lag,
             lambda: traces.recent(100),
             lambda: pointer.publish(1),
