@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
-import socket
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from serving.forgetting import ErasureWatch
 from serving.hotswap import DraftFollower
-from serving.personal import PersonalData
-from serving.recorder import TraceRecorder
-from serving.sampler import CaptureSampler
 from serving.sglang.agreement import Agreement
-from serving.sglang.budget import ByteBudget
-from serving.sglang.capture import Capture
 from serving.sglang.checks import version_of
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl, QuietSwitches
@@ -37,28 +28,26 @@ from serving.sglang.dormancy import Dormancy
 from serving.sglang.pointer import LazyPointer, RankPointer
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings, default_engine_id
+from serving.sglang.status import Fields, of_depth, of_speedup, of_swaps
 from serving.sglang.swap import SglangDraft
+from serving.sglang.target import RankTarget
+from serving.sglang.traces import TraceLine
+from serving.sglang.worker import depths_of, device_of, num_new_tokens, tensor_parallel_group, weights_of
 from serving.speedup import ControlShare, SpeedupMeter
 from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
 from speculator.checkpoint import config_from_json, expected_shapes, model_key
-from speculator.codec import Features
 from speculator.depth import DepthPolicy, RoundCosts
-from speculator.errors import ConfigError
 from speculator.pulse import Pulse
-from speculator.redis_client import connect
 from speculator.spans import close_spans, configure_spans
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.store import DraftStore, Manifest
 
 log = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 5.0
 _STEP_LASTS_S = 2.0
 """After so long without another step nothing runs, or a long prompt is being read."""
 _LINGER_S = 0.03
 """SGLang asks for its next step at once while it has any: after so long it has none."""
-_SWITCH_INTERVAL_S = 0.0005
 
 
 class EngineRuntime:
@@ -66,69 +55,15 @@ class EngineRuntime:
 
     def __init__(self, worker: Any, settings: PluginSettings) -> None:
         self._worker = worker
-        args = worker.server_args
-        runner, target = worker.draft_worker.draft_runner, worker.target_worker.model_runner
-        device = next(target.model.parameters()).device
-        group = _tensor_parallel_group()
+        args, target = worker.server_args, worker.target_worker.model_runner
+        group = tensor_parallel_group()
         self._is_writer = group.rank_in_group == 0
-        manifest = version_of(args, settings)
-        self._engine_id = engine_id = settings.engine_id or default_engine_id(args.port)
-        store = DraftStore(settings.store)
+        manifest, store = version_of(args, settings), DraftStore(settings.store)
+        self._engine_id = settings.engine_id or default_engine_id(args.port)
         key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint, store.lineage)
-        config = config_from_json(store.config(manifest.version))
-
-        depths = self._depths()
-        self._agreement = Agreement(group.cpu_group, depths)
-        self.draft = SglangDraft(
-            runner.model,
-            manifest.version,
-            partial(
-                store.load,
-                expected_fingerprint=manifest.target_fingerprint,
-                expected_d2t=store.load(manifest.version)["d2t"],
-                expected_shapes=expected_shapes(config),
-            ),
-            alone=self._agreement.is_alone,
-        )
-        self._guard = TargetGuard(
-            partial(_weights, target.model), on_change=self._distrust_traces, on_renewal=self._trust_traces
-        )
-        self._is_target_unchanged = True
-        """On all ranks together, each of which guards its share of the weights; as of the last meeting."""
-        self._process = f"{socket.gethostname()}:{os.getpid()}"
-        self._announced = self._target_version = 0
-        self._is_listening = False
-        """Whether announcements are for this process: a container that starts again often has its old host and pid."""
-        num_slots = worker.req_to_token_pool.req_to_token.shape[0]
-        self.probe = DraftProbe(
-            num_slots=num_slots,
-            # Graphs are captured for batches that are padded beyond the number of requests.
-            max_batch=2 * num_slots,
-            max_proposals=max(*depths, worker.speculative_num_draft_tokens - 1),
-            topk=args.speculative_eagle_topk or 1,
-            device=device,
-        )
-        self.meter = SpeedupMeter()
-        policy = None
-        if worker.adaptive_controller is not None:
-            policy = DepthPolicy(depths)
-            logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
-        # One rank watches; the others stage what it stages.
-        self._watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
-        self.depth = DepthControl(
-            policy,
-            StepClock(device),
-            self.meter,
-            dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
-            version=manifest.version,
-            control=ControlShare(settings.control_share),
-            measured=None if self._agreement.is_alone else RoundCosts(),
-            on_round=None if self._watch is None else self._watch.observe,
-        )
-        self._depth_version = manifest.version
-        self.steps = 0
-        self._running, self._began_s = 0, 0.0
-        """Requests of the last step, and when it began."""
+        self._pointer = LazyPointer(settings.redis_url, key)
+        self._rank_pointer = RankPointer()
+        depths = depths_of(worker)
         self._served = {
             # Without a name of its own it goes by the path.
             "model": args.served_model_name or args.model_path,
@@ -136,34 +71,43 @@ class EngineRuntime:
             "max_depth": max(depths),
         }
 
-        self._pointer = LazyPointer(settings.redis_url, key)
-        self._rank_pointer = RankPointer()
-        self._erasures = ErasureWatch(self._pointer.orders, [])
-        self._recorder: TraceRecorder | None = None
-        self._capture: Capture | None = None
+        self._agreement = Agreement(group.cpu_group, depths)
+        self.draft = _new_draft(worker, store, manifest, alone=self._agreement.is_alone)
+        self.probe = _new_probe(worker, depths)
+        self.meter = SpeedupMeter()
+        # One rank watches; the others stage what it stages.
+        watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
+        self.depth = self._new_depth(settings, depths, manifest, watch)
+        self._depth_version = manifest.version
+        self.steps = 0
+        self._running, self._began_s = 0, 0.0
+        """Requests of the last step, and when it began."""
+
         self._pulse: Pulse | None = None
+        self._traces: TraceLine | None = None
         if self._is_writer:
             configure_spans("slipstream-sglang")
-            self._pointer.refuse_second(engine_id)
+            self._pointer.refuse_second(self._engine_id)
             if settings.pulse_dir:
                 self._pulse = Pulse(Path(settings.pulse_dir), linger_s=_LINGER_S)
             if settings.capture:
-                self._start_capture(settings, engine_id, key, manifest.target_fingerprint, device)
-        self._follower = DraftFollower(
-            self.draft,
-            self._pointer if self._is_writer else self._rank_pointer,
-            engine_id=engine_id,
-            poll_s=settings.poll_s,
-            on_swap=lambda report: self._guard.look(),
-            status=self._status,
-            watch=self._watch,
-            lifecycle=store.lifecycle if self._is_writer else None,
-            # Of a tensor-parallel group the first rank stands for the engine.
-            fleet=self._pointer if self._is_writer else None,
+                self._traces = self._new_traces(settings, key, manifest)
+        self._erasures = ErasureWatch(self._pointer.orders, [] if self._traces is None else [self._traces.forget])
+        self._guard = TargetGuard(
+            partial(weights_of, target.model), on_change=self._distrust_traces, on_renewal=self._trust_traces
         )
+        self._target = RankTarget(
+            self._guard,
+            self._agreement,
+            self._pointer if self._is_writer else None,
+            on_change=self._distrust_traces,
+            on_renewal=self._trust_traces,
+            on_version=self._target_renewed,
+        )
+        self._follower = self._new_follower(settings, store, watch)
         self._follower.start()
         atexit.register(self.close)
-        log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, engine_id, key)
+        log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
 
     # -- called by the hooks, on the scheduler's thread -------------------------------------------------------------
 
@@ -173,7 +117,7 @@ class EngineRuntime:
             if self._pulse is None:
                 return self._step(run, batch)
             self._pulse.beat()
-            self._pulse.about(len(batch.reqs), _num_tokens(batch))
+            self._pulse.about(len(batch.reqs), num_new_tokens(batch))
             try:
                 return self._step(run, batch)
             finally:
@@ -195,16 +139,16 @@ class EngineRuntime:
     def prefill(self, run: Callable[[], Any], batch: Any) -> Any:
         result = run()
         output = result.logits_output
-        if self._capture is not None and batch.reqs and output is not None and output.hidden_states is not None:
-            self._capture.after_prefill(batch, output.hidden_states, output.next_token_logits)
+        if self._traces is not None and batch.reqs and output is not None and output.hidden_states is not None:
+            self._traces.capture.after_prefill(batch, output.hidden_states, output.next_token_logits)
         return result
 
     def verify(self, run: Callable[[], Any], batch: Any) -> Any:
-        if self._capture is None or batch.forward_mode.is_idle():
+        if self._traces is None or batch.forward_mode.is_idle():
             return run()
-        before = self._capture.before_verify(batch)
+        before = self._traces.capture.before_verify(batch)
         result = run()
-        self._capture.after_verify(batch, before, result, self.draft.draft_version)
+        self._traces.capture.after_verify(batch, before, result, self.draft.draft_version)
         return result
 
     def catch_up(self, run: Callable[[], Any], batch: Any, result: Any) -> Any:
@@ -235,8 +179,19 @@ class EngineRuntime:
         return unread
 
     def released(self, request: Any) -> None:
-        if self._capture is not None:
-            self._capture.on_release(request)
+        if self._traces is not None:
+            self._traces.capture.on_release(request)
+
+    def _meet(self) -> None:
+        if not self._agreement.is_alone:
+            self.depth.adopt(self._agreement.costs(self.depth.measured))
+            self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
+            self._target.agree()
+        if self._agreement.all_staged(self.draft.staged_version):
+            self.draft.at_boundary(self.steps)
+        if self.draft.draft_version != self._depth_version:
+            self._depth_version = self.draft.draft_version
+            self.depth.renewed(self._depth_version)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -244,171 +199,103 @@ class EngineRuntime:
         """Stop following, assemble and write what is queued; the server is going down."""
         self.draft.close()
         self._follower.stop()
-        if self._capture is not None and self._recorder is not None:
-            self._capture.close(_CLOSE_TIMEOUT_S)
-            self._recorder.close(_CLOSE_TIMEOUT_S)
+        if self._traces is not None:
+            self._traces.close()
         if self._pulse is not None:
             self._pulse.close()
         close_spans()
 
-    def _depths(self) -> list[int]:
-        controller = self._worker.adaptive_controller
-        depths = controller.candidate_steps if controller is not None else [self._worker.speculative_num_steps]
-        if controller is not None and 0 not in depths:
-            raise ConfigError("--speculative-adaptive-config has no candidate 0: add it, the baseline needs it")
-        return list(depths)
-
-    def _start_capture(
-        self, settings: PluginSettings, engine_id: str, key: str, fingerprint: str, device: torch.device
-    ) -> None:
-        ttl_s = 3600 * settings.trace_ttl_hours
-        model_dir = Path(self._worker.server_args.model_path)
-
-        def open_stream() -> TraceStream:
-            client = connect(settings.redis_url)
-            return TraceStream(client, key, max_bytes=settings.stream_max_bytes, ttl_s=ttl_s)
-
-        # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        budget = ByteBudget(settings.capture_bytes_per_s)
-        sampler = None
-        if settings.capture_floor < 1:
-            sampler = CaptureSampler(open_stream, floor=settings.capture_floor, follows_all=False)
-        recorder = TraceRecorder(
-            open_stream,
-            max_buffer_bytes=settings.buffer_bytes,
-            features=cast("Features", settings.capture_features),
-            on_append=budget.spend,
-            reason_to_drop=PersonalData.of_model(model_dir).reason if settings.drop_personal_data else None,
-            ttl_s=ttl_s,
-            sampler=sampler,
+    def _new_depth(
+        self, settings: PluginSettings, depths: list[int], manifest: Manifest, watch: LiveWatch | None
+    ) -> DepthControl:
+        policy = None
+        if self._worker.adaptive_controller is not None:
+            policy = DepthPolicy(depths)
+            logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
+        return DepthControl(
+            policy,
+            StepClock(device_of(self._worker)),
+            self.meter,
+            dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
+            version=manifest.version,
+            control=ControlShare(settings.control_share),
+            measured=None if self._agreement.is_alone else RoundCosts(),
+            on_round=None if watch is None else watch.observe,
         )
-        self._recorder = recorder
-        self._erasures = ErasureWatch(self._pointer.orders, [recorder.forget])
-        self._capture = Capture(
+
+    def _new_traces(self, settings: PluginSettings, key: str, manifest: Manifest) -> TraceLine:
+        return TraceLine(
             settings,
-            engine_id=engine_id,
-            target_fingerprint=fingerprint,
-            device=device,
+            engine_id=self._engine_id,
+            model_key=key,
+            model_dir=Path(self._worker.server_args.model_path),
+            target_fingerprint=manifest.target_fingerprint,
+            device=device_of(self._worker),
             probe=self.probe,
-            budget=budget,
-            sampler=sampler,
-            on_trace=recorder.submit,
         )
 
-    def _meet(self) -> None:
-        if not self._agreement.is_alone:
-            self.depth.adopt(self._agreement.costs(self.depth.measured))
-            self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
-            self._agree_on_target()
-        if self._agreement.all_staged(self.draft.staged_version):
-            self.draft.at_boundary(self.steps)
-        if self.draft.draft_version != self._depth_version:
-            self._depth_version = self.draft.draft_version
-            self.depth.renewed(self._depth_version)
+    def _new_follower(self, settings: PluginSettings, store: DraftStore, watch: LiveWatch | None) -> DraftFollower:
+        return DraftFollower(
+            self.draft,
+            self._pointer if self._is_writer else self._rank_pointer,
+            engine_id=self._engine_id,
+            poll_s=settings.poll_s,
+            on_swap=lambda report: self._guard.look(),
+            status=self._status,
+            watch=watch,
+            lifecycle=store.lifecycle if self._is_writer else None,
+            # Of a tensor-parallel group the first rank stands for the engine.
+            fleet=self._pointer if self._is_writer else None,
+        )
 
-    def _agree_on_target(self) -> None:
-        self._announced = max(self._announced, self._agreement.first(self._announced))
-        was_unchanged = self._is_target_unchanged
-        # A rank that has just heard of a new target takes its weights for the right ones at its next look.
-        is_expected = self._announced > self._target_version
-        self._is_target_unchanged = self._agreement.all(self._guard.is_unchanged or is_expected)
-        if was_unchanged and not self._is_target_unchanged:
-            log.critical("the target's weights have changed on one rank: the text can no longer be trusted, restart")
-            self._distrust_traces()
-        elif self._is_target_unchanged and not was_unchanged:
-            self._trust_traces()
-
-    # -- on the follower's thread -----------------------------------------------------------------------------------
+    # -- on the follower's thread, but for what the guard finds -----------------------------------------------------
 
     def _distrust_traces(self) -> None:
-        if self._recorder is not None:
-            self._recorder.distrust()
+        if self._traces is not None:
+            self._traces.distrust()
 
     def _trust_traces(self) -> None:
-        if self._recorder is not None:
-            self._recorder.trust()
+        if self._traces is not None:
+            self._traces.trust()
 
-    def _follow_target(self) -> None:
-        """SGLang's target has been moved by whoever announces it: its weights are the right ones from now on.
+    def _target_renewed(self, version: int) -> None:
+        self.depth.target_version = version
+        if self._traces is not None:
+            self._traces.capture.target_version = version
 
-        Rank 0 reads the announcement; the others hear of it at a meeting.
-        """
-        if self._is_writer:
-            if not self._is_listening:
-                # Before the first report, and so before anybody can mean this process.
-                self._pointer.withdraw_announcement(self._process)
-                self._is_listening = True
-            self._announced = max(self._announced, self._pointer.announced_target(self._process) or 0)
-        announced = self._announced
-        if announced > self._target_version:
-            self._guard.move(partial(self._take_target, announced))
-            log.info("slipstream: the target is of version %d now", announced)
-
-    def _take_target(self, version: int) -> None:
-        self._target_version = self.depth.target_version = version
-        if self._capture is not None:
-            self._capture.target_version = version
-
-    def _status(self) -> dict[str, str | int | float]:
-        # Before Redis is asked, which may be away for long.
-        is_unchanged = self._guard.look_at_times()
-        self._follow_target()
+    def _status(self) -> Fields:
+        self._target.follow()
         self.depth.limit = self._pointer.depth_limit(self._engine_id)
-        swaps, speedup = self._follower.log, self.meter.measure()
-        status: dict[str, str | int | float] = {
-            "swaps": swaps.num_installed,
-            "swap_failures": swaps.num_failed,
+        return {
             "steps": self.steps,
-            "depth": self.depth.depth,
-            "asleep": int(self.depth.is_asleep),
-            "verifications": self.depth.num_verifications,
-            "verified_tokens": self.depth.num_verified_tokens,
-            "target_ok": int(is_unchanged and self._is_target_unchanged),
-            "target_version": self._target_version,
-            "process": self._process,
             "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,
             **self._served,
+            **self._target.status(),
             **self._erasures.look(),
+            **of_swaps(self._follower.log),
+            **of_depth(self.depth),
+            **of_speedup(self.meter.measure()),
+            **({} if self._traces is None else self._traces.status()),
         }
-        status |= self.depth.explanation() | self.depth.tally.report()
-        if swaps.installed:
-            status["last_stall_ms"] = round(swaps.installed[-1][1].stall_ms, 3)
-        if self.depth.num_verifications:
-            status["accept_length"] = round(self.depth.num_verified_tokens / self.depth.num_verifications, 4)
-        if speedup.ratio is not None and speedup.baseline_ms_per_token is not None:
-            status["speedup"] = round(speedup.ratio, 4)
-            status["baseline_ms_per_token"] = round(speedup.baseline_ms_per_token, 4)
-        if speedup.lower is not None and speedup.upper is not None:
-            status |= {"speedup_lower": round(speedup.lower, 4), "speedup_upper": round(speedup.upper, 4)}
-        if (estimate := self.depth.estimated_speedup.ratio()) is not None:
-            status["speedup_estimated"] = round(estimate, 4)
-        if self._recorder is not None and self._capture is not None:
-            stats = self._recorder.stats()
-            dropped = Counter(stats.dropped_by_reason) + self._capture.dropped
-            status |= {
-                "captured": stats.captured,
-                "appended": stats.appended,
-                "pending": stats.pending,
-                "dropped": stats.dropped + sum(self._capture.dropped.values()),
-                "dropped_by_reason": ",".join(f"{reason}={count}" for reason, count in sorted(dropped.items())),
-                "trace_bytes": stats.bytes_appended,
-                "trace_tokens": stats.tokens_appended,
-                "capture_share": round(stats.share, 4),
-            }
-        return status
 
 
-def _num_tokens(batch: Any) -> int:
-    """New ones: of the prompts where it reads any, else the pending token of each request."""
-    return int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
+def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, *, alone: bool) -> SglangDraft:
+    load = partial(
+        store.load,
+        expected_fingerprint=manifest.target_fingerprint,
+        expected_d2t=store.load(manifest.version)["d2t"],
+        expected_shapes=expected_shapes(config_from_json(store.config(manifest.version))),
+    )
+    return SglangDraft(worker.draft_worker.draft_runner.model, manifest.version, load, alone=alone)
 
 
-def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter for _, parameter in sorted(model.named_parameters())]
-
-
-def _tensor_parallel_group() -> Any:
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return get_tp_group()
+def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:
+    num_slots = worker.req_to_token_pool.req_to_token.shape[0]
+    return DraftProbe(
+        num_slots=num_slots,
+        # Graphs are captured for batches that are padded beyond the number of requests.
+        max_batch=2 * num_slots,
+        max_proposals=max(*depths, worker.speculative_num_draft_tokens - 1),
+        topk=worker.server_args.speculative_eagle_topk or 1,
+        device=device_of(worker),
+    )

@@ -1,0 +1,104 @@
+"""The way of a trace out of an SGLang server: captured on the scheduler's thread, assembled on a second, written to
+Redis on a third. One rank of a group has it, where it captures at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from serving.personal import PersonalData
+from serving.recorder import TraceRecorder
+from serving.sampler import CaptureSampler
+from serving.sglang.budget import ByteBudget
+from serving.sglang.capture import Capture
+from serving.sglang.probe import DraftProbe
+from serving.sglang.settings import PluginSettings
+from speculator.codec import Features
+from speculator.redis_client import connect
+from speculator.stream import TraceStream
+
+_CLOSE_TIMEOUT_S = 5.0
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class TraceLine:
+    """`capture` is for the scheduler's thread, everything else for the follower's."""
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        *,
+        engine_id: str,
+        model_key: str,
+        model_dir: Path,
+        target_fingerprint: str,
+        device: torch.device,
+        probe: DraftProbe,
+    ) -> None:
+        ttl_s = 3600 * settings.trace_ttl_hours
+
+        def open_stream() -> TraceStream:
+            client = connect(settings.redis_url)
+            return TraceStream(client, model_key, max_bytes=settings.stream_max_bytes, ttl_s=ttl_s)
+
+        # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        budget = ByteBudget(settings.capture_bytes_per_s)
+        sampler = None
+        if settings.capture_floor < 1:
+            sampler = CaptureSampler(open_stream, floor=settings.capture_floor, follows_all=False)
+        self._recorder = TraceRecorder(
+            open_stream,
+            max_buffer_bytes=settings.buffer_bytes,
+            features=cast("Features", settings.capture_features),
+            on_append=budget.spend,
+            reason_to_drop=PersonalData.of_model(model_dir).reason if settings.drop_personal_data else None,
+            ttl_s=ttl_s,
+            sampler=sampler,
+        )
+        self.capture = Capture(
+            settings,
+            engine_id=engine_id,
+            target_fingerprint=target_fingerprint,
+            device=device,
+            probe=probe,
+            budget=budget,
+            sampler=sampler,
+            on_trace=self._recorder.submit,
+        )
+
+    def distrust(self) -> None:
+        """The target's weights are not the right ones: nothing is recorded until `trust`."""
+        self._recorder.distrust()
+
+    def trust(self) -> None:
+        self._recorder.trust()
+
+    def forget(self, tenants: Collection[str]) -> None:
+        self._recorder.forget(tenants)
+
+    def close(self) -> None:
+        """Assemble and write what is queued."""
+        self.capture.close(_CLOSE_TIMEOUT_S)
+        self._recorder.close(_CLOSE_TIMEOUT_S)
+
+    def status(self) -> dict[str, str | int | float]:
+        """Fields of the engine's report."""
+        stats, lost = self._recorder.stats(), self.capture.dropped
+        dropped = Counter(stats.dropped_by_reason) + lost
+        return {
+            "captured": stats.captured,
+            "appended": stats.appended,
+            "pending": stats.pending,
+            "dropped": stats.dropped + sum(lost.values()),
+            "dropped_by_reason": ",".join(f"{reason}={count}" for reason, count in sorted(dropped.items())),
+            "trace_bytes": stats.bytes_appended,
+            "trace_tokens": stats.tokens_appended,
+            "capture_share": round(stats.share, 4),
+        }
