@@ -1,8 +1,9 @@
 """What the ranks of a tensor-parallel group must do in the same step, agreed over its CPU group every few steps.
 
 All ranks run the same steps in the same order, so a step number is a meeting point. A draft is exchanged in the first
-meeting at which every rank has staged the same version. Times differ between ranks, and depth follows from times: the
-ranks decide by those of rank 0. It alone watches a new draft and says which version the others stage.
+meeting at which every rank has staged the same version. Depth follows from times, which differ between ranks, and from
+what the operator asks for, which they would hear of at different steps: all decide by what rank 0 knows. It alone
+watches a new draft and says which version the others stage.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Agreement:
         wanted = torch.tensor([version], dtype=torch.int64)
         dist.broadcast(wanted, dist.get_global_rank(self._group, 0), group=self._group)
         return int(wanted[0])
+
+    def limit(self, limit: int | None) -> int | None:
+        """How deep rank 0 was told to draft at most; call at a meeting, on every rank."""
+        agreed = self.first(-1 if limit is None else limit)
+        return None if agreed < 0 else agreed
 
     def all(self, holds: bool) -> bool:
         """Whether it holds on every rank; call at a meeting, on every rank."""

@@ -79,6 +79,8 @@ class EngineRuntime:
         watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
         self.depth = self._new_depth(settings, depths, manifest, watch)
         self._depth_version = manifest.version
+        self._asked_limit: int | None = None
+        """Of the depth, by the operator; in force from the next meeting on."""
         self.steps = 0
         self._running, self._began_s = 0, 0.0
         """Requests of the last step, and when it began."""
@@ -187,6 +189,7 @@ class EngineRuntime:
             self.depth.adopt(self._agreement.costs(self.depth.measured))
             self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
             self._target.agree()
+        self.depth.limit = self._agreement.limit(self._asked_limit)
         if self._agreement.all_staged(self.draft.staged_version):
             self.draft.at_boundary(self.steps)
         if self.draft.draft_version != self._depth_version:
@@ -265,7 +268,9 @@ class EngineRuntime:
 
     def _status(self) -> Fields:
         self._target.follow()
-        self.depth.limit = self._pointer.depth_limit(self._engine_id)
+        if not self._is_writer:
+            return {}
+        self._asked_limit = self._pointer.depth_limit(self._engine_id)
         return {
             "steps": self.steps,
             "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,
