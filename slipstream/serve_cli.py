@@ -92,7 +92,8 @@ _EITHER = (
 def _serve_locally(given: dict[str, Any]) -> None:
     from serving.gateway.config import load_settings
     from serving.local.config import LocalEngineConfig
-    from slipstream.serve import ServeOptions, run_server
+    from slipstream.local_site import ServeOptions
+    from slipstream.serve import run_server
 
     same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
     config = LocalEngineConfig(

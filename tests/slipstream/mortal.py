@@ -42,6 +42,7 @@ from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.watch import LiveWatch, WatchRules
+from slipstream.local_site import ServeOptions
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.pointer import DraftPointer
@@ -144,7 +145,7 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
         capture=False,
         engine_id="engine-0",
     )
-    options = slipstream.serve.ServeOptions(
+    options = ServeOptions(
         engine=engine,
         store=Path(order.folder, "store"),
         redis_url=order.redis_url,
