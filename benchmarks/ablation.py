@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import ReplayOptions, replay
@@ -194,13 +194,9 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time")
     options.add_argument("--target", type=float, default=0.7)
     arguments = options.parse_args()
-    quick = arguments.quick
-    arguments.answers = arguments.answers or (24 if quick else 240)
-    arguments.max_tokens = arguments.max_tokens or (48 if quick else 128)
-    arguments.seeds = arguments.seeds or (1 if quick else 3)
-    arguments.steps = arguments.steps or (24 if quick else None)
-    losses = arguments.losses or (QUICK_LOSSES if quick else LOSSES)
-    arguments.losses = list(dict.fromkeys([BASELINE, *losses]))
+    fill_in(arguments, {"answers": (24, 240), "max_tokens": (48, 128), "seeds": (1, 3), "steps": (24, None)})
+    fill_in(arguments, {"losses": (QUICK_LOSSES, LOSSES)})
+    arguments.losses = list(dict.fromkeys([BASELINE, *arguments.losses]))
     arguments.depths.sort()
     return arguments
 

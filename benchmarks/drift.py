@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import PASSES, Feed
@@ -313,10 +313,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--min-confidence", type=float, default=MIN_CONFIDENCE)
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = options.parse_args()
-    quick = arguments.quick
-    arguments.answers = arguments.answers or (24 if quick else 240)
-    arguments.max_tokens = arguments.max_tokens or (48 if quick else 128)
-    arguments.trials = arguments.trials or (20 if quick else 100)
+    fill_in(arguments, {"answers": (24, 240), "max_tokens": (48, 128), "trials": (20, 100)})
     return arguments
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Target, finish, parser
+from benchmarks.common import Target, fill_in, finish, parser
 from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import Feed, read_split
@@ -252,7 +252,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--draws", type=int, help="sets of traces that each candidate is judged by")
     options.add_argument("--effect-size", type=float, default=0.02, help="a better candidate is better by this or more")
     arguments = options.parse_args()
-    arguments.draws = arguments.draws or (20 if arguments.quick else 100)
+    fill_in(arguments, {"draws": (20, 100)})
     return arguments
 
 

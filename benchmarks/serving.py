@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.engines import engine_with
 from benchmarks.equal_cost import at_equal_cost
 from benchmarks.live import good_draft
@@ -203,9 +203,8 @@ def main() -> None:
     options.add_argument("--window", type=float, help="seconds, of useless drafts; default 30, quick 2")
     options.add_argument("--count", type=int, help="prompts of each workload that are timed; default 6, quick 1")
     arguments = options.parse_args()
-    arguments.train_steps = arguments.train_steps or (40 if arguments.quick else 300)
-    count = arguments.count or (1 if arguments.quick else 6)
-    window_s = arguments.window or (2.0 if arguments.quick else 30.0)
+    fill_in(arguments, {"train_steps": (40, 300), "count": (1, 6), "window": (2.0, 30.0)})
+    count, window_s = arguments.count, arguments.window
     torch.set_num_threads(arguments.threads)
     model_dir = resolve_model(arguments.model)
     by_workload: dict[str, list[Work]] = {}

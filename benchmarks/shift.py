@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import HELD_OUT_SHARE
@@ -382,11 +382,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the recording engine")
     options.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one thread")
     arguments = options.parse_args()
-    quick = arguments.quick
-    arguments.answers = arguments.answers or (20 if quick else 110)
-    arguments.max_tokens = arguments.max_tokens or (48 if quick else 96)
-    arguments.seeds = arguments.seeds or (1 if quick else 3)
-    arguments.points = arguments.points or (1 if quick else 3)
+    fill_in(arguments, {"answers": (20, 110), "max_tokens": (48, 96), "seeds": (1, 3), "points": (1, 3)})
     arguments.depths.sort()
     return arguments
 

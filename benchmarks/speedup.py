@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import Spread, Target, finish, parser, pick_prompts
+from benchmarks.common import Spread, Target, fill_in, finish, parser, pick_prompts
 from benchmarks.engines import answers_of, engine_with, stream
 from benchmarks.live import good_draft
 from serving.local.engine import LocalEngine
@@ -86,9 +86,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, help="pairs of blocks; default 8, quick 3")
     options.add_argument("--train-steps", type=int, help="default 300, quick 60")
     arguments = options.parse_args()
-    for name, quick, full in (("questions", 8, 12), ("train_steps", 60, 300), ("repeats", 3, 8)):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, quick if arguments.quick else full)
+    fill_in(arguments, {"questions": (8, 12), "train_steps": (60, 300), "repeats": (3, 8)})
     _run(arguments)
 
 

@@ -57,7 +57,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Spread, Target, finish, parser
+from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.padded import Answer, PaddedTrainer, pad
 from benchmarks.resident import SERVICE_ENV, measure_resident
 from benchmarks.workloads import RecordOptions, recorded
@@ -384,13 +384,8 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--target", type=float, default=1.5)
     options.add_argument("--memory-target", type=float, default=2.5, metavar="GB")
     arguments = options.parse_args()
-    quick = arguments.quick
-    arguments.answers = arguments.answers or (24 if quick else 160)
-    arguments.max_tokens = arguments.max_tokens or (48 if quick else 128)
-    arguments.chunk_steps = arguments.chunk_steps or (5 if quick else 20)
-    arguments.repeats = arguments.repeats or (2 if quick else 5)
-    arguments.learn_steps = arguments.learn_steps or (40 if quick else 150)
-    arguments.script_runs = arguments.script_runs or (1 if quick else 3)
+    fill_in(arguments, {"answers": (24, 160), "max_tokens": (48, 128), "chunk_steps": (5, 20), "repeats": (2, 5)})
+    fill_in(arguments, {"learn_steps": (40, 150), "script_runs": (1, 3)})
     return arguments
 
 
