@@ -13,13 +13,13 @@ Exit code 1 when a promise is broken. --quick leaves out the faults that take lo
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.common import parser
 from benchmarks.faults import drafts, processes, redis, requests, traces
 from benchmarks.faults.fault import Fault, Observed
 from benchmarks.faults.loop import STREAM_MAX_BYTES, Loop
@@ -58,9 +58,7 @@ FAULTS = (
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description="Faults in the running loop")
-    options.add_argument("--quick", action="store_true", help="at most three minutes")
-    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options = parser("Faults in the running loop", has_prompts=False, has_model=False)
     options.add_argument("--only", default="", metavar="WORD", help="faults whose name has it")
     options.add_argument("--model", help="directory, id or bundled name; default: a toy")
     arguments = options.parse_args()

@@ -23,244 +23,40 @@ draft in every round, since a planner would learn anew after each swap what so s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
-import re
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from torch import Tensor
 
 from benchmarks.common import Target, finish, parser, pick_prompts
 from benchmarks.engines import answers_of, engine_with
-from benchmarks.faults.accounts import Accounts, settle
-from benchmarks.faults.load import CHANGED, CUT, OK, Load
-from benchmarks.faults.witness import digest
-from benchmarks.kills import TRAINER_ENVIRONMENT, Service
+from benchmarks.faults.accounts import Accounts
+from benchmarks.faults.load import CHANGED, CUT, OK
+from benchmarks.fleet_processes import Fleet, dtype_of
 from benchmarks.live import trained
-from benchmarks.panels import free_port
 from benchmarks.rollback import noisy
+from benchmarks.services import TRAINER_ENVIRONMENT, wait
 from slipstream.models import resolve_model
-from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.checkpoint import draft_state
 from speculator.drafts import DraftDesk
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.errors import StreamError
 from speculator.fresh import fresh_draft
-from speculator.ledger import StreamLag
 from speculator.lifecycle import State
-from speculator.lineage import admit
 from speculator.model import Eagle3Draft
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.toy import make_toy_model, random_draft
-from trainer.checkpoint import load_checkpoint
 
-MODEL = "fleet"
-STREAM_MAX_BYTES = 256 << 20
 MAX_TOKENS = 32
-CLIENTS = 2
-"""An engine."""
-KNOWN_VERIFICATIONS = 1000
 TOY_QUESTIONS = ["a"]
 TOY_FAVOURITE = 29
 """The token that most of its answer consists of."""
-_INSTALLED = re.compile(r"draft version (\d+) in service at step")
-
-
-class Fleet:
-    """The processes, and what is in the store. Use with `running`."""
-
-    def __init__(
-        self, folder: Path, model_dir: Path, questions: Sequence[str], num_engines: int, *, is_toy: bool
-    ) -> None:
-        self.folder, self.model_dir = folder, model_dir
-        self.fingerprint = target_fingerprint(model_dir)
-        self.key = model_key(model_dir, self.fingerprint)
-        self.store = DraftStore(folder / "drafts")
-        self.redis = EmbeddedRedis(folder / "redis")
-        common = ["--model", str(model_dir), "--redis-url", self.redis.url, "--store", str(self.store.root)]
-        ports = [free_port() for _ in range(num_engines)]
-        self.engines = [
-            Service(
-                folder,
-                f"engine-{number}",
-                [
-                    *(
-                        "serve",
-                        *common,
-                        "--name",
-                        MODEL,
-                        "--port",
-                        str(port),
-                        "--capture",
-                        "--dtype",
-                        dtype_of(is_toy=is_toy),
-                    ),
-                    *("--context-length", "512", "--threads", "1", "--suffix-depth", "0"),
-                    *("--stream-max-bytes", str(STREAM_MAX_BYTES)),
-                ],
-                always_drafts=is_toy,
-            )
-            for number, port in enumerate(ports)
-        ]
-        self.trainer = Service(folder, "trainer", ["train", *common, "--state", str(folder / "state")])
-        self.loads = [
-            Load(f"http://127.0.0.1:{port}", MODEL, num_clients=CLIENTS, pause_s=0.02, questions=questions)
-            for port in ports
-        ]
-
-    @property
-    def services(self) -> list[Service]:
-        return [*self.engines, self.trainer]
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        try:
-            with contextlib.ExitStack() as loads:
-                self.revive()
-                wait(self.is_ready, "all engines to be ready", 180)
-                for load in self.loads:
-                    loads.enter_context(load.running())
-                yield
-        finally:
-            for service in self.services:
-                service.close()
-            self.redis.stop()
-
-    def revive(self) -> None:
-        for service in self.services:
-            if not service.is_alive:
-                service.start()
-
-    def is_ready(self) -> bool:
-        try:
-            return all(
-                httpx.get(f"{load.url}/ready", timeout=5, trust_env=False).status_code == 200 for load in self.loads
-            )
-        except httpx.TransportError:
-            return False
-
-    def kill_redis(self) -> None:
-        os.kill(self.redis.pid, signal.SIGKILL)
-        self.redis.stop()
-        self.redis = EmbeddedRedis(self.folder / "redis")
-
-    # -- drafts
-
-    def add(self, state: dict[str, Tensor], draft: Eagle3Draft) -> int:
-        """A version that has passed the gate on paper."""
-        parent = self.store.latest()
-        config = draft_config_json(draft.config)
-        version = self.store.write(
-            state, config, parent=parent, target_fingerprint=self.fingerprint, info={"origin": "benchmark"}
-        ).version
-        admit(self.store, version, target_fingerprint=self.fingerprint, actor="benchmark", reason="benchmark")
-        return version
-
-    def publish(self, version: int) -> None:
-        with self.pointer() as pointer:
-            pointer.publish(version)
-
-    @contextlib.contextmanager
-    def pointer(self) -> Iterator[DraftPointer]:
-        with connect(self.redis.url) as client:
-            yield DraftPointer(client, self.key)
-
-    def reports(self) -> dict[int, dict[str, str]]:
-        """By engine, of those that live."""
-        with contextlib.suppress(StreamError), self.pointer() as pointer:
-            found = pointer.engines()
-            by_pid = {engine_id.rpartition("-")[2]: report for engine_id, report in found.items()}
-            return {
-                number: by_pid[str(engine.pid)]
-                for number, engine in enumerate(self.engines)
-                if str(engine.pid) in by_pid and engine.is_alive
-            }
-        return {}
-
-    def canary(self, version: int) -> int | None:
-        """The engine that says that it is this version's canary."""
-        said = {"version": str(version), "role": "canary"}
-        return next((number for number, report in self.reports().items() if said.items() <= report.items()), None)
-
-    def all_run(self, version: int) -> bool:
-        reports = self.reports()
-        return len(reports) == len(self.engines) and {one["version"] for one in reports.values()} == {str(version)}
-
-    def know_their_draft(self) -> bool:
-        """Whether each has something to compare the next one with; a planner that has just begun hardly drafts."""
-        reports = self.reports()
-        known = [int(report["baseline_verifications"]) >= KNOWN_VERIFICATIONS for report in reports.values()]
-        return len(known) == len(self.engines) and all(known)
-
-    def ran(self, version: int) -> int:
-        """How many engines ever had it in service."""
-        logs = (engine.log.read_text(errors="replace") for engine in self.engines)
-        return sum(str(version) in _INSTALLED.findall(log) for log in logs)
-
-    def state(self, version: int) -> State | None:
-        return self.store.lifecycle.state(version)
-
-    # -- traces
-
-    def lag(self) -> StreamLag:
-        with connect(self.redis.url) as client:
-            return TraceStream(client, self.key, max_bytes=STREAM_MAX_BYTES, consumer="witness").lag()
-
-    def is_settled(self) -> bool:
-        self.revive()
-        try:
-            pages = [httpx.get(f"{load.url}/metrics", timeout=5, trust_env=False).text for load in self.loads]
-            lag = self.lag()
-        except (httpx.HTTPError, StreamError):
-            return False
-        return all("slipstream_traces_pending 0.0" in page for page in pages) and lag.pending + lag.undelivered == 0
-
-    def accounts(self) -> Accounts:
-        """Needs the trainer to have ended."""
-        told = (note.partition(" ")[::2] for each in self.engines for note in each.notes.read_text().splitlines())
-        saved = load_checkpoint(self.folder / "state")
-        assert saved is not None, "the trainer has saved nothing"
-        lag = self.lag()
-        return settle(
-            acknowledged={what for kind, what in told if kind == "acknowledged"},
-            notes=self.trainer.notes.read_text().splitlines(),
-            last_saved=digest(saved[1]),
-            waiting=lag.pending + lag.undelivered,
-            lost=lag.lost,
-        )
-
-    # -- answers
-
-    def outcomes(self, since_s: float, *, but: int | None = None) -> Counter[str]:
-        loads = (load for number, load in enumerate(self.loads) if number != but)
-        return sum((load.since(since_s).outcomes for load in loads), Counter[str]())
-
-
-def dtype_of(*, is_toy: bool) -> str:
-    return "float64" if is_toy else "float32"
-
-
-def wait(condition: Callable[[], object], what: str, timeout_s: float) -> float:
-    """Seconds until it is true. Raises TimeoutError."""
-    started_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - started_s > timeout_s:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.1)
-    return time.monotonic() - started_s
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -14,20 +14,16 @@ account: used by a durable step, set aside, counted as lost, or waiting. None ma
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,13 +31,14 @@ import httpx
 import msgspec
 import numpy as np
 
-from benchmarks.common import Target, finish
+from benchmarks.common import Target, fill_in, finish, parser
 from benchmarks.faults.accounts import Accounts, settle
 from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
 from benchmarks.faults.loop import MODEL
 from benchmarks.faults.traces import corrupted
 from benchmarks.faults.witness import digest
 from benchmarks.panels import free_port
+from benchmarks.services import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace, encode_trace
 from speculator.embedded_redis import EmbeddedRedis
@@ -53,73 +50,6 @@ from trainer.checkpoint import load_checkpoint
 
 VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")
 LONGEST_PAUSE_S = 3.0
-DRAFT_VOCAB_SIZE = 24
-STREAM_MAX_BYTES = 256 << 20
-"""More than a run makes, or what a trainer that is killed so often leaves would be trimmed, and hide other losses."""
-TRAINER_ENVIRONMENT = {
-    "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.2",
-    "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "1",
-    "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "500",
-    "SLIPSTREAM_TRAINER_NICE": "0",
-    "SLIPSTREAM_TRAINER_STREAM_MAX_BYTES": str(STREAM_MAX_BYTES),
-    # Of the first version, which whoever comes first writes: the services have to be told the same.
-    "SLIPSTREAM_TRAINER_DRAFT_VOCAB_SIZE": str(DRAFT_VOCAB_SIZE),
-}
-
-
-class Service:
-    """One service, life after life; an engine that `always_drafts` does so whether it pays or not."""
-
-    def __init__(self, folder: Path, name: str, words: list[str], *, always_drafts: bool = False) -> None:
-        self.notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
-        self._words = words
-        self._nursery = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.faults.witness", str(self.notes), str(self.log)),
-                *(("always",) if always_drafts else ()),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.pid = 0
-        self._ended = threading.Event()
-        self._ended.set()
-        self.status = 0
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._ended.is_set()
-
-    def start(self) -> None:
-        """A further life; needs the last one to have ended."""
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._ended.clear()
-        self._nursery.stdin.write(json.dumps(self._words) + "\n")
-        self._nursery.stdin.flush()
-        self.pid = int(self._nursery.stdout.readline())
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def end(self, number: int, timeout_s: float = 60.0) -> int:
-        """Send the signal and wait for the end; returns the exit code."""
-        if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-            if not self._ended.wait(timeout_s):
-                raise TimeoutError(f"{self._words[0]} did not end: {self.log.read_text()[-2000:]}")
-        return self.status
-
-    def close(self) -> None:
-        self.end(signal.SIGKILL)
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.close()
-        self._nursery.wait()
-
-    def _wait(self) -> None:
-        assert self._nursery.stdout is not None
-        self.status = int(self._nursery.stdout.readline())
-        self._ended.set()
 
 
 class Scene:
@@ -266,16 +196,6 @@ def another(payload: bytes, trace_id: str, rng: random.Random) -> bytes:
     return encode_trace(dataclasses.replace(trace, header=header, token_ids=tokens))
 
 
-def wait(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> float:
-    """Seconds until it is true. Raises TimeoutError."""
-    started_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - started_s > timeout_s:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.1)
-    return time.monotonic() - started_s
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     accounts: Accounts
@@ -315,20 +235,18 @@ def run(folder: Path, *, num_kills: int, fsync: str, seed: int) -> Outcome:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description="What becomes of traces where nothing lives for long")
+    options = parser("What becomes of traces where nothing lives for long", has_prompts=False, has_model=False)
     options.add_argument("--kills", type=int, help="default 120, quick 30")
     options.add_argument(
         "--fsync", choices=("always", "everysec"), default="always", help="of Redis's append-only file"
     )
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--quick", action="store_true", help="at most three minutes")
-    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = options.parse_args()
-    num_kills = arguments.kills or (30 if arguments.quick else 120)
+    fill_in(arguments, {"kills": (30, 120)})
     os.environ.update(TRAINER_ENVIRONMENT)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        outcome = run(Path(folder), num_kills=num_kills, fsync=arguments.fsync, seed=arguments.seed)
+        outcome = run(Path(folder), num_kills=arguments.kills, fsync=arguments.fsync, seed=arguments.seed)
     accounts, requests, victims = outcome.accounts, outcome.requests, outcome.victims
     finish(
         [
@@ -339,7 +257,7 @@ def main() -> None:
             ("traces in the trainer's own count", str(outcome.counted)),
         ],
         [
-            Target("kills", sum(victims.values()), num_kills),
+            Target("kills", sum(victims.values()), arguments.kills),
             Target("lost_silently", accounts.silently_lost, 0, at_least=False),
             Target("used_twice", accounts.used_twice, 0, at_least=False),
             Target("counted_by_the_trainer", outcome.counted, accounts.used_in_all, at_least=False),

@@ -19,8 +19,9 @@ from pathlib import Path
 from benchmarks.faults.accounts import Accounts, settle
 from benchmarks.faults.traces import corrupted
 from benchmarks.faults.witness import digest
-from benchmarks.kills import STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, another, wait
+from benchmarks.kills import another
 from benchmarks.resident import SERVICE_ENV
+from benchmarks.services import STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, wait
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis

@@ -1,0 +1,92 @@
+"""Services of Slipstream as processes that are killed and brought up again, and waiting for what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+DRAFT_VOCAB_SIZE = 24
+STREAM_MAX_BYTES = 256 << 20
+"""More than a run makes, or what a trainer that is killed so often leaves would be trimmed, and hide other losses."""
+TRAINER_ENVIRONMENT = {
+    "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.2",
+    "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "1",
+    "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "500",
+    "SLIPSTREAM_TRAINER_NICE": "0",
+    "SLIPSTREAM_TRAINER_STREAM_MAX_BYTES": str(STREAM_MAX_BYTES),
+    # Of the first version, which whoever comes first writes: the services have to be told the same.
+    "SLIPSTREAM_TRAINER_DRAFT_VOCAB_SIZE": str(DRAFT_VOCAB_SIZE),
+}
+
+
+class Service:
+    """One service, life after life; an engine that `always_drafts` does so whether it pays or not."""
+
+    def __init__(self, folder: Path, name: str, words: list[str], *, always_drafts: bool = False) -> None:
+        self.notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
+        self._words = words
+        self._nursery = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "benchmarks.faults.witness", str(self.notes), str(self.log)),
+                *(("always",) if always_drafts else ()),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = 0
+        self._ended = threading.Event()
+        self._ended.set()
+        self.status = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def start(self) -> None:
+        """A further life; needs the last one to have ended."""
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        self._ended.clear()
+        self._nursery.stdin.write(json.dumps(self._words) + "\n")
+        self._nursery.stdin.flush()
+        self.pid = int(self._nursery.stdout.readline())
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def end(self, number: int, timeout_s: float = 60.0) -> int:
+        """Send the signal and wait for the end; returns the exit code."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            if not self._ended.wait(timeout_s):
+                raise TimeoutError(f"{self._words[0]} did not end: {self.log.read_text()[-2000:]}")
+        return self.status
+
+    def close(self) -> None:
+        self.end(signal.SIGKILL)
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.close()
+        self._nursery.wait()
+
+    def _wait(self) -> None:
+        assert self._nursery.stdout is not None
+        self.status = int(self._nursery.stdout.readline())
+        self._ended.set()
+
+
+def wait(condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> float:
+    """Seconds until it is true. Raises TimeoutError."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > timeout_s:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.1)
+    return time.monotonic() - started_s
