@@ -8,6 +8,9 @@ from typing import Any, Literal
 DATA_SOURCE = {"type": "prometheus", "uid": "slipstream-prometheus"}
 """As deploy/grafana/provisioning/datasources names it."""
 
+TIMES, TOKENS, TOKENS_A_SECOND = "suffix: ×", "suffix: tokens", "suffix: tokens/s"
+"""Units that Grafana has no name for."""
+
 _GRID_WIDTH = 24
 _SCHEMA_VERSION = 39
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.grafana.panels import Annotation, Dashboard, Panel, Query, Row
+from deploy.grafana.panels import TIMES, TOKENS, Annotation, Dashboard, Panel, Query, Row
 from serving.speedup import BASELINE
-
-_TIMES = "suffix: ×"
-_LENGTH = "suffix: tokens"
 
 
 def _quantiles(histogram: str) -> tuple[Query, ...]:
@@ -81,7 +78,7 @@ SPECULATION = Row(
                 "Tokens a verification, bonus included. SGLang's is that of its last batches; the plugin's is over "
                 "one minute and leaves out control rounds."
             ),
-            unit=_LENGTH,
+            unit=TOKENS,
             minimum=1,
             queries=(
                 Query("avg(sglang:spec_accept_length)", "SGLang"),
@@ -115,7 +112,7 @@ SPECULATION = Row(
         Panel(
             title="Measured speedup",
             description=f"Against {BASELINE}, the plugin's own plain steps, with the 95% interval.",
-            unit=_TIMES,
+            unit=TIMES,
             line_at=1,
             minimum=None,
             queries=(
