@@ -150,4 +150,7 @@ def test_an_order_covers_the_answers_under_way(harness: Harness) -> None:
 
 def test_a_stopped_engine_has_nothing_to_forget(harness: Harness) -> None:
     harness.engine.stop()
-    harness.engine.forget(["anna"])
+    forgetting = threading.Thread(target=harness.engine.forget, args=(["anna"],), daemon=True)
+    forgetting.start()
+    forgetting.join(10)
+    assert not forgetting.is_alive(), "it waits for a thread that has ended"

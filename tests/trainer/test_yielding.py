@@ -12,6 +12,7 @@ import pytest
 import redis
 import torch
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from speculator.codec import encode_trace
 from speculator.fresh import fresh_draft
@@ -259,7 +260,9 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
         raise PermissionError("not here")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
-    give_way_in_the_kernel()
+    with capture_logs() as told:
+        give_way_in_the_kernel()
+    assert [(line["log_level"], line["error"]) for line in told] == [("warning", "not here")]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_calls"), [(1, 1), (2, 0)])
@@ -277,9 +280,23 @@ def test_processes_that_train_together_keep_their_class(
     assert len(called) == num_calls
 
 
-def test_processes_that_train_together_do_not_pause(tmp_path: Path, model_dir: Path) -> None:
+class FirstPause(threading.Event):
+    """A stop that comes with the first pause."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.set()
+        return True
+
+
+@pytest.mark.parametrize(("num_ranks", "pauses"), [(1, True), (2, False)])
+def test_processes_that_train_together_do_not_pause(
+    tmp_path: Path, model_dir: Path, num_ranks: int, pauses: bool
+) -> None:
     config, engine = config_for(model_dir, tmp_path, pulse_dir=tmp_path), Pulse(tmp_path)
-    engine.beat()
-    with yielding(config, TrainerMetrics(CollectorRegistry()), torch.device("cpu"), threading.Event(), num_ranks=2):
+    # With a request in its queue it leaves no slice to anybody.
+    engine.beat(num_waiting=1)
+    stop, metrics = FirstPause(), TrainerMetrics(CollectorRegistry())
+    with yielding(config, metrics, torch.device("cpu"), stop, num_ranks=num_ranks):
         torch.ones(3)
     engine.close()
+    assert stop.is_set() is pauses
