@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.processes import Child
+from slipstream.processes import Child, running_child
 from slipstream.topics import built_in_prompts, endless
 from slipstream.traffic import Traffic, TrafficStats
 from speculator.checkpoint import model_name, target_fingerprint
@@ -46,7 +46,7 @@ def services(folder: Path, ports: Mapping[str, int]) -> Iterator[str]:
         sglang = ["--port", str(ports["sglang"]), "--device", "cpu", "--capture", "--depth", "3"]
         front = ["--port", str(ports["gateway"]), "--sglang", f"http://127.0.0.1:{ports['sglang']}"]
         started = [
-            running.enter_context(_child(folder, name, [*common, *own]))
+            running.enter_context(running_child(name, [*common, *own], folder))
             for name, own in (("sglang", sglang), ("gateway", front), ("train", ["--state", str(folder / "state")]))
         ]
         url = f"http://127.0.0.1:{ports['gateway']}"
@@ -66,15 +66,6 @@ def ask_for(url: str, minutes: float) -> TrafficStats:
         return traffic.stats
 
     return asyncio.run(run())
-
-
-@contextlib.contextmanager
-def _child(folder: Path, name: str, arguments: list[str]) -> Iterator[Child]:
-    child = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1)
-    try:
-        yield child
-    finally:
-        child.stop()
 
 
 def _wait_until_ready(url: str, started: list[Child]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from serving.gateway.server import bind
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
-from slipstream.processes import Child
+from slipstream.processes import Child, running_child
 from slipstream.scrape import History, Sample
 from slipstream.topics import Prompt, built_in_prompts, endless
 from slipstream.traffic import Traffic
@@ -97,11 +97,11 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
             seed=options.seed,
         )
         common = ["--model", str(options.model_dir), "--redis-url", redis_url, "--store", str(state / "drafts")]
-        serve = running.enter_context(_child("serve", [*common, *_serve_arguments(options)], state))
+        serve = running.enter_context(running_child("serve", [*common, *_serve_arguments(options)], state))
         console.print(f"loading [bold]{options.model_name}[/] …")
         url = f"http://127.0.0.1:{options.port}"
         _wait_until_ready(url, serve)
-        train = running.enter_context(_child("train", [*common, "--state", str(state / "trainer")], state))
+        train = running.enter_context(running_child("train", [*common, "--state", str(state / "trainer")], state))
         return asyncio.run(_Demo(options, console, url, stream, [serve, train]).run())
 
 
@@ -110,15 +110,6 @@ def _serve_arguments(options: DemoOptions) -> list[str]:
         *("--name", options.model_name, "--port", str(options.port), "--capture", "--dtype", options.dtype),
         *("--depth", str(options.depth), "--context-length", str(options.context_length)),
     ]
-
-
-@contextlib.contextmanager
-def _child(name: str, arguments: list[str], state: Path) -> Iterator[Child]:
-    child = Child(name, [name, *arguments], log_path=state / f"{name}.log", num_threads=1)
-    try:
-        yield child
-    finally:
-        child.stop()
 
 
 def _wait_until_ready(url: str, serve: Child) -> None:

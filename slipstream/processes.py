@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -68,3 +70,13 @@ class Child:
                 self._process.kill()
                 self._process.wait()
         self._log.close()
+
+
+@contextlib.contextmanager
+def running_child(name: str, arguments: list[str], folder: Path) -> Iterator[Child]:
+    """`slipstream NAME …` with one thread, until the end of the block; it prints to NAME.log in the folder."""
+    started = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1)
+    try:
+        yield started
+    finally:
+        started.stop()
