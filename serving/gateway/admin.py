@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Protocol, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
@@ -16,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from serving.gateway.body import read_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, unavailable
+from serving.gateway.reply import reply
 from serving.gateway.schema import request_body
 from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
 
@@ -99,7 +99,7 @@ def admin_routes(drafts: Drafts, settings: GatewaySettings) -> APIRouter:
 
 async def _answer(ask: Callable[[], Any]) -> Response:
     document = await run_in_threadpool(_translated, ask)
-    return Response(msgspec.json.encode(document), media_type="application/json")
+    return reply(document)
 
 
 def _translated(ask: Callable[[], T]) -> T:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import structlog
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
@@ -21,6 +20,7 @@ from serving.engine import DraftHost
 from serving.gateway.admin import Drafts
 from serving.gateway.board import Board
 from serving.gateway.figures import Figures
+from serving.gateway.reply import reply
 from speculator.clock import now_ms
 
 SAMPLE_S = 1.0
@@ -96,7 +96,7 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
         second, draft version. `started_ms` changes when the gateway is started again.
         """
         since = request.query_params.get("since", "")
-        return _json(live.document(int(since) if since.isascii() and since.isdigit() and len(since) < 16 else 0))
+        return reply(live.document(int(since) if since.isascii() and since.isdigit() and len(since) < 16 else 0))
 
     @router.get("/drafts")
     async def show_drafts() -> Response:
@@ -105,11 +105,7 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
         `available` is false where this gateway was started without a draft store.
         """
         if board is None:
-            return _json({"available": False, "versions": [], "events": []})
-        return _json(await board.document())
+            return reply({"available": False, "versions": [], "events": []})
+        return reply(await board.document())
 
     return router
-
-
-def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +13,7 @@ from serving.gateway.answer import Answer, Dialect
 from serving.gateway.cadence import merged, paced
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.generation import Generation
+from serving.gateway.reply import reply
 from serving.gateway.schema import GenerationBody
 from serving.gateway.sse import DONE, Emit, EventStream, event
 from serving.gateway.telemetry import exchange_of
@@ -33,7 +33,7 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
     if body.stream:
         return _streamed(answer)
     await until_disconnect(request.receive, generation.run())
-    return Response(msgspec.json.encode(answer.whole()), media_type="application/json")
+    return reply(answer.whole())
 
 
 def _streamed(answer: Answer) -> EventStream:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from serving.engine import DraftHost
 from serving.gateway.errors import ApiError, unavailable
-
-
-def _json(data: object) -> Response:
-    return Response(msgspec.json.encode(data), media_type="application/json")
+from serving.gateway.reply import reply
 
 
 def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
@@ -33,7 +29,7 @@ def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [described_model()]})
+        return reply({"object": "list", "data": [described_model()]})
 
     # A path, because names of models have slashes in them.
     @router.get("/v1/models/{model:path}")
@@ -41,21 +37,21 @@ def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
         if model != engine.info.model:
             message = f"This server does not serve the model {model[:100]!r}: it serves {engine.info.model!r}."
             raise ApiError(404, message, code="model_not_found", param="model")
-        return _json(described_model())
+        return reply(described_model())
 
     @router.get("/health")
     async def health() -> Response:
         state = engine.health()
         if not state.alive:
             raise unavailable(f"The engine is dead: {state.detail}", code="engine_dead")
-        return _json({"status": "ok"})
+        return reply({"status": "ok"})
 
     @router.get("/ready")
     async def ready() -> Response:
         state = engine.health()
         if not (state.alive and state.ready):
             raise unavailable(f"The engine is not ready: {state.detail}", code="engine_not_ready")
-        return _json(
+        return reply(
             {
                 "status": "ready",
                 "draft_version": engine.draft_version,

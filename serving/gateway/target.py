@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Protocol
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
@@ -14,6 +13,7 @@ from serving.engine import TargetReport
 from serving.gateway.body import read_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, unavailable
+from serving.gateway.reply import reply
 from serving.gateway.schema import request_body
 from speculator.errors import EngineBusyError, StreamError, TargetError
 
@@ -45,7 +45,7 @@ def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callabl
         body = await read_body(request, TargetVersionBody, max_bytes=settings.max_body_bytes)
         report = await run_in_threadpool(_announce, targets, body)
         on_moved(report.version)
-        return Response(msgspec.json.encode(report), media_type="application/json")
+        return reply(report)
 
     return router
 

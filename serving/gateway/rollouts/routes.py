@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
@@ -16,6 +15,7 @@ from serving.gateway.context import Gateway
 from serving.gateway.errors import ApiError, unavailable
 from serving.gateway.generation import completion_tokens
 from serving.gateway.limits import check_model
+from serving.gateway.reply import reply
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.rewards import rewards_of
 from serving.gateway.rollouts.rollout import Rollout
@@ -74,7 +74,7 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
 
     @router.get("/{rollout_id}")
     async def show_rollout(request: Request, rollout_id: str) -> Response:
-        return _json(described(book, find(request, rollout_id)))
+        return reply(described(book, find(request, rollout_id)))
 
     @router.get("/{rollout_id}/samples", openapi_extra=_CURSOR)
     async def follow_rollout(request: Request, rollout_id: str) -> Response:
@@ -87,7 +87,7 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
         """What has ended can be read for a while yet."""
         rollout = find(request, rollout_id)
         book.cancel(rollout)
-        return _json(described(book, rollout))
+        return reply(described(book, rollout))
 
     @router.post("/{rollout_id}/rewards", openapi_extra=request_body(RewardsBody))
     async def reward_rollout(request: Request, rollout_id: str) -> Response:
@@ -101,13 +101,9 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
             await run_in_threadpool(send_rewards, rewards)
         except StreamError as error:
             raise unavailable(str(error), code="rewards_unavailable") from error
-        return _json({"object": "rollout.rewards", "id": rollout_id, "num_rewards": len(body.rewards)})
+        return reply({"object": "rollout.rewards", "id": rollout_id, "num_rewards": len(body.rewards)})
 
     return router
-
-
-def _json(document: object) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def _cursor(text: str, num_ended: int) -> int:
