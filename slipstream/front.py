@@ -7,7 +7,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import ENV_PREFIX, GatewaySettings, lineage_urls
@@ -21,6 +20,7 @@ from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.sglang.router import check_router
 from serving.targets import TargetDesk
+from slipstream.registry import process_registry
 from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError, EngineDeadError
 
@@ -65,9 +65,7 @@ async def serve_in_front(
     Raises ConfigError where this process may not have so many connections, and what `beside` raises.
     """
     make_room(settings, each=2)
-    registry = CollectorRegistry()
-    for collector in (ProcessCollector, PlatformCollector, GCCollector):
-        collector(registry=registry)
+    registry = process_registry()
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
     if isinstance(client, PoolClient):
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))

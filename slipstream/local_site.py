@@ -11,7 +11,7 @@ import redis
 import structlog
 import torch
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry
 
 from serving.capture_share import DEFAULT_FLOOR
 from serving.forgetting import ErasureWatch, Forget
@@ -29,6 +29,7 @@ from serving.speedup import SpeedupMeter
 from serving.target_guard import TargetGuard
 from serving.targets import TargetDesk
 from serving.watch import LiveWatch
+from slipstream.registry import process_registry
 from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.drafts import DraftDesk
 from speculator.erasures import Erasures
@@ -85,20 +86,18 @@ class Site:
     def of(cls, options: ServeOptions, opened: ExitStack) -> Site:
         store, model_dir = DraftStore(options.store), options.engine.model_dir
         fingerprint = target_fingerprint(model_dir)
-        registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=registry)
         return cls(
             options=options,
             opened=opened,
             store=store,
             fingerprint=fingerprint,
             key=model_key(model_dir, fingerprint, store.lineage),
-            registry=registry,
+            registry=process_registry(),
         )
 
     def connect(self) -> redis.Redis:
-        return self.opened.enter_context(connect(self.options.redis_url))
+        client: redis.Redis = self.opened.enter_context(connect(self.options.redis_url))
+        return client
 
 
 def open_recorder(site: Site) -> TraceRecorder | None:
