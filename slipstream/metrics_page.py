@@ -185,15 +185,6 @@ def describe() -> list[Described]:
     return list(found.values())
 
 
-def series_names(metrics: Iterable[Described]) -> set[str]:
-    """The names that a query may use."""
-    names: set[str] = set()
-    for metric in metrics:
-        endings = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
-        names |= {metric.name + ending for ending in endings}
-    return names
-
-
 def render(metrics: list[Described]) -> str:
     """The page. Raises ValueError for a metric without help, unit or bounded labels."""
     parts = [_INTRODUCTION]

@@ -94,11 +94,6 @@ class SuffixProposal:
         """R_k = Π_{i≤k} p_i, that a proposal is reached and accepted, k from the first one on."""
         return list(itertools.accumulate(self.probabilities, operator.mul))
 
-    @property
-    def expected_accepted(self) -> float:
-        """Σ_k R_k."""
-        return sum(self.reaches)
-
     def first(self, num_tokens: int) -> SuffixProposal:
         """The chain cut to at most `num_tokens`."""
         return replace(self, tokens=self.tokens[:num_tokens], probabilities=self.probabilities[:num_tokens])

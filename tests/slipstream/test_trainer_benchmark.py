@@ -22,7 +22,7 @@ from tests.trainer.examples import config_for, example_of
 from trainer.batch import pack
 from trainer.step import Learner
 
-NUM_STEPS, DISCOUNT = 3, 0.8
+NUM_STEPS = 3
 
 
 def answer_of(draft: Eagle3Draft, head_Dd: torch.Tensor, seed: int, T: int) -> Answer:

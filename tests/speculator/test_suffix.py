@@ -275,11 +275,11 @@ def test_a_chain_ends_where_it_is_hardly_reached() -> None:
     assert reach >= 0.3 > reach * whole.probabilities[len(proposal.tokens)]
 
 
-def test_expected_accepted_adds_the_chances_to_get_so_far() -> None:
+def test_the_chances_to_get_so_far() -> None:
     proposal = SuffixProposal(tokens=(1, 2, 3), probabilities=(0.5, 0.5, 0.2))
-    assert proposal.expected_accepted == pytest.approx(0.5 + 0.25 + 0.05)
-    assert proposal.first(1).expected_accepted == pytest.approx(0.5)
-    assert SuffixProposal().expected_accepted == 0
+    assert proposal.reaches == pytest.approx([0.5, 0.25, 0.05])
+    assert proposal.first(1).reaches == pytest.approx([0.5])
+    assert SuffixProposal().reaches == []
 
 
 def test_more_agreement_and_a_longer_match_promise_more() -> None:
