@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from speculator.codec import encode_trace
 from speculator.sampling import SamplingParams
+from speculator.stream import TraceStream
 from speculator.trace import Trace, TraceHeader, VerifyRounds
 
 
@@ -70,3 +74,12 @@ def make_trace(
 
 def with_rounds(trace: Trace, **changes: np.ndarray) -> Trace:
     return dataclasses.replace(trace, rounds=dataclasses.replace(trace.rounds, **changes))
+
+
+def with_header(trace: Trace, **changes: Any) -> Trace:
+    return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, **changes))
+
+
+def send(stream: TraceStream, traces: Iterable[Trace]) -> None:
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)

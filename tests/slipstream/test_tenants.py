@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis
 from prometheus_client import CollectorRegistry
@@ -37,6 +36,7 @@ from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.tenants import counts_of
 from speculator.trace import Trace
+from tests.traces import with_header
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from tests.waiting import wait_until
@@ -54,10 +54,6 @@ def traces(toy_model: Path) -> list[Trace]:
         with_header(trace, tenant=(ANNA, BO)[index % 2], created_ms=now_ms())
         for index, trace in enumerate(answer_traces(toy_model, num_traces=12))
     ]
-
-
-def with_header(trace: Trace, **changes: Any) -> Trace:
-    return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, **changes))
 
 
 def of(traces: list[Trace], tenant: str) -> list[Trace]:

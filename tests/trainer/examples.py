@@ -17,6 +17,7 @@ from trainer.batch import Batch, Example, cut, make_example, pack
 from trainer.config import TrainerConfig
 from trainer.evaluate import accept_probabilities
 from trainer.gate import Comparison, GateDecision, Outcome
+from trainer.service import Trainer
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
@@ -71,3 +72,7 @@ def record(path: Path, traces: Sequence[Trace]) -> Path:
 def promote(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
     """A gate that is open, for tests of what lies behind it: in place of `trainer.shadow.decide`."""
     return GateDecision(outcome=Outcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)
+
+
+def metric(trainer: Trainer, name: str, **labels: str) -> float | None:
+    return trainer.metrics._registry.get_sample_value(f"slipstream_trainer_{name}", labels)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from speculator.codec import encode_trace
 from speculator.erasures import Erasures
 from speculator.errors import StreamError
 from speculator.keys import RedisKeys
@@ -22,7 +19,8 @@ from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.tenants import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from speculator.trace import Trace
-from tests.trainer.examples import config_for, promote, record
+from tests.traces import send, with_header
+from tests.trainer.examples import config_for, metric, promote, record
 from trainer import forgetting
 from trainer.service import Trainer
 from trainer.shelf import shelf_folder
@@ -51,10 +49,6 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forgetting, "LOOK_S", 0.0)
 
 
-def with_header(trace: Trace, **changes: Any) -> Trace:
-    return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, **changes))
-
-
 def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:
     """Of two tenants in turn."""
     created_ms = int(1000 * (time.time() if created_s is None else created_s))
@@ -64,18 +58,9 @@ def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:
     ]
 
 
-def send(stream: TraceStream, traces: list[Trace]) -> None:
-    for trace in traces:
-        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-
-
 def kept(trainer: Trainer) -> set[str]:
     replay, intake = trainer._replay, trainer.intake
     return {*replay.members, *replay.waiting_trace_ids, *intake.held_out.trace_ids, *intake.golden.trace_ids}
-
-
-def metric(trainer: Trainer, name: str, **labels: str) -> float | None:
-    return trainer.metrics._registry.get_sample_value(f"slipstream_trainer_{name}", labels)
 
 
 def ids(traces: list[Trace], tenant: str) -> set[str]:

@@ -12,12 +12,12 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.checkpoint import target_fingerprint
-from speculator.codec import encode_trace
 from speculator.lineage import ensure_lineage
 from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.trace import Trace
+from tests.traces import send
 from tests.trainer.examples import config_for, promote
 from trainer.service import Trainer
 
@@ -39,7 +39,7 @@ def start(model_dir: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.M
 @pytest.fixture
 def published(start: Start, stream: TraceStream, traces: list[Trace]) -> Trainer:
     """A trainer that has learnt from four traces, published version 2, and ended."""
-    _send(stream, traces[:4])
+    send(stream, traces[:4])
     trainer = start()
     _learn_and_publish(trainer)
     trainer.close()
@@ -55,11 +55,6 @@ def _learn_and_publish(trainer: Trainer) -> None:
     trainer.ack()
 
 
-def _send(stream: TraceStream, traces: list[Trace]) -> None:
-    for trace in traces:
-        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-
-
 def test_an_empty_redis_is_filled_again(
     published: Trainer, start: Start, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
 ) -> None:
@@ -68,7 +63,7 @@ def test_an_empty_redis_is_filled_again(
     redis_client.flushall()
     assert pointer.desired() is None
     trainer = start()
-    _send(stream, traces[4:])
+    send(stream, traces[4:])
     _learn_and_publish(trainer)
     assert pointer.desired() == 3, "engines follow it again"
     assert stream.lag().acked == len(traces[4:])
@@ -86,7 +81,7 @@ def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
     learnt, found = published.learner.draft.fc.weight, trainer.learner.draft.fc.weight
     assert torch.equal(learnt, found)
     assert not torch.equal(found.bfloat16(), store.load(1)["fc.weight"])
-    _send(stream, traces[4:])
+    send(stream, traces[4:])
     _learn_and_publish(trainer)
     assert store.versions() == [1, 2], "numbers begin anew"
     trainer.close()

@@ -19,15 +19,15 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry
 
-from speculator.codec import encode_trace
 from speculator.errors import ConfigError, DraftMismatchError, StoreError, StreamError
 from speculator.lifecycle import State
 from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.trace import Trace, VerifyRounds
+from tests.traces import send
 from tests.trainer.answers import answer_traces, renamed
-from tests.trainer.examples import config_for, promote, record
+from tests.trainer.examples import config_for, metric, promote, record
 from tests.waiting import wait_until
 from trainer.checkpoint import load_checkpoint
 from trainer.config import TrainerConfig, load_config
@@ -59,11 +59,6 @@ def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.shadow.decide", promote)
 
 
-def send(stream: TraceStream, traces: list[Trace]) -> None:
-    for trace in traces:
-        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-
-
 def learn(trainer: Trainer, num_steps: int) -> None:
     trainer.read(block_ms=0)
     for _ in range(num_steps):
@@ -76,10 +71,6 @@ def waiting(trainer: Trainer) -> int:
 
 def members(trainer: Trainer) -> set[str]:
     return set(trainer._replay.members)
-
-
-def metric(trainer: Trainer, name: str, **labels: str) -> float | None:
-    return trainer.metrics._registry.get_sample_value(f"slipstream_trainer_{name}", labels)
 
 
 def same_weights(first: Trainer, second: Trainer) -> bool:

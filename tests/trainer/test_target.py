@@ -13,10 +13,10 @@ import redis
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from speculator.codec import encode_trace
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.trace import Trace
+from tests.traces import send
 from tests.trainer.examples import config_for, promote, record
 from tests.trainer.stored import stored_of
 from tests.trainer.test_replay import BASES, draw, fill, ids, replay_of
@@ -103,11 +103,6 @@ def of_version(traces: list[Trace], version: int) -> list[Trace]:
         )
         for trace in traces
     ]
-
-
-def send(stream: TraceStream, traces: list[Trace]) -> None:
-    for trace in traces:
-        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
 
 
 def versions_of(kept: object) -> set[int]:
