@@ -22,9 +22,10 @@ import structlog
 
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
-from serving.sglang.client import EngineReport, SglangClient
+from serving.sglang.client import SglangClient
 from serving.sglang.pool import READINESS, PoolClient
 from serving.sglang.pooled import commonest
+from serving.sglang.report import EngineReport
 from serving.sglang.router import check_router
 from slipstream.exposure import check_exposure
 from slipstream.front import check_lineages, check_settings, serve_in_front

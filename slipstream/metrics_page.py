@@ -24,8 +24,8 @@ from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.installer import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.recorder import RecorderStats
-from serving.sglang.client import EngineReport
 from serving.sglang.collector import PoolCollector, SglangCollector
+from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
 from speculator.heap import HeapCollector
 from trainer.metrics import TrainerMetrics

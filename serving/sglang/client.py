@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +16,7 @@ import httpx
 import structlog
 
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
+from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
 from speculator.pointer import ENGINE_TTL_S
 
@@ -38,122 +38,6 @@ class Pointer(Protocol):
     def set_depth(self, engine_id: str, depth: int) -> None: ...
 
     def announce_target(self, process: str, version: int) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineReport:
-    """What the plugin last said; None for what it did not say."""
-
-    version: int | None
-    refused: frozenset[int]
-    """Versions that can never be installed there."""
-    swaps: int | None
-    swap_failures: int | None
-    last_stall_ms: float | None
-    steps: int | None
-    depth: int | None
-    verifications: int | None
-    verified_tokens: int | None
-    """Over verifications: the acceptance length."""
-    rounds: Mapping[str, int]
-    """Decode steps by mode, speculative or control; so are their time and the tokens that they committed."""
-    decode_ms: Mapping[str, int]
-    round_tokens: Mapping[str, int]
-    proposals: Mapping[str, int]
-    """Verified proposals by position, and the accepted ones."""
-    accepted: Mapping[str, int]
-    captured: int | None
-    appended: int | None
-    pending: int | None
-    dropped_by_reason: Mapping[str, int]
-    trace_bytes: int | None
-    trace_tokens: int | None
-    capture_share: float | None
-    """Of finished traces, that sampling keeps."""
-    speedup: float | None
-    speedup_lower: float | None
-    speedup_upper: float | None
-    """Ends of the 95% interval of the measured speedup."""
-    speedup_estimated: float | None
-    baseline_ms_per_token: float | None
-    target_ok: bool | None
-    watched: int | None
-    """The version on trial; 0 where none is."""
-    verdicts: Mapping[str, int]
-    """How trials of versions ended."""
-    last_verdict: str
-    role: str
-    """Its part in how a version spreads: canary, wave N, waiting, settled."""
-    draft_accept_length: float | None
-    """Of the version in service, lately."""
-    target_version: int | None
-    process: str
-    """"host:pid" of the scheduler."""
-    running: int | None
-    """Requests of its last step; 0 where that was long ago."""
-    model: str
-    context_length: int | None
-    max_depth: int | None
-    """What it serves, which behind a router nobody else says."""
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, str]) -> EngineReport:
-        """Leave out what cannot be read: the plugin may be another version than this gateway."""
-
-        def whole(name: str) -> int | None:
-            text = fields.get(name, "")
-            return int(text) if text.isdigit() else None
-
-        def number(name: str) -> float | None:
-            try:
-                return float(fields[name])
-            except (KeyError, ValueError):
-                return None
-
-        def counts(name: str) -> dict[str, int]:
-            parts = (part.partition("=") for part in fields.get(name, "").split(","))
-            return {key: int(count) for key, _, count in parts if count.isdigit()}
-
-        return cls(
-            version=whole("version"),
-            refused=frozenset(int(part) for part in fields.get("refused", "").split(",") if part.isdigit()),
-            swaps=whole("swaps"),
-            swap_failures=whole("swap_failures"),
-            last_stall_ms=number("last_stall_ms"),
-            steps=whole("steps"),
-            depth=whole("depth"),
-            verifications=whole("verifications"),
-            verified_tokens=whole("verified_tokens"),
-            rounds=counts("rounds"),
-            decode_ms=counts("decode_ms"),
-            round_tokens=counts("round_tokens"),
-            proposals=counts("proposals"),
-            accepted=counts("accepted"),
-            captured=whole("captured"),
-            appended=whole("appended"),
-            pending=whole("pending"),
-            dropped_by_reason=counts("dropped_by_reason"),
-            trace_bytes=whole("trace_bytes"),
-            trace_tokens=whole("trace_tokens"),
-            capture_share=number("capture_share"),
-            speedup=number("speedup"),
-            speedup_lower=number("speedup_lower"),
-            speedup_upper=number("speedup_upper"),
-            speedup_estimated=number("speedup_estimated"),
-            baseline_ms_per_token=number("baseline_ms_per_token"),
-            target_ok=None if "target_ok" not in fields else fields["target_ok"] == "1",
-            watched=whole("watched"),
-            verdicts=counts("verdicts"),
-            last_verdict=fields.get("last_verdict", ""),
-            role=fields.get("role", ""),
-            draft_accept_length=number("draft_accept_length"),
-            target_version=whole("target_version"),
-            process=fields.get("process", ""),
-            running=whole("running"),
-            model=fields.get("model", ""),
-            context_length=whole("context_length"),
-            max_depth=whole("max_depth"),
-        )
 
 
 class SglangClient:

@@ -31,7 +31,7 @@ from serving.metrics import (
     trace_metrics,
     verdict_metrics,
 )
-from serving.sglang.client import EngineReport
+from serving.sglang.report import EngineReport
 
 
 class SglangCollector(Collector):

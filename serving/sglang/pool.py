@@ -15,8 +15,9 @@ from pathlib import Path
 import httpx
 
 from serving.engine import EngineInfo, SwapReport, TargetReport
-from serving.sglang.client import SWAP_POLL_S, EngineReport, Pointer, SglangClient
+from serving.sglang.client import SWAP_POLL_S, Pointer, SglangClient
 from serving.sglang.pooled import Pool
+from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError
 
 READINESS = "/readiness"

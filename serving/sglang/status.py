@@ -1,4 +1,4 @@
-"""Fields of an engine's report, from what its parts have measured; `serving/sglang/client.py` reads them."""
+"""Fields of an engine's report, from what its parts have measured; `serving/sglang/report.py` reads them."""
 
 from __future__ import annotations
 

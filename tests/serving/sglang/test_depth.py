@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from serving.evidence import Stratum, WatchedRound
-from serving.sglang.client import EngineReport
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.depth import DepthPolicy
 

@@ -14,8 +14,9 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.sglang import client as client_module
-from serving.sglang.client import EngineReport, SglangClient
+from serving.sglang.client import SglangClient
 from serving.sglang.collector import SglangCollector
+from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
 from speculator.pointer import DraftPointer
 from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, in_background

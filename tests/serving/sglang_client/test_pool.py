@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.gateway.config import GatewaySettings
 from serving.marks import HEADER
-from serving.sglang.client import EngineReport
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.sglang.pooled import Pool, commonest
+from serving.sglang.report import EngineReport
 from serving.sglang.router import check_router
 from slipstream.front import check_lineages
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
