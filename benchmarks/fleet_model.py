@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from serving.watch import LiveWatch, Outcome
+from serving.judgement import Outcome
+from serving.watch import LiveWatch
 from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look
 from tests.serving.watching import CHAT, rounds
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from serving.judgement import Verdict
 from serving.turn import Place, Turn
 from serving.versions import VersionRecord
-from serving.watch import LiveWatch, Verdict
+from serving.watch import LiveWatch
 from speculator.waves import EngineView
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from serving.installer import Installer
+from serving.judgement import Outcome, Verdict
 from serving.place import Alone
 from serving.versions import VersionRecord
-from serving.watch import LiveWatch, Outcome, Verdict
+from serving.watch import LiveWatch
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ import redis
 import serving.turn
 from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
+from serving.judgement import WatchRules
 from serving.place import InWaves
-from serving.watch import LiveWatch, WatchRules
+from serving.watch import LiveWatch
 from speculator.errors import EngineBusyError, StreamError
 from speculator.fleet import Fleet
 from speculator.keys import RedisKeys

@@ -11,7 +11,8 @@ import pytest
 from serving.engine import SwapReport
 from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
-from serving.watch import LiveWatch, WatchRules
+from serving.judgement import WatchRules
+from serving.watch import LiveWatch
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.lifecycle import Lifecycle, State
 from tests.doubles import DoubleEngine

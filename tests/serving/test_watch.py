@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from serving.evidence import Stratum, Verification, WatchedRound, stratum_of
+from serving.judgement import Outcome, Verdict
 from serving.sequential import intraclass_correlation, mixture_bound
-from serving.watch import LiveWatch, Outcome, Verdict
+from serving.watch import LiveWatch
 from speculator.sampling import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, rounds, serve, try_out
 

@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator, Mapping
 
 from serving.evidence import Stratum, Verification, WatchedRound
-from serving.watch import LiveWatch, Outcome, Verdict
+from serving.judgement import Outcome, Verdict
+from serving.watch import LiveWatch
 
 CHAT, CODE = Stratum("chat", "t0.7"), Stratum("code", "greedy")
 DEPTH = 4

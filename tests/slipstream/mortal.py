@@ -38,10 +38,11 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
 from serving.hotswap import DraftFollower
+from serving.judgement import WatchRules
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
-from serving.watch import LiveWatch, WatchRules
+from serving.watch import LiveWatch
 from slipstream.local_site import ServeOptions
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.drafts import DraftDesk
