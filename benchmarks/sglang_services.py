@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import httpx
-
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.processes import Child, running_child
+from slipstream.processes import running_child, wait_until_ready
 from slipstream.topics import built_in_prompts, endless
 from slipstream.traffic import Traffic, TrafficStats
 from speculator.checkpoint import model_name, target_fingerprint
@@ -50,7 +47,7 @@ def services(folder: Path, ports: Mapping[str, int]) -> Iterator[str]:
             for name, own in (("sglang", sglang), ("gateway", front), ("train", ["--state", str(folder / "state")]))
         ]
         url = f"http://127.0.0.1:{ports['gateway']}"
-        _wait_until_ready(url, started)
+        wait_until_ready(url, started, timeout_s=_START_TIMEOUT_S)
         yield url
 
 
@@ -66,16 +63,3 @@ def ask_for(url: str, minutes: float) -> TrafficStats:
         return traffic.stats
 
     return asyncio.run(run())
-
-
-def _wait_until_ready(url: str, started: list[Child]) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while True:
-        for child in started:
-            child.check()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=2).status_code == 200:
-                return
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not ready after {_START_TIMEOUT_S:.0f} s: see the logs beside the draft store")
-        time.sleep(0.2)

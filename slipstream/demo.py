@@ -21,7 +21,7 @@ from rich.table import Table
 
 from serving.gateway.server import bind
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
-from slipstream.processes import Child, running_child
+from slipstream.processes import Child, running_child, wait_until_ready
 from slipstream.scrape import History, Sample
 from slipstream.topics import Prompt, built_in_prompts, endless
 from slipstream.traffic import Traffic
@@ -100,7 +100,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         serve = running.enter_context(running_child("serve", [*common, *_serve_arguments(options)], state))
         console.print(f"loading [bold]{options.model_name}[/] …")
         url = f"http://127.0.0.1:{options.port}"
-        _wait_until_ready(url, serve)
+        wait_until_ready(url, [serve], timeout_s=READY_TIMEOUT_S)
         train = running.enter_context(running_child("train", [*common, "--state", str(state / "trainer")], state))
         return asyncio.run(_Demo(options, console, url, stream, [serve, train]).run())
 
@@ -110,17 +110,6 @@ def _serve_arguments(options: DemoOptions) -> list[str]:
         *("--name", options.model_name, "--port", str(options.port), "--capture", "--dtype", options.dtype),
         *("--depth", str(options.depth), "--context-length", str(options.context_length)),
     ]
-
-
-def _wait_until_ready(url: str, serve: Child) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        serve.check()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=2).status_code == 200:
-                return
-        time.sleep(0.2)
-    raise ConfigError(f"the gateway was not ready after {READY_TIMEOUT_S:.0f} s: see `slipstream doctor`")
 
 
 class _Demo:
@@ -134,7 +123,7 @@ class _Demo:
         prompts = endless(options.prompts or built_in_prompts(), options.seed)
         traffic = Traffic(url, options.model_name, prompts, max_tokens=options.max_tokens, temperature=0.0)
         self._run = DemoRun(History(), traffic, time.time(), [])
-        self._http = httpx.AsyncClient(timeout=5)
+        self._http = httpx.AsyncClient(timeout=5, trust_env=False)
 
     async def run(self) -> DemoRun:
         run = self._run

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
+
+import httpx
 
 from speculator.errors import SlipstreamError
 
 
 class ChildError(SlipstreamError):
-    """A child process ended when it should have been running; carries the end of its log."""
+    """A child process ended when it should have been running, with the end of its log, or was not ready in time."""
 
 
 def _environment(num_threads: int) -> dict[str, str]:
@@ -80,3 +83,17 @@ def running_child(name: str, arguments: list[str], folder: Path) -> Iterator[Chi
         yield started
     finally:
         started.stop()
+
+
+def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -> None:
+    """Until the gateway takes requests. Raises ChildError where one of the children ends, or it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for one in children:
+            one.check()
+        # No proxy: it is on this machine.
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=2, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise ChildError(f"the gateway was not ready after {timeout_s:.0f} s: see `slipstream doctor`")

@@ -31,7 +31,11 @@ class Traffic:
     def __init__(
         self, base_url: str, model: str, prompts: Iterator[Prompt], *, max_tokens: int, temperature: float
     ) -> None:
-        self._client = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=300)
+        # No proxy: the server is on this machine.
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=300, http_client=http
+        )
         self._model, self._prompts = model, prompts
         self._max_tokens, self._temperature = max_tokens, temperature
         self._stopping = False

@@ -72,6 +72,8 @@ def watched_demo(toy_model: Path, run_cli: RunCli, tmp_path_factory: pytest.Temp
         for name, value in TRAINER_ENV.items():
             patch.setenv(name, value)
         patch.setenv("SLIPSTREAM_TRAINER_METRICS_PORT", str(ports["trainer"]))
+        # As in a company whose proxy does not lead back to this machine.
+        patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
         result = run_cli(
             *("demo", "--model", toy_model, "--minutes", 0.55, "--json", document, "--plot", plot),
             *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24),
