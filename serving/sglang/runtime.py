@@ -31,7 +31,7 @@ from serving.sglang.settings import PluginSettings, default_engine_id
 from serving.sglang.status import Fields, of_depth, of_speedup, of_swaps
 from serving.sglang.swap import SglangDraft
 from serving.sglang.target import RankTarget
-from serving.sglang.traces import TraceLine
+from serving.sglang.traces import TracePipeline
 from serving.sglang.worker import depths_of, device_of, num_new_tokens, tensor_parallel_group, weights_of
 from serving.speedup import ControlShare, SpeedupMeter
 from serving.target_guard import TargetGuard
@@ -86,7 +86,7 @@ class EngineRuntime:
         """Requests of the last step, and when it began."""
 
         self._pulse: Pulse | None = None
-        self._traces: TraceLine | None = None
+        self._traces: TracePipeline | None = None
         if self._is_writer:
             configure_spans("slipstream-sglang")
             self._pointer.refuse_second(self._engine_id)
@@ -226,8 +226,8 @@ class EngineRuntime:
             on_round=None if watch is None else watch.observe,
         )
 
-    def _new_traces(self, settings: PluginSettings, key: str, manifest: Manifest) -> TraceLine:
-        return TraceLine(
+    def _new_traces(self, settings: PluginSettings, key: str, manifest: Manifest) -> TracePipeline:
+        return TracePipeline(
             settings,
             engine_id=self._engine_id,
             model_key=key,

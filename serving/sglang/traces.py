@@ -27,7 +27,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _SWITCH_INTERVAL_S = 0.0005
 
 
-class TraceLine:
+class TracePipeline:
     """`capture` is for the scheduler's thread, everything else for the follower's."""
 
     def __init__(
