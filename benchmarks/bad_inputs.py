@@ -83,8 +83,13 @@ def _is_well(url: str) -> Tally:
 
     def attempt() -> Outcome:
         key = {"authorization": f"Bearer {API_KEY}"}
-        answers = [httpx.get(url + path, headers=key) for path in ("/health", "/slipstream/live", "/v1/models")]
-        answers += [httpx.post(url + path, json=bodies.fields(path), headers=key) for path in api.GENERATING]
+        answers = [
+            httpx.get(url + path, headers=key, trust_env=False)
+            for path in ("/health", "/slipstream/live", "/v1/models")
+        ]
+        answers += [
+            httpx.post(url + path, json=bodies.fields(path), headers=key, trust_env=False) for path in api.GENERATING
+        ]
         if any(answer.status_code != 200 for answer in answers):
             raise FailureError(f"answers of {[answer.status_code for answer in answers]}")
         return "200"

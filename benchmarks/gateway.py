@@ -213,7 +213,7 @@ _COLUMNS = ("response-time", "Response-delay", "offset")
 
 
 def _num_asked(url: str) -> int:
-    scraped = Sample.parse(0, httpx.get(f"{url}/metrics").text)
+    scraped = Sample.parse(0, httpx.get(f"{url}/metrics", trust_env=False).text)
     return int(scraped.total("slipstream_gateway_requests_total", route=ROUTE))
 
 
@@ -226,7 +226,7 @@ def retry_after(url: str) -> str:
     """The header of the first 429 among more requests at once than slots and queue hold."""
 
     async def run() -> str:
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             asked = (http.post(url + ROUTE, json=_body(False)) for _ in range(2 * (SLOTS + PLACES)))
             answers = await asyncio.gather(*asked)
         return next((answer.headers["retry-after"] for answer in answers if answer.status_code == 429), "")

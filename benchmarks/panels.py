@@ -118,7 +118,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/-/ready").status_code == 200:
+            if httpx.get(f"{url}/-/ready", trust_env=False).status_code == 200:
                 return
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"Prometheus does not start:\n{log.read_text()}")
@@ -128,7 +128,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 def query(url: str, expr: str, at_s: float | None = None) -> list[tuple[dict[str, str], float]]:
     """An instant query; raises RuntimeError with what Prometheus says about a bad one."""
     parameters: dict[str, str | float] = {"query": expr} | ({} if at_s is None else {"time": at_s})
-    reply = httpx.get(f"{url}/api/v1/query", params=parameters).json()
+    reply = httpx.get(f"{url}/api/v1/query", params=parameters, trust_env=False).json()
     if reply["status"] != "success":
         raise RuntimeError(f"{expr}: {reply['error']}")
     return [(one["metric"], float(one["value"][1])) for one in reply["data"]["result"]]
@@ -143,7 +143,7 @@ def last_time_up(url: str, jobs: Sequence[str]) -> float:
 
 def rules(url: str) -> list[dict[str, Any]]:
     """What Prometheus says about each rule: health, last error, type."""
-    groups = httpx.get(f"{url}/api/v1/rules").json()["data"]["groups"]
+    groups = httpx.get(f"{url}/api/v1/rules", trust_env=False).json()["data"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
