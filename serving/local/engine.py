@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
 from serving.estimate import PlannedSpeedup
-from serving.evidence import Verification, WatchedRound
+from serving.evidence import WatchedRound
 from serving.group_text import GroupSharing
 from serving.local.capture import build_trace, span_of
 from serving.local.config import LocalEngineConfig
@@ -31,8 +31,10 @@ from serving.local.draft import ServingDraft, StagedDraft
 from serving.local.generation import Generation
 from serving.local.moving import StagedTarget
 from serving.local.proposer import Planner
-from serving.local.rounds import RoundReport, RoundRunner
+from serving.local.rounds import RoundRunner
+from serving.local.siblings import longest_prefix
 from serving.local.target import Target
+from serving.local.telling import Round, RoundTeller
 from serving.local.text import AnswerText, LocalTokenizer
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, SpeedupMeter
@@ -41,7 +43,7 @@ from speculator.group_store import GroupKey
 from speculator.model import Eagle3Draft
 from speculator.planner import FixedPlanner, RoundPlanner
 from speculator.pulse import Pulse
-from speculator.spans import current, is_on, record, span
+from speculator.spans import current, record, span
 from speculator.suffix import SuffixDrafter, SuffixRequest
 from speculator.trace import Trace
 
@@ -111,9 +113,8 @@ class LocalEngine:
             prompt_labels=config.prompt_labels,
         )
         self._fingerprint, self._load_draft = target_fingerprint, load_draft
-        self.metrics, self._meter = metrics, meter
-        self._on_trace, self._on_round = on_trace, on_round
-        self.estimated_speedup = PlannedSpeedup()
+        self.metrics, self._on_trace = metrics, on_trace
+        self._teller = RoundTeller(metrics, meter, on_round)
         self._control = ControlShare(config.control_share)
         self._depth = config.depth
         self._target_version = 0
@@ -147,6 +148,10 @@ class LocalEngine:
     @property
     def tokenizer(self) -> LocalTokenizer:
         return self._tokenizer
+
+    @property
+    def estimated_speedup(self) -> PlannedSpeedup:
+        return self._teller.estimated_speedup
 
     @property
     def draft_version(self) -> int:
@@ -418,7 +423,7 @@ class LocalEngine:
 
         A group is one tenant's. Where the whole prompt is there, its last token is pending and the sample decodes.
         """
-        slot, length = self._longest_prefix(generation)
+        slot, length = longest_prefix(generation, self._running, prompt_labels=self._config.prompt_labels)
         if length == 0:
             return
         sibling, last = self._running[slot], generation.num_prompt_tokens - 1
@@ -431,27 +436,6 @@ class LocalEngine:
         if length == last:
             self._prefilling = None
             self._running.append(generation)
-
-    def _longest_prefix(self, generation: Generation) -> tuple[int, int]:
-        """The slot of the running sibling that has read most of the prompt, all of which but the last token counts."""
-        policy, best = generation.request.policy, (0, 0)
-        # Who opts out of capture leaves nothing for other requests.
-        if not (policy.group_id and policy.capture):
-            return best
-        for slot, sibling in enumerate(self._running):
-            if sibling.lends_prompt and sibling.request.policy == policy and sibling.capture == generation.capture:
-                found = slot, self._common(generation, sibling)
-                best = max(best, found, key=lambda one: (one[1], self._running[one[0]].lends_pairs))
-        return best
-
-    def _common(self, generation: Generation, sibling: Generation) -> int:
-        prompt = generation.tokens
-        most = min(len(prompt), len(sibling.tokens)) - 1
-        if generation.capture and sibling.request.prompt_token_ids != generation.request.prompt_token_ids:
-            # What is kept of a prompt's end is not what was kept of the sibling's.
-            most = min(most, max(0, len(prompt) - self._config.prompt_labels))
-        pairs = enumerate(zip(prompt[:most], sibling.tokens, strict=False))
-        return next((at for at, (one, other) in pairs if one != other), most)
 
     def _new_suffix(self, request: GenerateRequest) -> SuffixRequest | None:
         if self._suffixes is None:
@@ -481,80 +465,9 @@ class LocalEngine:
         depth = 0 if is_control else self._depth
         report = self._runner.run(self._running, depth)
         self._step_tokens += report.batch * (1 + report.num_proposals)
-        self.metrics.observe_round(
-            batch=report.batch,
-            drafted=report.drafted,
-            seconds=report.seconds,
-            committed=report.committed,
-            proposed=report.proposed,
-            accepted=report.accepted,
-            from_head=report.from_head,
-            look=None if report.look is None else report.look.is_right,
-            expected=(report.plan.expected_tokens, report.plan.expected_s),
-        )
-        self._measure(report, depth, is_control)
-        if is_on():
-            self._record_round(report, depth)
+        told = Round(report, self._running, depth, is_control, self._draft.version, self._target_version)
+        self._teller.tell(told)
         self._finish_done()
-
-    def _measure(self, report: RoundReport, depth: int, is_control: bool) -> None:
-        requests = [generation.request for generation in self._running]
-        self._meter.add(
-            batch=report.batch,
-            drafted=report.drafted,
-            seconds=report.seconds,
-            committed=report.committed,
-            earned=[
-                ((request.policy.tenant, request.policy.domain), tokens)
-                for request, tokens in zip(requests, report.earned, strict=True)
-            ],
-        )
-        plan = report.plan
-        if plan.expected_s:
-            self.estimated_speedup.add(
-                batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s
-            )
-        if self._on_round is not None:
-            self._on_round(self._watched(report, depth, is_control))
-
-    def _record_round(self, report: RoundReport, depth: int) -> None:
-        """A span in each answer that is traced."""
-        rows = zip(self._running, report.proposed, report.accepted, report.from_head, strict=True)
-        for generation, proposed, accepted, is_heads in rows:
-            record(
-                generation.parent,
-                "verify",
-                report.seconds,
-                batch=report.batch,
-                depth=depth,
-                proposed=proposed,
-                accepted=accepted,
-                from_head=is_heads,
-                draft_version=self._draft.version,
-            )
-
-    def _watched(self, report: RoundReport, depth: int, is_control: bool) -> WatchedRound:
-        return WatchedRound(
-            version=self._draft.version,
-            target_version=self._target_version,
-            batch=report.batch,
-            drafted=not is_control,
-            seconds=report.seconds,
-            committed=report.committed,
-            # A suffix chain that was verified beside the head's makes the round no measure of the head.
-            is_timed=not any(
-                num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True)
-            ),
-            verifications=tuple(self._verifications(report, depth)),
-        )
-
-    def _verifications(self, report: RoundReport, depth: int) -> Iterator[Verification]:
-        for generation, accepted, is_heads in zip(self._running, report.accepted, report.from_head, strict=True):
-            if is_heads:
-                yield Verification(generation.request.request_id, generation.stratum, accepted, depth)
-        if report.look is not None:
-            looked_at = self._running[report.look.row]
-            yield Verification(looked_at.request.request_id, looked_at.stratum, report.look.accepted, 1)
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._running if generation.finish_reason]:

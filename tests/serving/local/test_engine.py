@@ -193,7 +193,7 @@ def test_nothing_is_captured_for_a_request_that_opted_out(harness: Harness) -> N
 def test_control_rounds_give_the_baseline(model_dir: Path) -> None:
     with toy_engine(model_dir, control_share=0.3) as harness:
         harness.ask(*(harness.request(f"q {n}") for n in range(4)))
-        measured = harness.engine._meter.measure()
+        measured = harness.meter.measure()
         control = sum(harness.metric("slipstream_rounds_total", mode="control", batch=str(b)) for b in range(1, 5))
     assert measured.baseline_rounds == control > 0
     assert measured.ratio is not None

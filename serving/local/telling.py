@@ -1,0 +1,116 @@
+"""Whom a round is told to: the metrics, both speedups, the watch of the draft and the traces of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from serving.estimate import PlannedSpeedup
+from serving.evidence import Verification, WatchedRound
+from serving.local.generation import Generation
+from serving.local.rounds import RoundReport
+from serving.metrics import EngineMetrics
+from serving.speedup import SpeedupMeter
+from speculator.spans import is_on, record
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that has just run, with the requests of its rows."""
+
+    report: RoundReport
+    running: Sequence[Generation]
+    depth: int
+    is_control: bool
+    draft_version: int
+    target_version: int
+
+
+class RoundTeller:
+    """Used by the engine's thread; `on_round` must not block."""
+
+    def __init__(
+        self, metrics: EngineMetrics, meter: SpeedupMeter, on_round: Callable[[WatchedRound], object] | None
+    ) -> None:
+        self._metrics, self._meter, self._on_round = metrics, meter, on_round
+        self.estimated_speedup = PlannedSpeedup()
+
+    def tell(self, round_: Round) -> None:
+        report = round_.report
+        plan = report.plan
+        self._metrics.observe_round(
+            batch=report.batch,
+            drafted=report.drafted,
+            seconds=report.seconds,
+            committed=report.committed,
+            proposed=report.proposed,
+            accepted=report.accepted,
+            from_head=report.from_head,
+            look=None if report.look is None else report.look.is_right,
+            expected=(plan.expected_tokens, plan.expected_s),
+        )
+        self._measure(round_)
+        if plan.expected_s:
+            self.estimated_speedup.add(
+                batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s
+            )
+        if self._on_round is not None:
+            self._on_round(_watched(round_))
+        if is_on():
+            _record_spans(round_)
+
+    def _measure(self, round_: Round) -> None:
+        report = round_.report
+        policies = [generation.request.policy for generation in round_.running]
+        self._meter.add(
+            batch=report.batch,
+            drafted=report.drafted,
+            seconds=report.seconds,
+            committed=report.committed,
+            earned=[
+                ((policy.tenant, policy.domain), tokens) for policy, tokens in zip(policies, report.earned, strict=True)
+            ],
+        )
+
+
+def _record_spans(round_: Round) -> None:
+    """One in each answer that is traced."""
+    report = round_.report
+    rows = zip(round_.running, report.proposed, report.accepted, report.from_head, strict=True)
+    for generation, proposed, accepted, is_heads in rows:
+        record(
+            generation.parent,
+            "verify",
+            report.seconds,
+            batch=report.batch,
+            depth=round_.depth,
+            proposed=proposed,
+            accepted=accepted,
+            from_head=is_heads,
+            draft_version=round_.draft_version,
+        )
+
+
+def _watched(round_: Round) -> WatchedRound:
+    report = round_.report
+    return WatchedRound(
+        version=round_.draft_version,
+        target_version=round_.target_version,
+        batch=report.batch,
+        drafted=not round_.is_control,
+        seconds=report.seconds,
+        committed=report.committed,
+        # A suffix chain that was verified beside the head's makes the round no measure of the head.
+        is_timed=not any(num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True)),
+        verifications=tuple(_verifications(round_)),
+    )
+
+
+def _verifications(round_: Round) -> Iterator[Verification]:
+    report = round_.report
+    for generation, accepted, is_heads in zip(round_.running, report.accepted, report.from_head, strict=True):
+        if is_heads:
+            yield Verification(generation.request.request_id, generation.stratum, accepted, round_.depth)
+    if (look := report.look) is not None:
+        looked_at = round_.running[look.row]
+        yield Verification(looked_at.request.request_id, looked_at.stratum, look.accepted, 1)
