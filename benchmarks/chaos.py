@@ -33,8 +33,10 @@ Seen = dict[str, Observed | str]
 _NO_SMALL_DISK = Observed(told="left out: no tmpfs may be mounted here", checks={})
 _NO_GOOD_DRAFT = Observed(told="left out: hardly worse than what a toy's draft learns; --model tries it", checks={})
 _LEFT_OUT = (_NO_SMALL_DISK, _NO_GOOD_DRAFT)
-_TOY = ("--dtype", "float64", "--draft-vocab-size", "24", "--context-length", "256", "--suffix-depth", "0")
-_REAL = ("--dtype", "float32", "--context-length", "512")
+_BOTH = ("--suffix-depth", "0")
+"""Suffixes know half of the questions by heart, and leave the draft little to do."""
+_TOY = (*_BOTH, "--dtype", "float64", "--draft-vocab-size", "24", "--context-length", "256")
+_REAL = (*_BOTH, "--dtype", "float32", "--draft-vocab-size", "2048", "--context-length", "512")
 FAULTS = (
     redis.killed,
     redis.paused,
@@ -74,8 +76,11 @@ def main() -> None:
 
 
 def _run(folder: Path, model: str | None, chosen: list[Fault]) -> Seen:
-    model_dir = make_toy_model(folder / "toy") if model is None else resolve_model(model)
-    loop, seen = Loop(folder, model_dir, _TOY if model is None else _REAL), Seen()
+    if model is None:
+        loop = Loop(folder, make_toy_model(folder / "toy"), _TOY)
+    else:
+        loop = Loop(folder, resolve_model(model), _REAL, disk_bytes=1 << 30, patience=3.0)
+    seen = Seen()
     with loop.running() as has_small_disks:
         for number, fault in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {fault.name} …", file=sys.stderr, flush=True)

@@ -6,21 +6,24 @@
 `slipstream serve` (gateway, local engine, recorder, follower), `slipstream train` and a real Redis run as processes of
 their own. Requests come at a fixed rate whatever becomes of the ones before; a request's latency counts from the moment
 at which it was due. A third of them are streams and one in ten clients leaves in the middle of one. No prompt comes
-twice, every tenth comes from a group, domains change: whatever remembers traffic has something to remember. Bounds
-of stream and replay are small, so that both are full long before sampling begins: what is bounded by design has then
-stopped growing. The first half of the time is left out for that.
+twice, every tenth comes from a group of its own, and every twentieth brings a domain that never came before: whatever
+remembers traffic has something to remember, for as long as it runs. Bounds of stream and replay are small, and after a
+minute and a half more domains have come than are told apart, so that all of it is full long before sampling begins:
+what is bounded by design has then stopped growing. The first half of the time is left out for that.
 
 Sampled every second or two: of each process the resident memory, descriptors and threads, and what it says of its own
 memory; pending and undelivered entries; the memory of Redis, without the stream of traces, which is trimmed by whole
-blocks and so goes up and down below its cap; by stretches of ten seconds the latency's median and
-99th percentile. Each series gets a slope an hour with a 95% interval (benchmarks/slopes.py). It is flat where the
-interval reaches down to the tolerance, which is a tenth of a percent of the level for memory and objects, and nothing
-for everything else.
+blocks and so goes up and down below its cap, and must never be above it; by stretches of ten seconds the latency's
+median and 99th percentile. Each series gets a slope an hour with a 99% interval (benchmarks/slopes.py). It is flat
+where the interval reaches down to the tolerance, which is a tenth of a percent of the level for memory and objects,
+and nothing for everything else. `--json` has all samples.
 
 Memory is judged by what is in use: what the C library's allocator has given out, and how many small Python objects
-there are (speculator/heap.py). Resident memory stands beside it and is not judged: it has what the allocator keeps for
-later, which goes on growing with each moment that takes more than any before. What is known to fill up to a bound is
-printed with the level that it had at the beginning and at the end of the window.
+there are (speculator/heap.py). For that the allocator runs without its caches of freed pieces, one a thread: it counts
+them as given out, up to a quarter of a megabyte for each thread, and they fill bit by bit. Resident memory stands
+beside it and is not judged: it has what the allocator keeps for later, which goes on growing with each moment that
+takes more than any before. What is known to fill up to a bound is printed with the level that it had at the beginning
+and at the end of the window.
 
 The model is a toy by default (eight random layers): it makes the most requests, swaps and traces a minute, and leaks
 are of those. It computes in float32: in bfloat16 oneDNN compiles a kernel of 0.7 MB for each number of rows and each
@@ -77,6 +80,7 @@ READY_S = 180.0
 _MEMORY_TOLERANCE = 0.001
 _LEAKING_SHARE = 0.005
 """Of the traces: more than so many that stay in the stream for ever would be a leak; fewer follow how busy it is."""
+_EXACT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -142,7 +146,7 @@ class Load:
             "messages": [{"role": "user", "content": text}],
             "max_tokens": self.max_tokens,
             "temperature": self._rng.choice([0, 1]),
-            "slipstream": {"domain": f"domain-{number // 500 % 40}", "group_id": group},
+            "slipstream": {"domain": f"domain-{number // 20}", "group_id": group},
         }
 
 
@@ -176,6 +180,7 @@ _COUNT = Series()
 _MEMORY = Series(unit="MiB", scale=MIB, tolerance=_MEMORY_TOLERANCE)
 _RESIDENT = replace(_MEMORY, is_judged=False)
 _OBJECTS = Series(unit="thousand", scale=1000, tolerance=_MEMORY_TOLERANCE)
+_STREAM = "traces in the stream"
 FILLS = {
     "text for suffix drafts, tokens": "slipstream_suffix_tokens",
     "replay": "slipstream_trainer_replay_bytes",
@@ -224,6 +229,7 @@ class Sampler:
         used = self._redis.info("memory")["used_memory"]
         traces = self._redis.memory_usage(self._traces, samples=0)
         self._add("Redis memory, the stream of traces", at_s, traces, _RESIDENT)
+        self._add(_STREAM, at_s, lag.bytes, _RESIDENT)
         self._add("Redis memory, all else", at_s, used - traces, _MEMORY)
         self.metrics = self._scraped(self._running.url, at_s)
         trainer = self._scraped(self._running.trainer_url, at_s)
@@ -251,8 +257,8 @@ class Sampler:
                     at_s = begin_s + STRETCH_S / 2
                     self._add(f"latency {name}", at_s, float(np.percentile(took, share)), Series(unit="ms"))
 
-    def slopes(self, block_s: float) -> dict[str, Slope]:
-        return {name: slope(one.at_s, one.values, block_s=block_s) for name, one in self.series.items()}
+    def slopes(self) -> dict[str, Slope]:
+        return {name: slope(one.at_s, one.values) for name, one in self.series.items()}
 
 
 # -- the run -----------------------------------------------------------------------------------------------------
@@ -261,7 +267,7 @@ class Sampler:
 @contextlib.contextmanager
 def loop(model_dir: Path, name: str, folder: Path) -> Iterator[Running]:
     with EmbeddedRedis(folder / "redis") as redis, contextlib.ExitStack() as running:
-        os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()})
+        os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()} | _EXACT_HEAP)
         common = ["--model", str(model_dir), "--redis-url", redis.url, "--store", str(folder / "drafts")]
         log = folder / "serve.log"
         options = ["--name", name, "--port", "0", "--capture", "--control-share", "0.1", "--context-length", "512"]
@@ -335,12 +341,19 @@ def main() -> None:
 
 
 def _finish(load: Load, sampler: Sampler, arguments: Any, versions: int) -> None:
-    slopes = sampler.slopes(block_s=6 * arguments.minutes)
+    slopes = sampler.slopes()
     assert sampler.metrics is not None, "looked at least once"
     swaps = sampler.metrics.total("slipstream_swaps_total", outcome="installed")
-    dropped = sampler.metrics.total("slipstream_traces_dropped_total")
-    rows: list[tuple[str, object]] = [("", f"{'median':>10}  {'an hour':>10}  95% interval")]
-    targets = [Target("failed_requests", load.num_failed, 0, at_least=False)]
+    dropped = {
+        dict(labels)["reason"]: value
+        for (name, labels), value in sampler.metrics.values.items()
+        if name == "slipstream_traces_dropped_total" and value
+    }
+    rows: list[tuple[str, object]] = [("", f"{'median':>10}  {'an hour':>10}  99% interval")]
+    targets = [
+        Target("failed_requests", load.num_failed, 0, at_least=False),
+        Target("largest_stream_mib", max(sampler.series[_STREAM].values), STREAM_BYTES / MIB, at_least=False),
+    ]
     for name, found in slopes.items():
         series = sampler.series[name]
         told = f"{found.level:10.2f}  {found.per_hour:+10.2f}  {found.lower:+.2f} … {found.upper:+.2f} {series.unit}"
@@ -353,7 +366,7 @@ def _finish(load: Load, sampler: Sampler, arguments: Any, versions: int) -> None
         ("requests", f"{load.num_sent}, of which {load.num_left} clients left in the middle"),
         ("requests a second", round(load.num_sent / (60 * arguments.minutes), 2)),
         ("draft versions, swaps", f"{versions}, {swaps:.0f}"),
-        ("traces dropped", f"{dropped:.0f}"),
+        ("traces dropped", ", ".join(f"{reason} {count:.0f}" for reason, count in dropped.items()) or "0"),
     ]
     document = {
         "model": arguments.model,
@@ -367,6 +380,7 @@ def _finish(load: Load, sampler: Sampler, arguments: Any, versions: int) -> None
         "traces_dropped": dropped,
         "fills": {name: [levels[0], levels[-1]] for name, levels in sampler.fills.items()},
         "slopes_per_hour": {name: found.to_dict() for name, found in slopes.items()},
+        "series": {name: {"at_s": one.at_s, "values": one.values} for name, one in sampler.series.items()},
     }
     finish(rows, targets, document, arguments.json)
 

@@ -40,6 +40,7 @@ class Forgetting:
         self._erasures, self._remover, self._name, self._ttl_s = erasures, remover, name, ttl_s
         self._metrics, self._clock = metrics, clock
         self._orders: dict[str, int] = {}
+        self._are_known = False
         self._removed: Counter[str] = Counter()
         self._looked_s: float | None = None
 
@@ -55,9 +56,9 @@ class Forgetting:
         return "erased" if self.reason(provenance) == "erased" else None
 
     @property
-    def has_orders(self) -> bool:
-        """Some tenant is to be forgotten, as far as is known."""
-        return bool(self._orders)
+    def may_have_orders(self) -> bool:
+        """Some tenant is to be forgotten, or Redis has not said yet that none is."""
+        return bool(self._orders) or not self._are_known
 
     def look(self) -> bool:
         """True where it was time to look: remove what has a reason, then `report`. Redis being away is no error."""
@@ -66,7 +67,7 @@ class Forgetting:
             return False
         self._looked_s = now_s
         try:
-            self._orders = self._erasures.orders()
+            self._orders, self._are_known = self._erasures.orders(), True
         except StreamError as error:
             self._failed(error)
         return True
@@ -77,6 +78,8 @@ class Forgetting:
         False where it is to be done again.
         """
         orders = dict(self._orders)
+        if not orders:
+            return self._are_known
         try:
             self._remover.remove(lambda header: covers(orders, header.tenant, header.created_ms), unreadable=False)
         except StreamError as error:

@@ -280,7 +280,7 @@ class Trainer:
             metrics=self.metrics,
             max_known=config.max_known_traces,
             reason_to_forget=self._forgetting.reason,
-            has_refused=self._forgetting.has_orders,
+            has_refused=self._forgetting.may_have_orders,
         )
 
     def _new_intake(self, to_example: Callable[[Trace], Example], progress: Progress) -> Intake:

@@ -27,12 +27,13 @@ from speculator.stream import TraceStream
 
 MODEL = "toy"
 STREAM_MAX_BYTES = 16 << 20
-_DISK_BYTES = 256 << 20
 TRAINER_ENVIRONMENT = {
     "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "50",
     "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "2",
     "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.5",
     "SLIPSTREAM_TRAINER_STREAM_MAX_BYTES": str(STREAM_MAX_BYTES),
+    # What is waited for is that it goes on, also where others use the machine.
+    "SLIPSTREAM_TRAINER_NICE": "0",
 }
 START_S = 120.0
 CALM_S = 5.0
@@ -52,8 +53,20 @@ class Books:
 class Loop:
     """Use with `running`. Redis and the draft store have a small disk each, where disks may be mounted."""
 
-    def __init__(self, folder: Path, model_dir: Path, serve_options: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model_dir: Path,
+        serve_options: tuple[str, ...],
+        *,
+        disk_bytes: int = 256 << 20,
+        patience: float = 1.0,
+    ) -> None:
+        """A disk has to hold 20 versions of the draft and ten forged ones; `patience` times as long as a toy takes
+        nothing is given up.
+        """
         self.folder, self.model_dir = folder, model_dir
+        self._disk_bytes, self._patience = disk_bytes, patience
         self.fingerprint = target_fingerprint(model_dir)
         self.model_key = model_key(model_dir, self.fingerprint)
         self._serve_options = serve_options
@@ -74,7 +87,8 @@ class Loop:
         os.environ.update(TRAINER_ENVIRONMENT)
         with contextlib.ExitStack() as opened:
             disks = [
-                opened.enter_context(small_disk(folder, _DISK_BYTES)) for folder in (self.redis_dir, self.store_dir)
+                opened.enter_context(small_disk(folder, self._disk_bytes))
+                for folder in (self.redis_dir, self.store_dir)
             ]
             self.start_redis()
             opened.callback(lambda: self.redis.stop())
@@ -166,8 +180,8 @@ class Loop:
             for child in (getattr(self, name, None) for name in ("serve", "train")):
                 if child is not None and child is not self.away:
                     child.check()
-            if time.monotonic() - started_s > timeout_s:
-                raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+            if (waited_s := time.monotonic() - started_s) > self._patience * timeout_s:
+                raise TimeoutError(f"waited {waited_s:.0f} s for {what}")
             time.sleep(0.05)
         return time.monotonic() - started_s
 

@@ -56,7 +56,7 @@ MALFORMED: tuple[bytes, ...] = (
 )
 GIANT: dict[str, dict[str, Any]] = {
     "a body of 5 MiB": {**_GOOD, "prompt": "a" * (5 << 20)},
-    "3 × the context": {**_GOOD, "prompt": "abc " * 256},
+    "3 × the context": {**_GOOD, "prompt": "a b c " * 512},
     "max_tokens of 10⁹": {**_GOOD, "max_tokens": 10**9},
     "10,000 prompts": {**_GOOD, "prompt": ["a"] * 10_000},
     "n of 10,000": {**_GOOD, "n": 10_000},

@@ -3,10 +3,12 @@ span that ours are put under."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from serving.engine import CapturePolicy
+from serving.header import now_ms
 from serving.marks import POLICY_KEY, Marks
 from speculator.sampling import SamplingParams
 from speculator.spans import Parent, joined
@@ -53,6 +55,12 @@ def sampling_of(params: Any) -> SamplingParams:
         return SamplingParams(temperature=0.0)
     top_k = params.top_k if 0 < params.top_k < 1 << 20 else 0
     return SamplingParams(temperature=float(params.temperature), top_p=float(params.top_p), top_k=top_k)
+
+
+def came_ms(request: Any) -> int:
+    """When SGLang's scheduler got it: the same after a wait in its queue, and after a retraction."""
+    waited_s: float = time.perf_counter() - request.time_stats.scheduler_recv_time
+    return now_ms() - round(1000 * waited_s)
 
 
 def is_constrained(request: Any) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from serving.sampler import CaptureSampler
-from serving.sglang.asked import is_constrained, is_marked, parent_of, policy_of, sampling_of
+from serving.sglang.asked import came_ms, is_constrained, is_marked, parent_of, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
@@ -205,6 +205,7 @@ class Capture:
                 sampling=sampling_of(request.sampling_params),
                 policy=policy,
                 constrained=is_constrained(request),
+                created_ms=came_ms(request),
             ),
             target_version=self.target_version,
         )

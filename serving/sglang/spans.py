@@ -41,7 +41,7 @@ class SpanRequest:
     constrained: bool
     """A grammar, bias or penalty changes the distribution of the answer's tokens."""
     created_ms: int = field(default_factory=now_ms)
-    """When its prefill began."""
+    """When it came."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from serving.header import now_ms
 from speculator.checkpoint import read_target_tensor
 from speculator.labels import draft_ids_by_target_id
 from speculator.lineage import load_draft
@@ -193,10 +194,13 @@ def test_who_opts_out_leaves_no_trace(plugged: Plugged, traces: dict[str, Trace]
     named = {"slipstream": {"capture": True, "tenant": "acme", "group_id": "g1", "domain": "geography"}}
     ids = plugged.ids("What is the longest river of Africa?")
     plugged.server.generate(ids, max_new_tokens=8, custom_params=silent)
+    asked_ms = now_ms()
     answer = plugged.server.generate(ids, max_new_tokens=8, custom_params=named)
+    answered_ms = now_ms()
     header = next(iter(plugged.traces(1).values())).header
     assert header.request_id == answer["meta_info"]["id"]
     assert (header.tenant, header.group_id, header.domain) == ("acme", "g1", "geography")
+    assert asked_ms - 100 <= header.created_ms <= answered_ms, "by SGLang's clock"
     assert plugged.stream.read(1, 200) == []
 
 

@@ -266,9 +266,20 @@ def test_the_stream_is_searched_for_erased_tenants_and_not_for_what_is_old(
     trainer.close()
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
 def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
-    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
+    start: MakeTrainer,
+    stream: TraceStream,
+    traces: list[Trace],
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    is_readable: bool,
 ) -> None:
+    """Also where Redis could not be asked for the orders at that start."""
+
+    def away(_: Erasures) -> dict[str, int]:
+        raise StreamError("Redis is away")
+
     Erasures(redis_client, "toy").order("anna")
     first = start()
     first.read(block_ms=0)
@@ -278,7 +289,10 @@ def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
     first.ack()
     first.close()
     assert stream.lag().length == 2
-    again = start()
+    with monkeypatch.context() as patched:
+        if not is_readable:
+            patched.setattr(Erasures, "orders", away)
+        again = start()
     again.read(block_ms=0)
     assert stream.lag().length == 1
     again.close()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from serving.header import now_ms
 from serving.marks import HEADER, Marks
 from serving.sampler import CaptureSampler
 from serving.sglang.asked import mark, policy_of, sampling_of
@@ -41,6 +42,7 @@ class Request:
     def __init__(self, prompt: list[int], rid: str = "r", **changes: Any) -> None:
         self.rid, self.origin_input_ids, self.output_ids = rid, prompt, list[int]()
         self.finished_reason: Finish | None = None
+        self.time_stats = SimpleNamespace(scheduler_recv_time=time.perf_counter())
         self.lora_id = self.multimodal_inputs = self.input_embeds = self.grammar = self.custom_logit_processor = None
         params = {
             "temperature": 1.0,
@@ -176,6 +178,24 @@ def test_retracted_requests_start_again() -> None:
     assert trace.token_ids.tolist() == [1, 2, 3, 10, 21, 30, 40]
     assert trace.rounds.position.tolist() == [6]
     assert capture.dropped == {"retracted": 1}
+
+
+def test_an_order_to_erase_covers_what_waits_for_its_first_prefill_or_for_another_one() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    retracted, queued = Request([1, 2, 3], "retracted"), Request([4, 5], "queued")
+    for request in (retracted, queued):
+        request.time_stats.scheduler_recv_time -= 60
+    came_ms = now_ms() - 60_000
+    prefill(capture, [retracted])
+    capture.on_release(retracted)
+    prefill(capture, [retracted, queued])
+    retracted.output_ids, queued.output_ids = [10], [11]
+    verify(capture, [retracted, queued], [3, 2], [[21, 22], [23, 24]], [1, 1])
+    for request in (retracted, queued):
+        end(capture, request)
+    settle(capture)
+    assert [abs(trace.header.created_ms - came_ms) < 30_000 for trace in traces] == [True, True]
 
 
 def test_a_step_after_the_end_is_ignored() -> None:
