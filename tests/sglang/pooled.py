@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -23,16 +24,22 @@ MODEL = "pooled"
 ENGINES = ("first", "second")
 
 
-def find_router() -> str | None:
-    """The router of this environment, or one on the PATH."""
-    beside = Path(sys.executable).with_name("sglang-router")
-    return str(beside) if beside.exists() else shutil.which("sglang-router")
+_WITHOUT_SGLANG = "import sys; sys.modules['sglang'] = None; from sglang_router.cli import main; main()"
+"""As in an environment of its own: the router's launcher imports SGLang where there is one, and that takes long."""
 
 
-def router_command(router: str, *, port: int, metrics_port: int, workers: Sequence[str]) -> list[str]:
+def find_router() -> list[str] | None:
+    """The command of this environment's router, or of one on the PATH."""
+    if importlib.util.find_spec("sglang_router") is not None:
+        return [sys.executable, "-c", _WITHOUT_SGLANG]
+    on_path = shutil.which("sglang-router")
+    return None if on_path is None else [on_path]
+
+
+def router_command(router: Sequence[str], *, port: int, metrics_port: int, workers: Sequence[str]) -> list[str]:
     """As docs/sglang.md says, on loopback and with closer looks at the engines' health."""
     return [
-        *(router, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers),
+        *(*router, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers),
         *("--policy", "round_robin", "--disable-circuit-breaker", "--worker-startup-check-interval", "1"),
         *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), "--log-level", "warn"),

@@ -142,7 +142,7 @@ def test_the_router_knows_the_words_of_the_page() -> None:
     [command] = re.findall(r"^sglang-router launch (?:.*\\\n)*.*$", page, re.MULTILINE)
     flags = re.findall(r"--[\w-]+", command)
     assert len(flags) > 5
-    shown = subprocess.run([router, "launch", "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = subprocess.run([*router, "launch", "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert set(flags) <= set(re.findall(r"--[\w-]+", shown))
 
 

@@ -1,0 +1,171 @@
+"""The processes of benchmarks/sglang_pool.py, and the drafts that they are given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.engines import answers_of, engine_with
+from benchmarks.faults.accounts import Accounts, settle
+from benchmarks.faults.witness import digest
+from benchmarks.live import trained
+from benchmarks.pool_traffic import OK, Load, Witness
+from benchmarks.services import Service
+from slipstream.topics import Prompt
+from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import StreamError
+from speculator.fresh import fresh_draft
+from speculator.ledger import StreamLag
+from speculator.lifecycle import State
+from speculator.lineage import admit
+from speculator.model import Eagle3Draft
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
+from speculator.store import DraftStore
+from speculator.stream import TraceStream
+from speculator.trace import Trace
+from tests.sglang.pooled import ENGINES, MODEL, Pooled
+from trainer.checkpoint import load_checkpoint
+
+CLIENTS = 4
+MAX_TOKENS = 48
+STREAM_MAX_BYTES = 1 << 30
+KNOWN_VERIFICATIONS = 1200
+"""Of the version in service: from then on another one is tried as soon as it comes (serving/watch.py)."""
+TRAINER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "2",
+    "SLIPSTREAM_TRAINER_KEEP_VERSIONS": "1000",
+    # It learns and reviews; which versions come, and when, is the benchmark's to say.
+    "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "100000",
+}
+_INSTALLED = re.compile(r"draft version (\d+) in service at step")
+
+
+def learnt(model_dir: Path, prompts: Sequence[Prompt], num_steps: Sequence[int]) -> list[Eagle3Draft]:
+    """Drafts that have learnt the target's own answers to these prompts, for so many steps each."""
+    traces: list[Trace] = []
+    settings = {"dtype": "float32", "depth": 0, "suffix_depth": 0}
+    torch.set_num_threads(os.cpu_count() or 1)
+    with engine_with(
+        model_dir, fresh_draft(model_dir, seed=0), os.cpu_count() or 1, settings=settings, on_trace=traces.append
+    ) as engine:
+        asked = [engine.tokenizer.encode_chat([{"role": "user", "content": prompt.text}]) for prompt in prompts]
+        asyncio.run(answers_of(engine, asked, MAX_TOKENS))
+    return [trained(model_dir, traces, count)[0] for count in num_steps]
+
+
+class Scene:
+    """Redis, two SGLang servers, router, gateway, trainer, clients and a witness. Use with `running`."""
+
+    def __init__(self, folder: Path, model_dir: Path, prompts: Sequence[Prompt], first: Eagle3Draft) -> None:
+        """`first` is the draft in service."""
+        self.folder, self._fingerprint = folder, target_fingerprint(model_dir)
+        self._key = model_key(model_dir, self._fingerprint)
+        self.redis = EmbeddedRedis(folder / "redis")
+        self.store = DraftStore(folder / "drafts")
+        self.first = self.add(draft_state(first), first)
+        for state in (State.LIVE, State.PROMOTED):
+            self.store.lifecycle.move(self.first, state, actor="benchmark")
+        self.pointer = DraftPointer(connect(self.redis.url), self._key)
+        self.pointer.publish(self.first)
+        self._stream = TraceStream(connect(self.redis.url), self._key, max_bytes=STREAM_MAX_BYTES, consumer="benchmark")
+        self.pool = Pooled(folder, model_dir, self.store.root, self.redis.url, settings={"POLL_S": "0.5"})
+        self.load = Load(self.pool.url, MODEL, prompts, num_clients=CLIENTS, max_tokens=MAX_TOKENS)
+        self.witness = Witness(self.redis.url, self._key)
+        places = ["--redis-url", self.redis.url, "--store", str(self.store.root), "--state", str(folder / "state")]
+        self.trainer = Service(folder, "trainer", ["train", "--model", str(model_dir), *places])
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as opened:
+            opened.callback(lambda: self.redis.stop())
+            opened.callback(self.trainer.close)
+            opened.enter_context(self.pool.running())
+            self.trainer.start()
+            opened.enter_context(self.witness.running())
+            opened.enter_context(self.load.running())
+            yield
+
+    def kill_redis(self) -> None:
+        os.kill(self.redis.pid, signal.SIGKILL)
+        self.redis.stop()
+
+    def start_redis(self) -> None:
+        self.redis = EmbeddedRedis(self.folder / "redis")
+
+    # -- drafts
+
+    def add(self, state: Mapping[str, Tensor], draft: Eagle3Draft) -> int:
+        """A version that has passed the gate on paper."""
+        parent, config = self.store.latest(), draft_config_json(draft.config)
+        version = self.store.write(
+            dict(state), config, parent=parent, target_fingerprint=self._fingerprint, info={"origin": "benchmark"}
+        ).version
+        admit(self.store, version, target_fingerprint=self._fingerprint, actor="benchmark", reason="benchmark")
+        return version
+
+    def state(self, version: int) -> State | None:
+        return self.store.lifecycle.state(version)
+
+    def reports(self) -> dict[str, dict[str, str]]:
+        """By engine; none while Redis is away."""
+        with contextlib.suppress(StreamError):
+            return self.pointer.engines()
+        return {}
+
+    def versions(self) -> dict[str, int]:
+        return {name: int(report["version"]) for name, report in self.reports().items()}
+
+    def all_run(self, version: int) -> bool:
+        return self.versions() == dict.fromkeys(ENGINES, version)
+
+    def know_their_draft(self) -> bool:
+        """Whether each engine has something to compare the next version with."""
+        known = [int(report["baseline_verifications"]) for report in self.reports().values()]
+        return len(known) == len(ENGINES) and min(known) >= KNOWN_VERIFICATIONS
+
+    def ran(self, version: int) -> int:
+        """How many engines ever had it in service, by their own logs."""
+        logs = [(self.folder / f"{name}.log").read_text(errors="replace") for name in ENGINES]
+        return sum(str(version) in _INSTALLED.findall(log) for log in logs)
+
+    # -- requests and traces
+
+    def answered(self, count: int, what: str) -> None:
+        """Wait until `count` more requests have come to their end."""
+        before = self.load.since(0)[OK]
+        self.pool.wait_for(lambda: self.load.since(0)[OK] >= before + count, what)
+
+    def lag(self) -> StreamLag | None:
+        """None while Redis is away."""
+        with contextlib.suppress(StreamError):
+            return self._stream.lag()
+        return None
+
+    def num_waiting(self) -> int:
+        """Traces that the trainer has not acknowledged; many while Redis is away."""
+        lag = self.lag()
+        return STREAM_MAX_BYTES if lag is None else lag.pending + lag.undelivered
+
+    def accounts(self) -> Accounts:
+        """Needs the trainer to have ended."""
+        saved, lag = load_checkpoint(self.folder / "state"), self._stream.lag()
+        assert saved is not None, "the trainer has saved nothing"
+        return settle(
+            acknowledged=self.witness.trace_ids,
+            notes=self.trainer.notes.read_text().splitlines(),
+            last_saved=digest(saved[1]),
+            waiting=lag.pending + lag.undelivered,
+            lost=lag.lost,
+        )

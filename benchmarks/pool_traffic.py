@@ -1,0 +1,159 @@
+"""Clients of a pool, what their requests came to, and who reads the traces of them beside the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+from redis.exceptions import RedisError
+
+from slipstream.topics import Prompt
+from speculator.codec import decode_trace
+from speculator.keys import RedisKeys
+from speculator.redis_client import connect
+
+OK, CUT, REFUSED = "ok", "cut", "refused"
+"""Cut: it had begun, or was under way, when what it hung on ended. Refused: there was nobody to begin it."""
+_PAUSE_S = 0.25
+"""Before a client that was refused asks again, and before one looks for Redis again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Times are of `time.monotonic`."""
+
+    started_s: float
+    ended_s: float
+    outcome: str
+    request_id: str
+
+
+class Load:
+    """Clients that stream one greedy answer after another to the same questions."""
+
+    def __init__(self, url: str, model: str, prompts: Sequence[Prompt], *, num_clients: int, max_tokens: int) -> None:
+        self._url, self._model, self._prompts = url, model, itertools.cycle(prompts)
+        self._num_clients, self._max_tokens = num_clients, max_tokens
+        self._stopping, self._threads = threading.Event(), list[threading.Thread]()
+        self._may_ask, self._lock = threading.Event(), threading.Lock()
+        self._may_ask.set()
+        self.asked: list[Asked] = []
+        self.num_under_way = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._threads = [threading.Thread(target=self._client) for _ in range(self._num_clients)]
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Answers under way come to their end."""
+        self._stopping.set()
+        self._may_ask.set()
+        for thread in self._threads:
+            thread.join()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No further request begins inside."""
+        with self._lock:
+            self._may_ask.clear()
+        try:
+            yield
+        finally:
+            self._may_ask.set()
+
+    def since(self, started_s: float) -> Counter[str]:
+        """Outcomes of what ended since then."""
+        return Counter(each.outcome for each in list(self.asked) if each.ended_s >= started_s)
+
+    def _client(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
+            while not self._stopping.is_set():
+                self._may_ask.wait()
+                with self._lock:
+                    if not self._may_ask.is_set():
+                        continue
+                    self.num_under_way += 1
+                    prompt = next(self._prompts)
+                done = self._ask(client, prompt)
+                with self._lock:
+                    self.num_under_way -= 1
+                    self.asked.append(done)
+                if done.outcome == REFUSED:
+                    self._stopping.wait(_PAUSE_S)
+
+    def _ask(self, client: httpx.Client, prompt: Prompt) -> Asked:
+        fields = {"max_tokens": self._max_tokens, "temperature": 0, "slipstream": {"domain": prompt.domain}}
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "stream": True,
+            **fields,
+        }
+        started_s, outcome, request_id = time.monotonic(), CUT, ""
+        try:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                request_id = response.headers.get("x-request-id", "")
+                lines = [line for line in response.iter_lines() if line]
+            is_whole = lines[-1:] == ["data: [DONE]"] and not any(line.startswith('data: {"error"') for line in lines)
+            outcome = OK if is_whole else CUT if response.status_code == 200 else REFUSED
+        except httpx.ConnectError:
+            outcome = REFUSED
+        except httpx.TransportError:
+            pass
+        return Asked(started_s=started_s, ended_s=time.monotonic(), outcome=outcome, request_id=request_id)
+
+
+class Witness:
+    """Reads the stream from its beginning, beside the trainer: which engine made which request's trace."""
+
+    def __init__(self, redis_url: str, key: str) -> None:
+        self._redis, self._stream = connect(redis_url), RedisKeys(model_key=key).ledger.traces
+        self._stopping = threading.Event()
+        self.engine_of: dict[str, str] = {}
+        self.trace_ids: set[str] = set()
+        self.appended_twice = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            thread.join()
+
+    def num_of(self, engine: str) -> int:
+        """Requests whose trace is this engine's."""
+        return sum(each == engine for each in list(self.engine_of.values()))
+
+    def _run(self) -> None:
+        last = "0"
+        while not self._stopping.is_set():
+            try:
+                last = self._read(last)
+            except RedisError:
+                self._stopping.wait(_PAUSE_S)
+
+    def _read(self, last: str) -> str:
+        for _, entries in self._redis.xread({self._stream: last}, count=100, block=200) or ():  # type: ignore[union-attr]
+            for entry_id, fields in entries:
+                header = decode_trace(fields[b"payload"]).header
+                # An append whose answer got lost is made again; the trainer uses one of them.
+                self.appended_twice += header.trace_id in self.trace_ids
+                self.trace_ids.add(header.trace_id)
+                self.engine_of[header.request_id] = header.engine_id
+                last = entry_id
+        return last
