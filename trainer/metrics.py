@@ -158,7 +158,7 @@ class TrainerMetrics:
         )  # fmt: skip
         self.serving_slowdown = Gauge(
             "slipstream_trainer_serving_slowdown_ratio",
-            "How much longer an engine's step takes beside training than alone, as of the last change of slices",
+            "How much longer an engine's step takes beside training than alone, as last concluded",
             registry=registry,
         )
         self.slice_seconds = Gauge(

@@ -7,7 +7,7 @@ While no engine works, always. While one does, in slices with rests between them
 over the steps of late, where "alone" are the steps during rests, with the same batch and number of tokens. After a
 slice, slowdown ≤ budget doubles the next one and halves the rest; else the next slice is the shortest again and the
 rest doubles. So where cores, caches and memory are enough for both, the trainer soon computes nearly all the time, and
-where they are not, it touches one step in a thousand: too rare for the 99th percentile. It is slow start (RFC 5681) for
+where they are not, it touches one step in hundreds: too rare for the 99th percentile. It is slow start (RFC 5681) for
 what a best-effort job may take from a latency-critical one, with the latter's own latency as the signal (Heracles, Lo
 et al., ISCA 2015). While requests queue there are no slices: what slows a step then delays all that wait behind it.
 
@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from speculator.pulse import Serving
 
 SHORTEST_SLICE_S, LONGEST_SLICE_S = 0.02, 10.0
-FIRST_REST_S, SHORTEST_REST_S, LONGEST_REST_S = 5.0, 0.5, 60.0
+SHORTEST_REST_S, LONGEST_REST_S = 0.5, 20.0
+"""The first rest is the longest: a slice touches two steps or so, of 50 ms one in 200."""
 LEAST_EVIDENCE_S = 0.2
 """Computing beside serving before anything is concluded from it: steps vary by more than the budget."""
 _MEMORY_S = 2.0
@@ -88,7 +89,9 @@ class Sharing:
         self.budget = budget
         """Relative slowdown of serving's steps that is all right."""
         self.slowdown = Slowdown()
-        self.slice_s, self.rest_s = SHORTEST_SLICE_S, FIRST_REST_S
+        self.slice_s, self.rest_s = SHORTEST_SLICE_S, LONGEST_REST_S
+        self.found = 0.0
+        """The slowdown that the last conclusion was drawn from."""
         self._in_slice = False
         self._spent_s = 0.0
         """Of the present slice or rest; only time in which serving was busy counts."""
@@ -131,9 +134,12 @@ class Sharing:
         known_s = self.slowdown.beside_s
         if known_s == self._beside_before_s or known_s < LEAST_EVIDENCE_S:
             return
-        if self.slowdown.ratio <= self.budget:
+        self.found = self.slowdown.ratio
+        if self.found <= self.budget:
             self.slice_s = min(2 * self.slice_s, LONGEST_SLICE_S)
             self.rest_s = max(self.rest_s / 2, SHORTEST_REST_S)
         else:
             self.slice_s = SHORTEST_SLICE_S
             self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)
+            # The next conclusion is not to be drawn from the same steps, which may have been slow by chance.
+            self.slowdown.beside_s = self.slowdown.excess_s = 0.0

@@ -75,7 +75,8 @@ def _propose(
     label_rows_S = batch.rows[chains_S] + 1 + step
     logits_SD = draft.logits(feature_Sd)
     # A row's label is about the token of the next row.
-    hits_S = logits_SD.detach().argmax(-1) == batch.draft_ids[label_rows_S + 1]
+    # In bfloat16 on a CPU `max` takes a sixth of `argmax`'s time.
+    hits_S = logits_SD.detach().max(-1).indices == batch.draft_ids[label_rows_S + 1]
     return Proposals(step=step, chains=chains_S, label_rows=label_rows_S, logits=logits_SD, hits=hits_S, own=own_S)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's operations give way to an engine: in the middle of a step, and without changing what is learnt."""
+"""The trainer's modules give way to an engine: in the middle of a step, and without changing what is learnt."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
+from torch import nn
 
 from speculator.codec import encode_trace
 from speculator.fresh import fresh_draft
@@ -34,11 +35,16 @@ from trainer.yielding import Yielding, give_way_in_the_kernel, yielding
 BUSY, IDLE = Serving(1, True, 0), Serving(1, False, 0)
 
 
+def work() -> None:
+    nn.Identity()(torch.ones(3))
+
+
 class Scene:
-    """A board, a clock and a stop of our own: each operation takes 1 ms, and each poll of a waiting trainer."""
+    """A board, clocks and a stop of our own: each module takes 1 ms, and each poll of a waiting trainer."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12
+        self.asleep_ns = 0
         self.serving = IDLE
         self.looks: list[Serving] = []
         self.steps_: list[EngineStep] = []
@@ -56,6 +62,7 @@ class Scene:
             drain=self._drain,
             stop=cast(threading.Event, self),
             clock=self._clock,
+            cpu_clock=lambda: self.now_ns - self.asleep_ns,
         )
 
     def look(self) -> Serving:
@@ -85,28 +92,34 @@ class Scene:
         return self.registry.get_sample_value(f"slipstream_trainer_{name}")
 
 
-def test_every_operation_asks_those_of_the_backward_pass_too() -> None:
-    scene = Scene()
-    weight = torch.ones(3, requires_grad=True)
+def test_every_module_asks_in_the_backward_pass_too() -> None:
+    scene, layer = Scene(), nn.Linear(3, 3)
     with scene.mode:
-        loss = (weight * 2).sum()
-        num_forward = len(scene.looks)
-        loss.backward()  # type: ignore[no-untyped-call]
-    assert num_forward == 2
-    assert len(scene.looks) > num_forward
-    before = len(scene.looks)
-    torch.ones(3).sum()
-    assert len(scene.looks) == before, "outside, nobody is asked"
+        loss = layer(torch.ones(3)).sum()
+        assert len(scene.looks) == 1
+        loss.backward()
+        assert len(scene.looks) == 2
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        assert len(scene.looks) == 3
+        with torch.no_grad():
+            layer(torch.ones(3))
+        assert len(scene.looks) == 4
+        other = threading.Thread(target=lambda: (work(), torch.optim.SGD(layer.parameters(), lr=0.1).step()))
+        other.start()
+        other.join()
+        assert len(scene.looks) == 4, "an engine in this process does not give way to itself"
+    work()
+    assert len(scene.looks) == 4, "outside, nobody is asked"
 
 
-def test_an_operation_waits_until_serving_is_idle() -> None:
+def test_a_module_waits_until_serving_is_idle() -> None:
     scene = Scene()
     scene.serving = BUSY
     with scene.mode:
-        torch.ones(3)
+        work()
         assert scene.num_polls == 3
         assert scene.looks == [BUSY, BUSY, BUSY, IDLE]
-        torch.ones(3)
+        work()
         assert scene.num_polls == 3, "idle: at once"
     assert scene.metric("yielded_seconds_total") == pytest.approx(0.003)
 
@@ -115,7 +128,7 @@ def test_nobody_waits_at_the_stop() -> None:
     scene = Scene()
     scene.serving, scene.is_stopped = BUSY, True
     with scene.mode:
-        torch.ones(3)
+        work()
     assert scene.num_polls == 0
 
 
@@ -124,26 +137,26 @@ def test_threads_follow_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     scene = Scene()
     with scene.mode:
-        torch.ones(3)
+        work()
         assert scene.metric("threads") == 2
-        torch.ones(3)
+        work()
         scene.serving, scene.is_stopped = BUSY, True
-        torch.ones(3)
+        work()
         scene.serving = Serving(0, False, 0)
-        torch.ones(3)
+        work()
         assert scene.metric("threads") == 1, "without an engine that says so, nobody knows that it rests"
     assert asked == [1, 2, 1]
 
 
-def test_beside_a_busy_engine_each_operation_ends_before_the_next() -> None:
+def test_beside_a_busy_engine_each_module_ends_before_the_next() -> None:
     scene = Scene()
     scene.is_stopped = True
     with scene.mode:
-        torch.ones(3)
+        work()
         assert scene.num_drained == 0
         scene.serving = BUSY
-        torch.ones(3)
-        torch.ones(3)
+        for _ in range(3):
+            work()
     assert scene.num_drained == 2
 
 
@@ -152,23 +165,42 @@ def test_steps_are_set_against_what_was_computed_during_them() -> None:
     told: list[tuple[tuple[str, int], float, float]] = []
     scene.sharing.observe = lambda *one: told.append(one)  # type: ignore[method-assign]
     with scene.mode:
-        torch.ones(3)
+        work()
+        work()
         idle_ns = scene.now_ns
         scene.serving, scene.is_stopped = BUSY, True
-        torch.ones(3)
+        work()
+        busy_ns = scene.now_ns
+        work()
         beside_ns = scene.now_ns
         scene.now_ns += 50_000_000
+        scene.asleep_ns += 50_000_000
         scene.steps_ = [
             EngineStep("e", idle_ns - 500_000, beside_ns, 1),
-            EngineStep("e", beside_ns - 500_000, beside_ns + 1_500_000, 2),
-            EngineStep("e", beside_ns, beside_ns + 1_000_000, 3),
+            EngineStep("e", busy_ns - 200_000, beside_ns + 1_500_000, 2),
+            EngineStep("e", beside_ns + 10_000_000, beside_ns + 20_000_000, 3),
         ]
-        torch.ones(3)
+        work()
     assert [shape for shape, *_ in told] == [("e", 2), ("e", 3)], (
-        "an operation that serving came into says nothing about slices"
+        "a module that serving came into says nothing about slices"
     )
-    assert [beside_s for *_, beside_s in told] == pytest.approx([0.0005, 0.0])
-    assert told[0][1] == pytest.approx(0.002)
+    assert [beside_s for *_, beside_s in told] == pytest.approx([0.001, 0.0])
+    assert told[0][1] == pytest.approx(0.0037)
+
+
+def test_what_was_concluded_is_visible() -> None:
+    scene = Scene()
+    scene.is_stopped = True
+    with scene.mode:
+        for found in (0.4, 0.01):
+
+            def conclude(now_s: float, serving: Serving, found: float = found) -> bool:
+                scene.sharing.found = found
+                return True
+
+            scene.sharing.may_compute = conclude  # type: ignore[method-assign]
+            work()
+            assert scene.metric("serving_slowdown_ratio") == found, "a first conclusion changes no slice"
 
 
 def test_what_is_learnt_stays_the_same(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
