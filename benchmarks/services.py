@@ -41,6 +41,8 @@ class Service:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # A fork has one thread; libraries start theirs when they are imported.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         )
         self.pid = 0
         self._ended = threading.Event()
