@@ -58,7 +58,17 @@ class Loop:
 
     def sample(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
         """The answers' tokens; their traces go to the stream."""
+        answers = self._answers(requests)
+        for trace in self.traces:
+            self._stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+        return answers
 
+    def examine(self, requests: Sequence[GenerateRequest]) -> list[Trace]:
+        """Traces of answers from which nobody learns."""
+        self._answers(requests)
+        return list(self.traces)
+
+    def _answers(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
         async def one(request: GenerateRequest) -> list[int]:
             return [token async for chunk in self.engine.generate(request) for token in chunk.token_ids]
 
@@ -70,8 +80,6 @@ class Loop:
         # The last chunk of an answer is delivered before its trace is handed over.
         while self.engine.health().num_running:
             time.sleep(0.01)
-        for trace in self.traces:
-            self._stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
         return answers
 
     def learn(self) -> None:

@@ -5,14 +5,14 @@
     draft trained on recorded answers ──▶ static: as it is at step 0
                                      └──▶ live: learns from what is sampled (benchmarks/in_process.py)
 
-The target is the policy of benchmarks/grpo.py. At each step both drafts decode the same new traces again, those of the
-newest target, from which neither has learnt: so they are compared on equal text, and no noise of the machine has part
-in it. The live one is the version that was in service while the traces were sampled: it knows older targets only.
+The target is the policy of benchmarks/grpo.py. Each version of it is given an exam, the same prompts with the same
+seeds, before the live draft has learnt from anything that this version said. Nobody ever learns from the exam. Both
+drafts decode its answers again: so they are compared on equal text, no noise of the machine has part in it, and no
+version has easier prompts than another.
 
 Acceptance is accepted proposals a verification, with chains of four that no confidence ends (trainer/evaluate.py). A
 policy in training also changes how predictable its text is, whatever the draft. So a third draft says what can be had:
-the fitted one starts where the static one does and learns from new answers of the last target alone; all three are then
-compared on others.
+the fitted one starts where the static one does and learns from other answers of the last target alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ import torch
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, recording
 from benchmarks.common import Target, fill_in, finish, parser, pick_prompts
 from benchmarks.grpo import ENGINE, TRAINER, Policy, capitals, sample_groups, train
-from benchmarks.in_process import Loop, loop
+from benchmarks.in_process import Loop, loop, request_for
 from slipstream.models import cache_root, resolve_model
+from slipstream.topics import Prompt
 from speculator.acceptance import Acceptance
 from speculator.checkpoint import apply_state, draft_state
 from speculator.errors import TraceError
@@ -46,6 +47,10 @@ from trainer.evaluate import predict_acceptance
 from trainer.step import Learner
 
 DEPTH = 4
+_EXAM_SIZE = 2
+"""Answers to each of its prompts."""
+_EXAM_SEED = 1 << 32
+"""No answer that is learnt from has a seed so large."""
 HOLDS = 0.9
 """Of its acceptance, what a draft must keep that holds."""
 
@@ -101,31 +106,49 @@ def trained_draft(arguments: argparse.Namespace, model_dir: Path, config: Traine
     return draft
 
 
-def last_comparison(
-    served: Loop, arguments: argparse.Namespace, static: Eagle3Draft, config: TrainerConfig
-) -> dict[str, float]:
-    """All three drafts on new answers of the last target, after the fitted one has learnt from as many others."""
-    prompts = pick_prompts(arguments.prompts, 2 * arguments.fit_groups, seed=1)
-    parts = []
-    for part in (prompts[: arguments.fit_groups], prompts[arguments.fit_groups :]):
-        seed = arguments.steps + len(parts)
-        sample_groups(served, part, size=arguments.size, max_tokens=arguments.sample_tokens, seed=seed, reward=capitals)
-        parts.append(examples_of(served.traces, static))
-    fitted = fresh_draft(config.model_dir, seed=0)
-    apply_state(fitted, draft_state(static))
-    drafts = {
-        "fitted": learnt(fitted, parts[0], config, passes=arguments.fit_passes),
-        "live": served.draft(served.engine.draft_version),
-        "static": static,
-    }
-    return {name: round(acceptance(draft, parts[1]), 4) for name, draft in drafts.items()}
+class Exam:
+    """The same questions to every version of the target."""
+
+    def __init__(self, served: Loop, prompts: Sequence[Prompt], draft: Eagle3Draft, *, max_tokens: int) -> None:
+        self._served, self._draft = served, draft
+        self._requests = [
+            request_for(
+                served.engine,
+                f"exam-{row}-{number}",
+                prompt.text,
+                max_tokens=max_tokens,
+                seed=_EXAM_SEED + _EXAM_SIZE * row + number,
+                domain=prompt.domain,
+                group_id=f"exam-{row}",
+            )
+            for row, prompt in enumerate(prompts)
+            for number in range(_EXAM_SIZE)
+        ]
+
+    def scores(self, drafts: Mapping[str, Eagle3Draft]) -> dict[str, float]:
+        """What the drafts accept of the newest target's answers."""
+        examples = examples_of(self._served.examine(self._requests), self._draft)
+        return {name: round(acceptance(draft, examples), 4) for name, draft in drafts.items()}
 
 
-def measure(arguments: argparse.Namespace, model_dir: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def fitted(
+    served: Loop, arguments: argparse.Namespace, static: Eagle3Draft, prompts: Sequence[Prompt], config: TrainerConfig
+) -> Eagle3Draft:
+    """The static draft after it has learnt the newest target's answers to these prompts."""
+    tokens, seed = arguments.sample_tokens, arguments.steps
+    sample_groups(served, prompts, size=arguments.size, max_tokens=tokens, seed=seed, reward=capitals)
+    draft = fresh_draft(config.model_dir, seed=0)
+    apply_state(draft, draft_state(static))
+    return learnt(draft, examples_of(served.traces, static), config, passes=arguments.fit_passes)
+
+
+def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, Any]]:
+    """A row for each version of the target; the last one has the fitted draft as well."""
     unused = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
     config = load_config(model_dir=model_dir, **unused)
     static = trained_draft(arguments, model_dir, config)
-    prompts = pick_prompts(arguments.prompts, arguments.steps * arguments.groups)
+    num_taught = arguments.steps * arguments.groups
+    prompts = pick_prompts(arguments.prompts, num_taught + arguments.fit_groups + arguments.exam)
     policy = Policy(model_dir, num_layers=arguments.layers, learning_rate=arguments.learning_rate)
     rows = []
     with (
@@ -139,7 +162,8 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> tuple[list[dict[s
             trainer=TRAINER,
         ) as served,
     ):
-        for row in train(
+        exam = Exam(served, prompts[-arguments.exam :], static, max_tokens=arguments.sample_tokens)
+        steps = train(
             served,
             policy,
             lambda step: prompts[step * arguments.groups : (step + 1) * arguments.groups],
@@ -147,14 +171,15 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> tuple[list[dict[s
             steps=arguments.steps,
             size=arguments.size,
             max_tokens=arguments.sample_tokens,
-        ):
-            examples = examples_of(served.traces, static)
-            live = served.draft(served.engine.draft_version)
-            row["static"] = round(acceptance(static, examples), 4)
-            row["live"] = row["static"] if row["draft_version"] == 1 else round(acceptance(live, examples), 4)
+        )
+        for row in steps:
+            row |= exam.scores({"live": served.draft(served.engine.draft_version), "static": static})
             rows.append(row)
             print(row, flush=True)
-        return rows, last_comparison(served, arguments, static, config)
+        drafts = {"live": served.draft(served.engine.draft_version), "static": static}
+        drafts["fitted"] = fitted(served, arguments, static, prompts[num_taught : -arguments.exam], config)
+        versions = {"target_version": served.engine.target_version, "draft_version": served.engine.draft_version}
+        return [*rows, versions | exam.scores(drafts)]
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -165,14 +190,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6.2), sharex=True, layout="constrained")
-    steps = [row["step"] for row in rows]
+    steps = [row["target_version"] for row in rows]
     curves = ((top, "live", "#1f6feb"), (top, "static", "#8c959f"), (bottom, "kl_from_start", "#1a7f37"))
     for axis, name, color in curves:
-        values = [row[name] for row in rows]
-        axis.plot(steps, values, color=color, linewidth=2.2, label=name)
+        values = [row[name] for row in rows if name in row]
+        axis.plot(steps[: len(values)], values, color=color, linewidth=2.2, label=name)
         axis.annotate(
             f"{values[-1]:.2f}",
-            (steps[-1], values[-1]),
+            (steps[len(values) - 1], values[-1]),
             xytext=(5, 0),
             textcoords="offset points",
             color=color,
@@ -183,6 +208,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     top.set_ylabel("accepted proposals\na verification")
     top.legend(loc="best", frameon=False, fontsize=9)
     bottom.set_ylabel("KL from the start\n(nats a token)")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.set_xlabel("target version: one policy update each")
     top.set_title("a draft that learns along, and one that does not", loc="left", fontsize=11)
     figure.savefig(path, dpi=130)
@@ -200,33 +226,37 @@ def main() -> None:
     options.add_argument("--learning-rate", type=float, default=1.5e-4)
     options.add_argument("--layers", type=int, default=8, help="of the policy that learn, from the last one on")
     options.add_argument("--passes", type=float, help="over the recording, before step 0; default 1.5, quick 1")
-    options.add_argument("--fit-groups", type=int, help="prompts of either half of the last sample; default 4, quick 2")
+    options.add_argument("--exam", type=int, help="prompts that every version is asked; default 16, quick 6")
+    options.add_argument("--fit-groups", type=int, help="prompts that the fitted draft learns from; default 4, quick 2")
     options.add_argument("--fit-passes", type=float, default=4.0)
     arguments = options.parse_args()
     fill_in(arguments, RECORDING_DEFAULTS)
-    fill_in(arguments, {"steps": (3, 8), "groups": (3, 4), "passes": (1.0, 1.5), "fit_groups": (2, 4)})
-    rows, last = measure(arguments, resolve_model(arguments.model))
+    defaults = {"steps": (3, 8), "groups": (3, 4), "passes": (1.0, 1.5), "fit_groups": (2, 4), "exam": (6, 16)}
+    fill_in(arguments, defaults)
+    rows = measure(arguments, resolve_model(arguments.model))
     if arguments.plot is not None:
         draw(rows, arguments.plot)
-    worst = min(row["live"] for row in rows[1:]) / rows[0]["live"]
+    first, last = rows[0], rows[-1]
+    worst = min(row["live"] for row in rows[1:]) / first["live"]
     table: list[tuple[str, object]] = [
         (
             f"version {row['target_version']}",
             f"live {row['live']:.3f}  static {row['static']:.3f}  reward {row['reward']:.3f}  "
             f"KL {row['kl_from_start']:.3f}  draft {row['draft_version']}",
         )
-        for row in rows
+        for row in rows[:-1]
     ]
-    table.append((f"version {len(rows)}", "  ".join(f"{name} {value:.3f}" for name, value in last.items())))
+    scores = "  ".join(f"{name} {last[name]:.3f}" for name in ("live", "static", "fitted"))
+    table.append((f"version {last['target_version']}", f"{scores}  draft {last['draft_version']}"))
     finish(
         table,
         [
             Target("live: least acceptance, of its own at step 0", worst, HOLDS),
             Target("live, of the fitted draft's", last["live"] / last["fitted"], HOLDS),
-            Target("static, of its own at step 0", rows[-1]["static"] / rows[0]["static"], HOLDS, at_least=False),
+            Target("static, of its own at step 0", last["static"] / first["static"], HOLDS, at_least=False),
             Target("static, of the fitted draft's", last["static"] / last["fitted"], HOLDS, at_least=False),
         ],
-        {"steps": rows, "last": last, "arguments": {name: str(value) for name, value in vars(arguments).items()}},
+        {"versions": rows, "arguments": {name: str(value) for name, value in vars(arguments).items()}},
         arguments.json,
     )
 

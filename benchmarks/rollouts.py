@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollouts [--quick] [--json FILE] [--prompts FILE.jsonl] [--slots 16] [--engines 1] …
 
-16 prompts with 8 samples each, at temperature 1 and top-p 1, to a limit that some of them reach. The real scheduler
+16 prompts with 8 samples each, at `--temperature` and top-p 1, to a limit that some of them reach. The real scheduler
 says what runs where; the same engine, with the same weights and the same warm cost model, answers in all ways in turn:
 
     plain            batches of groups that fill the slots, in order, each as long as its longest sample; no drafting
@@ -31,205 +31,33 @@ verification as ungrouped.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
-import statistics
-import tempfile
+import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter
 
-from benchmarks.common import Spread, Target, fill_in, finish, parser, pick_prompts
-from benchmarks.engines import engine_with
+from benchmarks.common import fill_in, parser, pick_prompts
 from benchmarks.live import trained
-from benchmarks.rollout_driver import Rollout, Setting, drive
-from benchmarks.suffix import Answer, Replay, replay
-from serving.group_text import GroupSharing
-from serving.local.config import LocalEngineConfig
-from serving.local.engine import LocalEngine
+from benchmarks.rollout_driver import Setting, drive
+from benchmarks.rollout_report import Measured, answers_of, replays, report
+from benchmarks.rollout_ways import LONGEST_PROMPT, Machine, machine, ways
 from serving.local.text import LocalTokenizer
-from serving.metrics import GroupTextMetrics
-from serving.rollout.division import Division
-from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.order import Fifo
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import GroupRequest
 from slipstream.models import resolve_model
-from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
-from speculator.group_store import GroupTexts
 from speculator.model import Eagle3Draft
-from speculator.planner import Plan, RoundPlanner
-from speculator.redis_client import connect
 from speculator.sampling import SamplingParams
-from speculator.suffix import SuffixConfig, SuffixDrafter, SuffixRequest
 from speculator.trace import Trace
 
-SAMPLING = SamplingParams(temperature=1.0, top_p=1.0)
-LONGEST_PROMPT = 300
 TAUGHT_TOKENS = 128
 NEEDED = ("fifo", "everything", "context_aware", "grouped")
 REPEATED = ("fifo", "queue", "everything")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    policy: Policy
-    has_barrier: bool = False
-    drafts: bool = True
-    copies_prompts: bool = False
-    is_grouped: bool = False
-    uses_head: bool = False
-
-
-def ways(chunk_tokens: int) -> dict[str, Way]:
-    fifo = Policy(order=Fifo())
-    aware = Policy(order=ContextAware(), division=Division(chunk_tokens=chunk_tokens))
-    return {
-        "plain": Way(policy=fifo, has_barrier=True, drafts=False),
-        "fifo": Way(policy=fifo, has_barrier=True),
-        "queue": Way(policy=fifo),
-        "prompt_once": Way(policy=fifo, copies_prompts=True),
-        "context_aware": Way(policy=aware, copies_prompts=True),
-        "grouped": Way(policy=aware, copies_prompts=True, is_grouped=True),
-        "everything": Way(policy=aware, copies_prompts=True, is_grouped=True, uses_head=True),
-    }
-
-
-class _Planner(RoundPlanner):
-    """The engine's own, with or without the head."""
-
-    uses_head = False
-
-    def plan(
-        self,
-        domains: Sequence[str],
-        num_keys: int,
-        suffixes: Sequence[Sequence[float]],
-        *,
-        head_depth: int,
-        unread: Sequence[int],
-    ) -> Plan:
-        depth = head_depth if self.uses_head else 0
-        return super().plan(domains, num_keys, suffixes, head_depth=depth, unread=unread)
-
-    @property
-    def is_awake(self) -> bool:
-        return self.uses_head and super().is_awake
-
-
-class _OwnText(SuffixDrafter):
-    """Every request proposes from its own text alone."""
-
-    def start(self, prompt: Sequence[int], *, tenant: str, group_id: str = "", shared: bool = True) -> SuffixRequest:
-        return super().start(prompt, tenant=tenant, shared=False)
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What verifications were offered and took."""
-
-    verifications: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    from_head: int = 0
-    """Of the proposed ones."""
-
-    def since(self, before: Counts) -> Counts:
-        return Counts(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
-
-    def to_dict(self) -> dict[str, float]:
-        rounds = max(self.verifications, 1)
-        return {
-            "accepted_over_proposed": round(self.accepted / max(self.proposed, 1), 4),
-            "tokens_a_verification": round(1 + self.accepted / rounds, 4),
-            "accepted_a_verification": round(self.accepted / rounds, 4),
-            "proposed_a_verification": round(self.proposed / rounds, 4),
-            "from_head_over_proposed": round(self.from_head / max(self.proposed, 1), 4),
-        }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The engines, and how they are set from one rollout to the next."""
-
-    engines: dict[str, LocalEngine]
-    planners: list[_Planner]
-
-    def prepare(self, way: Way) -> None:
-        for engine, planner in zip(self.engines.values(), self.planners, strict=True):
-            engine.set_depth(LocalEngineConfig.depth if way.drafts else 0)
-            # Nothing runs: the engine's thread waits for a request.
-            engine._suffixes = SuffixDrafter() if way.is_grouped else _OwnText()
-            planner.uses_head = way.uses_head
-
-    def counts(self) -> Counts:
-        """Of all engines since their start."""
-        metrics = [engine.metrics for engine in self.engines.values()]
-        return Counts(
-            verifications=sum(_total(one.verifications) for one in metrics),
-            proposed=sum(_total(one.proposals) for one in metrics),
-            accepted=sum(_total(one.accepted) for one in metrics),
-            from_head=sum(_total(one.proposals, source="head") for one in metrics),
-        )
-
-
-def _total(counter: Counter, **labels: str) -> int:
-    samples = [sample for family in counter.collect() for sample in family.samples]
-    return sum(
-        int(sample.value)
-        for sample in samples
-        if sample.name.endswith("_total") and labels.items() <= sample.labels.items()
-    )
-
-
-@contextlib.contextmanager
-def machine(model_dir: Path, draft: Eagle3Draft, arguments: argparse.Namespace, **wiring: Any) -> Iterator[Machine]:
-    """As many engines as asked for; more than one share groups through a Redis of their own."""
-    settings = {
-        "num_slots": arguments.slots,
-        "context_length": LONGEST_PROMPT + arguments.limit,
-        "max_waiting": 1024,
-        "control_share": 0.0,
-        "capture": False,
-        # Nobody waits for a stream here.
-        "prefill_chunk": 256,
-    }
-    names = [f"engine-{number}" for number in range(arguments.engines)]
-    planners = [_Planner(max_depth=LocalEngineConfig.max_depth) for _ in names]
-    with contextlib.ExitStack() as opened:
-        engines = {}
-        sharing = _sharing(opened, arguments.engines, draft.config.vocab_size)
-        for name, planner, shared in zip(names, planners, sharing, strict=True):
-            one = engine_with(
-                model_dir,
-                copy.deepcopy(draft),
-                arguments.threads,
-                settings=settings,
-                planner=planner,
-                sharing=shared,
-                **wiring,
-            )
-            engines[name] = opened.enter_context(one)
-        yield Machine(engines, planners)
-
-
-def _sharing(opened: contextlib.ExitStack, num_engines: int, vocab_size: int) -> list[GroupSharing | None]:
-    if num_engines == 1:
-        return [None]
-    folder = opened.enter_context(tempfile.TemporaryDirectory())
-    server = opened.enter_context(EmbeddedRedis(folder))
-    found: list[GroupSharing | None] = []
-    for _ in range(num_engines):
-        texts = GroupTexts(opened.enter_context(connect(server.url)), "benchmark")
-        shared = GroupSharing(texts, vocab_size=vocab_size, metrics=GroupTextMetrics(CollectorRegistry()))
-        opened.callback(shared.close, timeout_s=5)
-        found.append(shared)
-    return found
 
 
 def requests(arguments: argparse.Namespace, tokenizer: Any) -> tuple[list[GroupRequest], list[GroupRequest]]:
@@ -264,13 +92,8 @@ def learnt(model_dir: Path, groups: Sequence[GroupRequest], arguments: argparse.
 
 
 def _setting(name: str, arguments: argparse.Namespace, *, names_groups: bool) -> Setting:
-    return Setting(sampling=SAMPLING, tenant=name, names_groups=names_groups, slots=arguments.slots)
-
-
-@dataclass
-class Measured:
-    rollouts: list[Rollout] = field(default_factory=list)
-    counts: list[Counts] = field(default_factory=list)
+    sampling = SamplingParams(temperature=arguments.temperature, top_p=1.0)
+    return Setting(sampling=sampling, tenant=name, names_groups=names_groups, slots=arguments.slots)
 
 
 def measure(machine: Machine, groups: Sequence[GroupRequest], arguments: argparse.Namespace) -> dict[str, Measured]:
@@ -279,7 +102,7 @@ def measure(machine: Machine, groups: Sequence[GroupRequest], arguments: argpars
     What the minutes do not allow for is left out.
     """
     all_ways = ways(arguments.chunk)
-    order = sorted(all_ways, key=lambda name: name not in NEEDED)
+    order = [*NEEDED, *(name for name in all_ways if name not in NEEDED)]
     order += [name for turn in range(1, arguments.repeats) for name in REPEATED[:: (-1) ** turn]]
     batch = max(1, arguments.slots * arguments.engines // arguments.group_size)
     batches = [groups[first : first + batch] for first in range(0, len(groups), batch)]
@@ -295,29 +118,10 @@ def measure(machine: Machine, groups: Sequence[GroupRequest], arguments: argpars
         measured = found.setdefault(name, Measured())
         measured.rollouts.append(rollout)
         measured.counts.append(machine.counts().since(before))
-        print(f"{name}: {rollout.num_tokens} tokens in {rollout.wall_s:.1f} s, CPU {rollout.cpu_s:.1f} s", flush=True)
+        accepted = measured.counts[-1].to_dict()["accepted_a_verification"]
+        times = f"{rollout.wall_s:.1f} s, CPU {rollout.cpu_s:.1f} s, tail {rollout.tail_s:.1f} s"
+        print(f"{name}: {rollout.num_tokens} tokens in {times}, {accepted:.3f} accepted a verification", flush=True)
     return {name: found[name] for name in all_ways if name in found}
-
-
-def replays(rollout: Rollout, groups: Sequence[GroupRequest], slots: int) -> dict[str, Replay]:
-    """The answers once more, with all proposals of at most 8 tokens."""
-    prompts = {group.group_id: group for group in groups}
-    answers = [
-        Answer(
-            workload="group",
-            prompt=list(prompts[sample.group_id].prompt_token_ids),
-            tokens=tokens,
-            limit=prompts[sample.group_id].max_tokens,
-            group=sample.group_id,
-        )
-        for sample, tokens in rollout.texts.items()
-        if len(tokens) > 1
-    ]
-    return {
-        "ungrouped": replay(answers, SuffixConfig(), shared=False, at_once=slots)["group"],
-        "tenants_window": replay(answers, SuffixConfig(), grouped=False, at_once=slots)["group"],
-        "grouped": replay(answers, SuffixConfig(), at_once=slots)["group"],
-    }
 
 
 def options() -> argparse.ArgumentParser:
@@ -327,11 +131,15 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--slots", type=int, help="samples that an engine decodes together; default 16, quick 8")
     found.add_argument("--groups", type=int, help="default 16, quick 4")
     found.add_argument("--group-size", type=int, default=8)
+    found.add_argument("--temperature", type=float, default=1.0, help="above 0; top-p is 1")
     found.add_argument("--limit", type=int, help="most tokens of a sample; default 256, quick 64")
     found.add_argument("--chunk", type=int, default=128, help="tokens of a chunk")
     found.add_argument("--repeats", type=int, help="of the main ways; default 2, quick 1")
     found.add_argument("--minutes", type=float, help="after which no rollout begins; default 9, quick 2")
     found.add_argument("--taught", type=int, help="prompts that the head learns from; default 16, quick 4")
+    found.add_argument(
+        "--answers", type=Path, metavar="FILE.jsonl", help="keep those of fifo (benchmarks.rollout_bounds)"
+    )
     found.add_argument("--train-steps", type=int, help="of the head; default 30, quick 4")
     return found
 
@@ -352,73 +160,10 @@ def main() -> None:
                 ready.engines, [warm_up], Policy(order=Fifo()), _setting(f"warm {name}", arguments, names_groups=False)
             )
         found = measure(ready, groups, arguments)
-    _finish(found, replays(found["fifo"].rollouts[0], groups, arguments.slots), arguments)
-
-
-def _finish(found: dict[str, Measured], replayed: dict[str, Replay], arguments: argparse.Namespace) -> None:
-    base = found["fifo"].rollouts
-    first = base[0]
-    lengths = sorted(map(len, first.texts.values()))
-    num_cut = sum(length == arguments.limit for length in lengths)
-    rows: list[tuple[str, object]] = [
-        (
-            f"{len(lengths)} samples, {first.num_tokens} tokens",
-            f"median {statistics.median(lengths):.0f}, {num_cut} at the limit of {arguments.limit}",
-        ),
-        ("", "wall s, token/s, ÷ fifo by wall (least … most) and by CPU time, tail s"),
-    ]
-    document: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(arguments).items()}}
-    for name, measured in found.items():
-        figures = _figures(measured, base)
-        document[name] = figures
-        wall, tail = figures["wall_s"]["median"], figures["tail_s"]["median"]
-        rate, over, by_cpu = (figures[key] for key in ("tokens_a_second", "over_fifo", "over_fifo_by_cpu"))
-        ratios = f"{over['median']:.2f} × ({over['min']:.2f} … {over['max']:.2f})   {by_cpu['median']:.2f} ×"
-        rows.append((name, f"{wall:7.1f} {rate['median']:7.0f}   {ratios}   {tail:6.1f}"))
-    rows.append(("", "accepted ÷ proposed, tokens, accepted and proposals a verification"))
-    for name, measured in found.items():
-        if sum(count.verifications for count in measured.counts):
-            rows.append((f"acceptance, {name}", _acceptance(document[name]["acceptance"])))
-    for name, one in replayed.items():
-        document[f"replayed_{name}"] = one.to_dict()
-        rows.append((f"all proposals, {name}", one))
-    everything = document["everything"]["over_fifo"]["median"]
-    grouped, ungrouped = (
-        document[name]["acceptance"]["accepted_a_verification"] for name in ("grouped", "context_aware")
-    )
-    targets = [
-        Target("everything_over_fifo", everything, 1.4),
-        Target("grouped_over_ungrouped_accepted_a_verification", grouped / max(ungrouped, 1e-9), 1.2),
-    ]
-    finish(rows, targets, document, arguments.json)
-
-
-def _figures(measured: Measured, base: Sequence[Rollout]) -> dict[str, Any]:
-    """Ratios are of time a token, turn by turn: batches of another size round otherwise, so a few texts differ."""
-    pairs = list(zip(measured.rollouts, base, strict=False))
-    wall = [other.wall_s / other.num_tokens * one.num_tokens / one.wall_s for one, other in pairs]
-    cpu = [other.cpu_s / other.num_tokens * one.num_tokens / one.cpu_s for one, other in pairs]
-    same = [sum(text == base[0].texts[key] for key, text in one.texts.items()) for one in measured.rollouts]
-    totals = [sum(getattr(one, each.name) for one in measured.counts) for each in fields(Counts)]
-    return {
-        "wall_s": Spread.of([one.wall_s for one in measured.rollouts]).to_dict(),
-        "cpu_s": Spread.of([one.cpu_s for one in measured.rollouts]).to_dict(),
-        "tail_s": Spread.of([one.tail_s for one in measured.rollouts]).to_dict(),
-        "tokens_a_second": Spread.of([one.num_tokens / one.wall_s for one in measured.rollouts]).to_dict(),
-        "over_fifo": Spread.of(wall).to_dict(),
-        "over_fifo_by_cpu": Spread.of(cpu).to_dict(),
-        "same_texts_as_fifo": same[0] / len(base[0].texts),
-        "leases": measured.rollouts[0].num_leases,
-        "acceptance": Counts(*totals).to_dict(),
-    }
-
-
-def _acceptance(figures: dict[str, float]) -> str:
-    return (
-        f"{figures['accepted_over_proposed']:6.1%}   {figures['tokens_a_verification']:.3f}   "
-        f"{figures['accepted_a_verification']:.3f}   {figures['proposed_a_verification']:.3f}   "
-        f"(of the head {figures['from_head_over_proposed']:.0%})"
-    )
+    answers = answers_of(found["fifo"].rollouts[0], groups)
+    if arguments.answers is not None:
+        arguments.answers.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
+    report(found, replays(answers, arguments.slots), arguments)
 
 
 if __name__ == "__main__":

@@ -117,8 +117,11 @@ class Trainer:
         """Take new traces into the replay, as many as it has room for, after forgetting what is to be forgotten."""
         self._forget()
         self._rewards.look()
+        previous = self.intake.target_version
         arrivals = self.intake.read(block_ms)
         newest = self.intake.target_version
+        if newest > previous:
+            self.learner.target_moved()
         self._candidates.review.arrived(
             one for one in arrivals.traces if one.provenance.target_version == newest and not one.provenance.preferred
         )

@@ -29,6 +29,8 @@ from trainer.ttt import BatchLoss, Counts, ttt_loss
 
 # The average covers about the last tenth of a short history, and at most this many steps.
 MAX_AVERAGED_STEPS = 100
+# When the target has moved, at most this many: what is older was learnt from another target.
+MOVED_AVERAGED_STEPS = 10
 # So does the baseline of the policy gradient, the running share of accepted proposals.
 BASELINE_SHARE = 1.0 / 100
 # Of the features' mean size: smaller ones count as of this size, as the weights of one that is always 0 must not fly.
@@ -63,6 +65,8 @@ class Learner:
         self.draft = draft
         self.averaged = _shadow(draft)
         self.num_steps = 0
+        self.history = 0
+        """Steps that the average goes by: all of them, or fewer since the target has moved."""
         self.baseline = 0.0
         """Running share of accepted proposals, of the terms that ask for it."""
         self._config = config
@@ -106,6 +110,10 @@ class Learner:
                 self.baseline += share * (total.num_rewarded / total.num_verdicts - self.baseline)
         return StepReport(**asdict(total), loss=loss, applied=applied, is_culprit=is_culprit)
 
+    def target_moved(self) -> None:
+        """The target is another one: the average forgets the weights of before sooner, and then less soon again."""
+        self.history = min(self.history, 9 * (MOVED_AVERAGED_STEPS - 1))
+
     @contextlib.contextmanager
     def whole_average(self) -> Iterator[Eagle3Draft]:
         """`averaged` with all its weights; all ranks enter together."""
@@ -128,6 +136,7 @@ class Learner:
         """
         state = {
             "num_steps": torch.tensor(self.num_steps),
+            "history": torch.tensor(self.history),
             "baseline": torch.tensor(self.baseline, dtype=torch.float64),
         }
         for name, kept in self._kept().items():
@@ -139,6 +148,8 @@ class Learner:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned on rank 0. Raises KeyError or RuntimeError where it is another draft's."""
         self.num_steps = int(state["num_steps"])
+        # Checkpoints of before it was counted apart have none.
+        self.history = int(state.get("history", state["num_steps"]))
         self.baseline = float(state["baseline"])
         part = self._layout.part
         with torch.no_grad():
@@ -209,7 +220,8 @@ class Learner:
 
     def _average(self) -> None:
         # A short memory while the weights move fast, a long one later.
-        share = max(1.0 / MAX_AVERAGED_STEPS, 9.0 / (9.0 + self.num_steps))
+        self.history += 1
+        share = max(1.0 / MAX_AVERAGED_STEPS, 9.0 / (9.0 + self.history))
         with torch.no_grad():
             for name, weight in self._parameters.items():
                 self._averages[name].lerp_(weight, share)

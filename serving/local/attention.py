@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_PADDING_OF_A_CALL = 64
+"""Keys of a slot that take as long as a call of attention of its own."""
+
 
 class KVSlots:
     """`keys` and `values` [layers, S, G, L, h] with room for `length` positions a slot, in one storage.
@@ -56,11 +59,15 @@ class SlotWindow:
     def __init__(self, first: int, starts: list[int], num_new: int, like: Tensor) -> None:
         device = like.device
         self._slots = slice(first, first + len(starts))
-        self._length = max(starts) + num_new
+        self._lengths = [start + num_new for start in starts]
+        self._length = max(self._lengths)
+        # Keys that a short context is padded with cost as much as its own; a call costs as much as some of them.
+        num_padding = len(starts) * self._length - sum(self._lengths)
+        self._one_by_one = device.type == "cpu" and num_padding > _PADDING_OF_A_CALL * len(starts)
         self.positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(num_new, device=device)
         self._like = like
         # One new token that follows everything in the window sees all of it.
-        self._masked = num_new > 1 or min(starts) < max(starts)
+        self._masked = num_new > 1 or (min(starts) < max(starts) and not self._one_by_one)
         self._lines: Tensor | None = None
         self._mask_B1RL: Tensor | None = None
 
@@ -86,8 +93,22 @@ class SlotWindow:
         cache.write(layer, self._lines, kv_BTNh)
         keys, values = cache.read(layer, self._slots, self._length)
         mask = self._mask(q_BRGh.shape[1]) if self._masked else None
-        out = F.scaled_dot_product_attention(q_BRGh.transpose(1, 2), keys, values, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2)
+        q_BGRh = q_BRGh.transpose(1, 2)
+        if not self._one_by_one:
+            out = F.scaled_dot_product_attention(q_BGRh, keys, values, attn_mask=mask, scale=scale)
+            return out.transpose(1, 2)
+        alone = [slice(slot, slot + 1) for slot in range(len(self._lengths))]
+        outs = [
+            F.scaled_dot_product_attention(
+                q_BGRh[slot],
+                keys[slot, :, :length],
+                values[slot, :, :length],
+                attn_mask=None if mask is None else mask[slot, ..., :length],
+                scale=scale,
+            )
+            for slot, length in zip(alone, self._lengths, strict=True)
+        ]
+        return torch.cat([out.transpose(1, 2) for out in outs])
 
     def _mask(self, num_rows: int) -> Tensor:
         if self._mask_B1RL is None:

@@ -103,7 +103,7 @@ class RoundRunner:
             self._keep_topk(generation, first_kept, self._target.logits(hidden_1Td[0, first_kept - start :]))
         if end == generation.num_prompt_tokens:
             logits_1V = self._target.logits(hidden_1Td[0, -1:])
-            first = self._emit(generation, logits_1V)
+            first = self._emit(generation, logits_1V, ())
             generation.commit(first, 0, logprobs=_logprobs(generation, logits_1V, first))
 
     @torch.inference_mode()
@@ -151,17 +151,16 @@ class RoundRunner:
         tokens_BP1 = torch.tensor(rows, device=self._target.device)
         hidden_BP1d, aux_BP1w = self._target.forward(tokens_BP1, first_slot=0, starts=starts)
         logits_BP1V = self._target.logits(hidden_BP1d)
-        emitted_B = self._emit_batch(generations, logits_BP1V)
         accepted = []
         for slot, (generation, chain) in enumerate(zip(generations, proposals.chains, strict=True)):
-            start, emitted = starts[slot], emitted_B[slot]
+            start = starts[slot]
             self._reader.keep(slot, start, aux_BP1w[slot])
-            count = count_accepted(chain.tokens, emitted)
+            taken = self._emit(generation, logits_BP1V[slot], chain.tokens)
+            count = len(taken) - 1
             if generation.capture:
                 self._keep_topk(generation, start, logits_BP1V[slot, : count + 1])
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
-            taken = emitted[: count + 1]
             logprobs = _logprobs(generation, logits_BP1V[slot, : count + 1], taken)
             generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
             accepted.append(count)
@@ -172,22 +171,24 @@ class RoundRunner:
         logprobs = [math.log(max(probability, 1e-30)) for probability in chain.probabilities]
         return RoundRecord(position, list(chain.tokens), logprobs, num_accepted, version)
 
-    def _emit_batch(self, generations: Sequence[Generation], logits_BPV: Tensor) -> list[list[int]]:
-        # Not argmax: on CPU it is six times slower in bfloat16.
-        greedy: list[list[int]] = logits_BPV.max(-1).indices.tolist()
-        return [
-            greedy[row] if generation.source.sampling.temperature == 0 else self._emit(generation, logits_BPV[row])
-            for row, generation in enumerate(generations)
-        ]
+    def _emit(self, generation: Generation, logits_PV: Tensor, proposed: Sequence[int]) -> list[int]:
+        """What the target emits after the last P tokens fed to it, up to the first that was not `proposed`.
 
-    def _emit(self, generation: Generation, logits_PV: Tensor) -> list[int]:
-        """What the target emits after each of the last P tokens fed to it, as if all before were committed."""
+        A sampled row costs a vector of noise: none is sampled that is not committed.
+        """
         sampling, seed = generation.source.sampling, generation.source.seed
         if sampling.temperature == 0:
-            return logits_PV.max(-1).indices.tolist()
+            # Not argmax: on CPU it is six times slower in bfloat16.
+            greedy: list[int] = logits_PV.max(-1).indices.tolist()
+            return greedy[: count_accepted(proposed, greedy) + 1]
         length, size = len(generation.tokens), logits_PV.shape[-1]
-        noise = [shared_noise(seed, length + row, size, logits_PV.device) for row in range(len(logits_PV))]
-        return emit(logits_PV, sampling, torch.stack(noise)).tolist()
+        emitted: list[int] = []
+        for row, wanted in enumerate([*proposed, None]):
+            noise_V = shared_noise(seed, length + row, size, logits_PV.device)
+            emitted.append(int(emit(logits_PV[row], sampling, noise_V)))
+            if emitted[-1] != wanted:
+                break
+        return emitted
 
     def _keep_topk(self, generation: Generation, position: int, logits: Tensor) -> None:
         """Remember the target's distribution after `position` and the following rows, for the trace."""

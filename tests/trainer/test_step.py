@@ -15,7 +15,7 @@ from tests.trainer.examples import acceptance, batch_of, config_for
 from tests.trainer.test_batch import with_trees
 from trainer.device import DeviceSetting, choose_device
 from trainer.evaluate import accept_probabilities
-from trainer.step import Learner
+from trainer.step import MAX_AVERAGED_STEPS, MOVED_AVERAGED_STEPS, Learner
 
 
 def make_learner(model_dir: Path, tmp_path: Path) -> Learner:
@@ -157,3 +157,26 @@ def test_another_drafts_state_is_refused(model_dir: Path, tmp_path: Path, traces
     del state["weight.fc.weight"]
     with pytest.raises(KeyError):
         make_learner(model_dir, tmp_path).load_state(state)
+
+
+def test_the_average_forgets_sooner_when_the_target_has_moved(
+    model_dir: Path, tmp_path: Path, traces: list[Trace]
+) -> None:
+    def share(learner: Learner) -> float:
+        """Of the newest weights, in the average."""
+        before = learner.averaged.fc.weight.clone()
+        learner.step(batch_of(traces[:2], learner.draft))
+        way = (learner.draft.fc.weight.detach() - before).abs().sum()
+        return float((learner.averaged.fc.weight - before).abs().sum() / way)
+
+    learner = make_learner(model_dir, tmp_path)
+    assert share(learner) == pytest.approx(9 / 10, abs=0.01)
+    learner.target_moved()
+    assert share(learner) == pytest.approx(9 / 11, abs=0.01), "a short average gets no longer"
+    learner.history = 5000
+    assert share(learner) == pytest.approx(1 / MAX_AVERAGED_STEPS, abs=1e-3)
+    learner.target_moved()
+    resumed = make_learner(model_dir, tmp_path)
+    resumed.load_state(learner.state())
+    assert share(resumed) == pytest.approx(1 / MOVED_AVERAGED_STEPS, abs=2e-3)
+    assert share(resumed) < 1 / MOVED_AVERAGED_STEPS, "and longer again by and by"

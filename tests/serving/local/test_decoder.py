@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from serving.local import attention
 from serving.local.decoder import FusedLayer
 from serving.local.packed import PackedLinear
 from serving.local.target import Target
@@ -102,6 +104,23 @@ def test_a_whole_text_agrees_with_the_plain_model(tmp_path: Path, family: str) -
     features = torch.cat([reference.hidden_states[index] for index in aux_layer_ids(8)], -1)
     assert _error(logits, reference.logits) < 2e-6
     assert _error(torch.cat([aux for _, aux in chunks], 1), features) < 2e-6
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_a_short_context_is_not_padded_to_a_long_one(tmp_path: Path, num_new: int) -> None:
+    target = _target(make_toy_model(tmp_path), torch.float64, fused=True)
+    window = 4, num_new, 0, [50, 3, 12, 0]
+    with mock.patch.object(attention, "_PADDING_OF_A_CALL", 64):
+        together = _outputs(target, *window)
+    wraps = attention.F.scaled_dot_product_attention
+    with (
+        mock.patch.object(attention, "_PADDING_OF_A_CALL", 16),
+        mock.patch.object(attention.F, "scaled_dot_product_attention", wraps=wraps) as attend,
+    ):
+        apart = _outputs(target, *window)
+    assert {call.args[1].shape[2] for call in attend.call_args_list[8:]} == {start + num_new for start in window[3]}
+    for one, other in zip(apart, together, strict=True):
+        assert _error(one, other) < 1e-12
 
 
 def test_slots_do_not_see_each_other_and_leftovers_are_never_read(tmp_path: Path) -> None:
