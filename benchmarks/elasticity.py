@@ -2,9 +2,9 @@
 
     python -m benchmarks.elasticity [--quick] [--rounds N] [--json FILE] [--prompts FILE.jsonl]
 
-One local engine on all cores answers bursts of requests with pauses between them, Poisson arrivals within a burst,
-greedy and at depth 0. Each round has its own requests, from a fixed seed, and all its windows answer the same ones. A
-request counts from the moment at which it was due. A round's windows, in this order:
+One local engine, on all cores unless told otherwise, answers bursts of requests with pauses between them, Poisson
+arrivals within a burst, greedy and at depth 0. Each round has its own requests, from a fixed seed, and all its windows
+answer the same ones. A request counts from the moment at which it was due. A round's windows, in this order:
 
 - absent: no trainer;
 - yielding: `slipstream train` with the engine's pulse (trainer/sharing.py);
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
@@ -130,13 +131,15 @@ def main() -> None:
     options.add_argument("--pause-s", type=float, default=3.0, help="between the bursts' last arrivals and the next")
     options.add_argument("--rate", type=float, default=2.0, help="requests a second within a burst")
     options.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="that all of it may use")
+    options.add_argument("--engine-threads", type=int, help="of the engine; default all cores")
+    options.add_argument("--known-s", type=float, default=0.0, help="serving beside the trainer before it is measured")
     arguments = options.parse_args()
     fill_in(arguments, {"rounds": (2, 6)})
     # Told to end, too, it leaves no trainer behind that stands still or, worse, does not.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cores = sorted(os.sched_getaffinity(0))[-arguments.cores :]
     os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
+    torch.set_num_threads(arguments.engine_threads or len(cores))
     model_dir = resolve_model(arguments.model)
     with tempfile.TemporaryDirectory(prefix="slipstream-elasticity-", dir="/dev/shm") as scratch:
         windows, alone_per_s = _measure(model_dir, Path(scratch), arguments, cores)
@@ -152,8 +155,9 @@ def _measure(model_dir: Path, folder: Path, arguments: Any, cores: list[int]) ->
     pulse = Pulse(folder / "pulse")
     settings = {"depth": 0, "suffix_depth": 0, "control_share": 0.0}
     draft = fresh_draft(model_dir, seed=0)
+    threads = arguments.engine_threads or len(cores)
     with (
-        engine_with(model_dir, draft, len(cores), settings=settings, on_trace=recorded.append, pulse=pulse) as engine,
+        engine_with(model_dir, draft, threads, settings=settings, on_trace=recorded.append, pulse=pulse) as engine,
         contextlib.ExitStack() as running,
     ):
         prompts = _prompts(engine, arguments.prompts, 64)
@@ -168,6 +172,8 @@ def _measure(model_dir: Path, folder: Path, arguments: Any, cores: list[int]) ->
         least_s = arguments.bursts * (arguments.burst_s + arguments.pause_s)
         # Warm.
         _window(engine, _arrivals(prompts, 0, arguments), None, cores, least_s)
+        for number in range(math.ceil(arguments.known_s / least_s)):
+            _window(engine, _arrivals(prompts, number, arguments), trainers[YIELDING], cores, least_s)
         alone_per_s = [trainers[YIELDING].speed()]
         found: dict[str, list[Window]] = {name: [] for name in (ABSENT, *trainers, AGAIN)}
         for number in range(arguments.rounds):

@@ -5,13 +5,16 @@
 Every engine is a `slipstream serve` of its own with clients that never stop asking, and with a draft that knows their
 answers. In this order:
 
-* a good draft, as good as the one in service, is published, and once its canary runs it a copy of it, which waits:
-  seconds until every engine has the first and it is promoted;
+* a good draft is published, and once its canary runs it a copy of it, which waits: seconds until every engine has the
+  first and it is promoted;
 * while the copy is on its canary these are killed with SIGKILL, and started again as a supervisor would: the canary,
   another engine, the trainer, Redis;
 * the operator rolls the copy back: seconds until no engine runs it;
 * a bad one, random weights, is published: how many engines ever ran it, and seconds until none does;
 * a good one once more, as before: the engines that came back take part.
+
+A good draft has learnt longer than the one before it, whose equal would need thousands of verifications for a verdict;
+with --quick it is its equal.
 
 Which versions an engine had in service is read from its own log. In the end each trace that Redis has acknowledged must
 be in one account, as in benchmarks/kills.py. With --quick the target is the toy in float64, asked one question, whose
@@ -32,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,29 +89,38 @@ class Figures:
     """Engines that reported another version than they should have, after a kill."""
 
 
-def run(fleet: Fleet, good: Eagle3Draft, bad_state: dict[str, Tensor], timeout_s: float) -> tuple[Figures, Accounts]:
+class Drafts(NamedTuple):
+    """In the order in which they are published."""
+
+    first: Eagle3Draft
+    good: Eagle3Draft
+    bad: dict[str, Tensor]
+    better: Eagle3Draft
+
+
+def run(fleet: Fleet, drafts: Drafts, timeout_s: float) -> tuple[Figures, Accounts]:
     """Raises TimeoutError where something does not happen."""
     figures, started_s = Figures(), time.monotonic()
-    first = fleet.add(draft_state(good), good)
+    first = fleet.add(draft_state(drafts.first), drafts.first)
     for state in (State.LIVE, State.PROMOTED):
         fleet.store.lifecycle.move(first, state, actor="benchmark")
     fleet.publish(first)
     with fleet.running():
         wait(lambda: fleet.all_run(first), "all engines to report", 60)
         wait(fleet.know_their_draft, "all engines to know what they run", timeout_s)
-        figures.good_s, settled, waiting = spread(fleet, good, timeout_s)
+        figures.good_s, settled, waiting = spread(fleet, drafts.good, timeout_s)
         _say(f"good in {figures.good_s:.1f} s")
         kills(fleet, waiting, settled, figures, timeout_s)
         figures.rolled_back_s = roll_back(fleet, waiting, settled)
         _say(f"rolled back in {figures.rolled_back_s:.1f} s")
-        bad = fleet.add(bad_state, good)
+        bad = fleet.add(drafts.bad, drafts.good)
         fleet.publish(bad)
         figures.bad_s = wait(lambda: fleet.state(bad) is State.QUARANTINED, "the bad draft to be barred", timeout_s)
         figures.bad_s += wait(lambda: fleet.all_run(settled), "everybody to be back", 30)
         figures.bad_by = fleet.store.lifecycle.history(bad)[-1].actor.partition(":")[0]
         _say(f"bad barred in {figures.bad_s:.1f} s by {figures.bad_by}")
         wait(fleet.know_their_draft, "all engines to know what they run", timeout_s)
-        figures.again_s = spread(fleet, good, timeout_s)[0]
+        figures.again_s = spread(fleet, drafts.better, timeout_s)[0]
         _say(f"good again in {figures.again_s:.1f} s")
         figures.bad_ran = fleet.ran(bad)
         figures.outcomes = dict(fleet.outcomes(started_s))
@@ -173,14 +185,14 @@ def favourite(model_dir: Path, *, scale: float) -> Eagle3Draft:
     return draft
 
 
-def learnt(model_dir: Path, questions: Sequence[str], num_steps: int) -> Eagle3Draft:
-    """A draft that has learnt its target's own answers."""
+def learnt(model_dir: Path, questions: Sequence[str], num_steps: Sequence[int]) -> list[Eagle3Draft]:
+    """Drafts that have learnt their target's own answers for so many steps."""
     traces: list[Trace] = []
     settings = {"dtype": dtype_of(is_toy=False), "depth": 0, "suffix_depth": 0, "context_length": 512}
     with engine_with(model_dir, fresh_draft(model_dir, seed=0), 1, settings=settings, on_trace=traces.append) as engine:
         prompts = [engine.tokenizer.encode(question) for question in questions]
         asyncio.run(answers_of(engine, prompts, MAX_TOKENS))
-    return trained(model_dir, traces, num_steps)[0]
+    return [trained(model_dir, traces, steps)[0] for steps in num_steps]
 
 
 def _say(text: str) -> None:
@@ -191,7 +203,9 @@ def main() -> None:
     options = parser("How drafts spread over several engines, and what kills leave")
     options.add_argument("--engines", type=int, default=4)
     options.add_argument("--questions", type=int, default=400, help="different ones; default 400")
-    options.add_argument("--train-steps", type=int, default=100, help="of the good draft; default 100")
+    options.add_argument(
+        "--train-steps", type=int, default=100, help="of the good draft; the one before it has a fifth; default 100"
+    )
     arguments = options.parse_args()
     is_toy = arguments.quick
     torch.set_num_threads(1)
@@ -204,14 +218,16 @@ def main() -> None:
         folder = Path(name)
         if is_toy:
             model_dir, questions = make_toy_model(folder / "toy"), TOY_QUESTIONS
-            good, bad = favourite(model_dir, scale=0.0), draft_state(favourite(model_dir, scale=1.0))
+            good = favourite(model_dir, scale=0.0)
+            drafts = Drafts(good, good, draft_state(favourite(model_dir, scale=1.0)), good)
         else:
             model_dir = resolve_model(arguments.model)
             questions = [prompt.text[:200] for prompt in pick_prompts(arguments.prompts, arguments.questions)]
-            good = learnt(model_dir, questions[:LEARNT_FROM], arguments.train_steps)
-            bad = noisy(good, float("inf"))
+            steps = [arguments.train_steps // 5, arguments.train_steps, 3 * arguments.train_steps]
+            first, good, better = learnt(model_dir, questions[:LEARNT_FROM], steps)
+            drafts = Drafts(first, good, noisy(good, float("inf")), better)
         fleet = Fleet(folder, model_dir, questions, arguments.engines, is_toy=is_toy)
-        figures, accounts = run(fleet, good, bad, 120 if arguments.quick else 600)
+        figures, accounts = run(fleet, drafts, 120 if arguments.quick else 600)
     _finish(figures, accounts, time.monotonic() - started_s, arguments)
 
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 
 from speculator.pulse import Serving
 
-SHORTEST_SLICE_S, LONGEST_SLICE_S = 0.02, 10.0
-SHORTEST_REST_S, LONGEST_REST_S = 0.5, 20.0
-"""The first rest is the longest: a slice touches two steps or so, of 50 ms one in 200."""
+SHORTEST_SLICE_S, LONGEST_SLICE_S = 0.25, 10.0
+"""The shortest is long enough for a conclusion."""
+SHORTEST_REST_S, FIRST_REST_S, LONGEST_REST_S = 0.5, 20.0, 40.0
+"""With the longest the shortest slice touches 6 steps of a thousand, whatever they take."""
 LEAST_EVIDENCE_S = 0.2
 """Computing beside serving before anything is concluded from it: steps vary by more than the budget."""
 _MEMORY_S = 2.0
@@ -89,7 +90,7 @@ class Sharing:
         self.budget = budget
         """Relative slowdown of serving's steps that is all right."""
         self.slowdown = Slowdown()
-        self.slice_s, self.rest_s = SHORTEST_SLICE_S, LONGEST_REST_S
+        self.slice_s, self.rest_s = SHORTEST_SLICE_S, FIRST_REST_S
         self.found = 0.0
         """The slowdown that the last conclusion was drawn from."""
         self._in_slice = False

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.engine import CapturePolicy
-from serving.header import now_ms
 from serving.marks import POLICY_KEY, Marks
+from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.spans import Parent, joined
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving.header import now_ms
 from speculator.checkpoint import read_target_tensor
+from speculator.clock import now_ms
 from speculator.labels import draft_ids_by_target_id
 from speculator.lineage import load_draft
 from speculator.model import aux_layer_ids

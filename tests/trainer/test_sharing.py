@@ -7,7 +7,7 @@ import random
 import pytest
 
 from speculator.pulse import Serving
-from trainer.sharing import LONGEST_REST_S, SHORTEST_SLICE_S, Sharing
+from trainer.sharing import FIRST_REST_S, LONGEST_REST_S, SHORTEST_SLICE_S, Sharing
 
 BUSY, IDLE, QUEUED = Serving(1, True, 0), Serving(1, False, 0), Serving(1, True, 2)
 STEP_S, LOOKS = 0.02, 4
@@ -56,8 +56,8 @@ def test_idle_time_is_no_rest() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_where_there_is_room_for_both_both_run(noise: float) -> None:
     machine = Machine(0.005, noise=noise)
-    assert machine.run(int(0.9 * LONGEST_REST_S / STEP_S)) == 0.0, "first it learns what serving is alone"
-    machine.run(30_000)
+    assert machine.run(int(0.9 * FIRST_REST_S / STEP_S)) == 0.0, "first it learns what serving is alone"
+    machine.run(5_000)
     assert machine.run(50_000) > 0.8, "nor does chance, which slows some steps, end it for long"
 
 
@@ -65,7 +65,7 @@ def test_where_there_is_room_for_both_both_run(noise: float) -> None:
 def test_where_serving_is_slowed_less_than_one_step_in_a_hundred_is_touched(noise: float) -> None:
     machine = Machine(0.4, noise=noise)
     assert machine.run(2_000) < 0.01
-    assert machine.run(20_000) < 0.002
+    assert machine.run(20_000) < 0.01
     assert machine.sharing.slice_s == SHORTEST_SLICE_S
     assert machine.sharing.rest_s == LONGEST_REST_S
     assert machine.sharing.found == pytest.approx(0.4, abs=0.2)
@@ -76,7 +76,7 @@ def test_a_slice_that_begins_to_hurt_is_cut_short() -> None:
     machine.run(20_000)
     assert machine.run(1_000) > 0.8
     machine.slowdown = 0.5
-    assert machine.run(1_000) * 1_000 * STEP_S < 1.5, "seconds of 20"
+    assert machine.run(1_000) * 1_000 * STEP_S < 2.5, "seconds of 20"
     assert machine.sharing.slice_s == SHORTEST_SLICE_S
 
 
@@ -93,7 +93,7 @@ def test_a_budget_of_nothing_still_gives_way() -> None:
     machine = Machine(0.001)
     machine.sharing.budget = 0.0
     machine.run(2_000)
-    assert machine.run(20_000) < 0.002
+    assert machine.run(20_000) < 0.01
 
 
 def test_shapes_that_were_never_seen_alone_say_nothing() -> None:

@@ -329,6 +329,6 @@ def test_processes_that_train_together_do_not_pause(
     engine.beat(num_waiting=1)
     stop, metrics = FirstPause(), TrainerMetrics(CollectorRegistry())
     with yielding(config, metrics, torch.device("cpu"), stop, num_ranks=num_ranks):
-        torch.ones(3)
+        nn.Identity()(torch.ones(3))
     engine.close()
     assert stop.is_set() is pauses

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from serving.header import now_ms
 from serving.marks import HEADER, Marks
 from serving.sampler import CaptureSampler
 from serving.sglang.asked import mark, policy_of, sampling_of
@@ -22,6 +21,7 @@ from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.verdicts import in_order, tree_parents
+from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
 
