@@ -245,6 +245,7 @@ def _finish(figures: Figures, accounts: Accounts, path: Path | None) -> None:
         "traces_used_twice": (accounts.used_twice, 0),
     }
     targets = [Target(name, value, bound, at_least=False) for name, (value, bound) in at_most.items()]
+    targets.append(Target("in_flight_on_the_killed_engine", kills["engine"]["in_flight"], 1))
     setting = {"clients": CLIENTS, "max_tokens": MAX_TOKENS, "questions": QUESTIONS, "train_steps": TRAIN_STEPS}
     finish(rows, targets, {**setting, **figures, "traces": dataclasses.asdict(accounts)}, path)
 

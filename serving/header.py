@@ -23,7 +23,7 @@ def make_header(
 ) -> TraceHeader:
     """A header with a new trace id; `first_position` is the absolute one of the span's first token.
 
-    `created_ms` is when the request came (`now_ms`): an order to erase a tenant then covers answers under way, too.
+    `created_ms` is when the request came: an order to erase a tenant then covers answers under way, too.
     """
     return TraceHeader(
         trace_id=uuid.uuid4().hex,

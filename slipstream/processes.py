@@ -1,4 +1,4 @@
-"""Child processes of the demo: started with their own thread limits, logged to files, always ended by us."""
+"""Child processes of the demo and benchmarks: with their own thread limits, logged to files, always ended by us."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import IO
 
 import httpx
 
-from speculator.errors import SlipstreamError
+from speculator.errors import ConfigError, SlipstreamError
 
 
 class ChildError(SlipstreamError):
-    """A child process ended when it should have been running, with the end of its log, or was not ready in time."""
+    """A child process ended when it should have been running, with the end of its log."""
 
 
 def _environment(num_threads: int) -> dict[str, str]:
@@ -86,7 +86,9 @@ def running_child(name: str, arguments: list[str], folder: Path) -> Iterator[Chi
 
 
 def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -> None:
-    """Until the gateway takes requests. Raises ChildError where one of the children ends, or it takes too long."""
+    """Until the gateway takes requests. Raises ChildError where one of the children ends, ConfigError where
+    it takes too long.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for one in children:
@@ -96,4 +98,4 @@ def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -
             if httpx.get(f"{url}/ready", timeout=2, trust_env=False).status_code == 200:
                 return
         time.sleep(0.2)
-    raise ChildError(f"the gateway was not ready after {timeout_s:.0f} s: see `slipstream doctor`")
+    raise ConfigError(f"the gateway was not ready after {timeout_s:.0f} s: see `slipstream doctor`")

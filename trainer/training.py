@@ -167,10 +167,12 @@ class Training:
 
     def _restore_weights(self) -> None:
         """Back to the last checkpoint, or to the version that they descend from where there is none."""
-        self.learner = self._new_learner()
+        history, self.learner = self.learner.history, self._new_learner()
         saved = load_checkpoint(self._config.state_dir)
         if saved is not None:
             self.learner.load_state(saved[0])
+            # The target may have moved since.
+            self.learner.history = min(self.learner.history, history)
         self.tenants = self._tenants_of_version() if saved is None else self._tenants_of(saved[1])
         self.guard.restored()
         self._suspects.clear()

@@ -86,7 +86,7 @@ def yielding(
                 metrics,
                 num_threads=config.num_threads,
                 idle_threads=idle_threads(config),
-                # What was launched on a GPU goes on there: while serving is busy each operation ends before the next.
+                # What was launched on a GPU goes on there: while serving is busy each module ends before the next.
                 drain=torch.cuda.synchronize if device.type == "cuda" else _nothing,
                 stop=stop,
             )

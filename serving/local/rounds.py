@@ -103,7 +103,7 @@ class RoundRunner:
             self._keep_topk(generation, first_kept, self._target.logits(hidden_1Td[0, first_kept - start :]))
         if end == generation.num_prompt_tokens:
             logits_1V = self._target.logits(hidden_1Td[0, -1:])
-            first = self._emit(generation, logits_1V, ())
+            first = self._emit(generation, logits_1V, logits_1V.max(-1).indices.tolist(), ())
             generation.commit(first, 0, logprobs=_logprobs(generation, logits_1V, first))
 
     @torch.inference_mode()
@@ -151,11 +151,13 @@ class RoundRunner:
         tokens_BP1 = torch.tensor(rows, device=self._target.device)
         hidden_BP1d, aux_BP1w = self._target.forward(tokens_BP1, first_slot=0, starts=starts)
         logits_BP1V = self._target.logits(hidden_BP1d)
+        # Not argmax: on CPU it is six times slower in bfloat16.
+        likeliest_BP1: list[list[int]] = logits_BP1V.max(-1).indices.tolist()
         accepted = []
         for slot, (generation, chain) in enumerate(zip(generations, proposals.chains, strict=True)):
             start = starts[slot]
             self._reader.keep(slot, start, aux_BP1w[slot])
-            taken = self._emit(generation, logits_BP1V[slot], chain.tokens)
+            taken = self._emit(generation, logits_BP1V[slot], likeliest_BP1[slot], chain.tokens)
             count = len(taken) - 1
             if generation.capture:
                 self._keep_topk(generation, start, logits_BP1V[slot, : count + 1])
@@ -171,16 +173,16 @@ class RoundRunner:
         logprobs = [math.log(max(probability, 1e-30)) for probability in chain.probabilities]
         return RoundRecord(position, list(chain.tokens), logprobs, num_accepted, version)
 
-    def _emit(self, generation: Generation, logits_PV: Tensor, proposed: Sequence[int]) -> list[int]:
+    def _emit(
+        self, generation: Generation, logits_PV: Tensor, likeliest_P: list[int], proposed: Sequence[int]
+    ) -> list[int]:
         """What the target emits after the last P tokens fed to it, up to the first that was not `proposed`.
 
         A sampled row costs a vector of noise: none is sampled that is not committed.
         """
         sampling, seed = generation.source.sampling, generation.source.seed
         if sampling.temperature == 0:
-            # Not argmax: on CPU it is six times slower in bfloat16.
-            greedy: list[int] = logits_PV.max(-1).indices.tolist()
-            return greedy[: count_accepted(proposed, greedy) + 1]
+            return likeliest_P[: count_accepted(proposed, likeliest_P) + 1]
         length, size = len(generation.tokens), logits_PV.shape[-1]
         emitted: list[int] = []
         for row, wanted in enumerate([*proposed, None]):

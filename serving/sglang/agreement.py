@@ -34,11 +34,11 @@ class Agreement:
     def is_meeting(self, step: int) -> bool:
         return self._group is None or step % MEETING_STEPS == 0
 
-    def first(self, version: int) -> int:
-        """The version that rank 0 wants, 0 where it wants none; call at a meeting, on every rank."""
+    def first(self, number: int) -> int:
+        """Rank 0's number, on every rank; call at a meeting."""
         if self._group is None:
-            return version
-        wanted = torch.tensor([version], dtype=torch.int64)
+            return number
+        wanted = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(wanted, dist.get_global_rank(self._group, 0), group=self._group)
         return int(wanted[0])
 

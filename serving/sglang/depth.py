@@ -79,7 +79,7 @@ class DepthControl:
         self._is_control = False
         self._rounds: deque[_Round] = deque()
         self.limit: int | None = None
-        """Set by the operator; None leaves the choice to the policy."""
+        """What the operator asks for, as agreed at the last meeting; None leaves the choice to the policy."""
         self.depth = 0
         self.target_version = 0
         """Set by the follower's thread when a new target is announced."""

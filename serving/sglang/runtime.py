@@ -251,7 +251,7 @@ class EngineRuntime:
             fleet=self._pointer if self._is_writer else None,
         )
 
-    # -- on the follower's thread, but for what the guard finds -----------------------------------------------------
+    # -- on the follower's thread; what a meeting finds is told on the scheduler's ----------------------------------
 
     def _distrust_traces(self) -> None:
         if self._traces is not None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from serving.engine import CapturePolicy
 from serving.header import make_header
-from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, VerifyRounds
 
@@ -40,7 +39,7 @@ class SpanRequest:
     policy: CapturePolicy
     constrained: bool
     """A grammar, bias or penalty changes the distribution of the answer's tokens."""
-    created_ms: int = field(default_factory=now_ms)
+    created_ms: int
     """When it came."""
 
 

@@ -28,7 +28,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class TracePipeline:
-    """`capture` is for the scheduler's thread, everything else for the follower's."""
+    """`capture` is for the scheduler's thread, `distrust` and `trust` are for any, the rest is for the follower's."""
 
     def __init__(
         self,

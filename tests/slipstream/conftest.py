@@ -73,6 +73,8 @@ def watched_demo(toy_model: Path, run_cli: RunCli, tmp_path_factory: pytest.Temp
             patch.setenv(name, value)
         patch.setenv("SLIPSTREAM_TRAINER_METRICS_PORT", str(ports["trainer"]))
         # As in a company whose proxy does not lead back to this machine.
+        for name in ("NO_PROXY", "no_proxy", "http_proxy"):
+            patch.delenv(name, raising=False)
         patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
         result = run_cli(
             *("demo", "--model", toy_model, "--minutes", 0.55, "--json", document, "--plot", plot),

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from speculator.pulse import Serving
-from trainer.sharing import FIRST_REST_S, LONGEST_REST_S, SHORTEST_SLICE_S, Sharing
+from trainer.sharing import FIRST_REST_S, LONGEST_REST_S, LONGEST_SLICE_S, SHORTEST_SLICE_S, Sharing
 
 BUSY, IDLE, QUEUED = Serving(1, True, 0), Serving(1, False, 0), Serving(1, True, 2)
 STEP_S, LOOKS = 0.02, 4
@@ -75,6 +75,7 @@ def test_a_slice_that_begins_to_hurt_is_cut_short() -> None:
     machine = Machine(0.0)
     machine.run(20_000)
     assert machine.run(1_000) > 0.8
+    assert machine.sharing.slice_s == LONGEST_SLICE_S
     machine.slowdown = 0.5
     assert machine.run(1_000) * 1_000 * STEP_S < 2.5, "seconds of 20"
     assert machine.sharing.slice_s == SHORTEST_SLICE_S

@@ -180,3 +180,7 @@ def test_the_average_forgets_sooner_when_the_target_has_moved(
     resumed.load_state(learner.state())
     assert share(resumed) == pytest.approx(1 / MOVED_AVERAGED_STEPS, abs=2e-3)
     assert share(resumed) < 1 / MOVED_AVERAGED_STEPS, "and longer again by and by"
+    of_before = resumed.state()
+    del of_before["history"]
+    learner.load_state(of_before)
+    assert learner.history == learner.num_steps, "a checkpoint from before it was counted"

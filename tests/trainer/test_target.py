@@ -115,8 +115,10 @@ def test_drafts_are_judged_by_the_newest_target_alone(start: Start, stream: Trac
     trainer.read(block_ms=0)
     assert versions_of(trainer.intake.held_out) == versions_of(trainer.intake.golden) == {0}
     num_old = len(trainer.intake.held_out) + len(trainer.intake.golden)
+    trainer.learner.history = 5000
     send(stream, of_version(traces[:4], 1))
     trainer.read(block_ms=0)
+    assert trainer.learner.history < 100, "what is published forgets the target of before sooner"
     judges = [*trainer.intake.held_out, *trainer.intake.golden]
     assert versions_of(judges) == {1}
     assert num_old > 0

@@ -23,6 +23,7 @@ def request(num_prompt_tokens: int = 5, *, constrained: bool = False) -> SpanReq
         sampling=SamplingParams(temperature=0.0),
         policy=CapturePolicy(tenant="t", group_id="g", domain="d"),
         constrained=constrained,
+        created_ms=0,
     )
 
 
