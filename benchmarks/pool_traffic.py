@@ -111,7 +111,7 @@ class Load:
         except httpx.ConnectError:
             outcome = REFUSED
         except httpx.TransportError:
-            pass
+            pass  # it had begun: CUT
         return Asked(started_s=started_s, ended_s=time.monotonic(), outcome=outcome, request_id=request_id)
 
 
