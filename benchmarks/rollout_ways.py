@@ -119,7 +119,7 @@ class Machine:
         for engine, planner in zip(self.engines.values(), self.planners, strict=True):
             engine.set_depth(LocalEngineConfig.depth if way.drafts else 0)
             # Nothing runs: the engine's thread waits for a request.
-            engine._suffixes = SuffixDrafter() if way.is_grouped else _OwnText()
+            engine._loop.texts.drafter = SuffixDrafter() if way.is_grouped else _OwnText()
             planner.uses_head = way.uses_head
 
     def counts(self) -> Counts:

@@ -1,13 +1,57 @@
-"""Turns a finished generation into a trace."""
+"""Turns a generation that has ended, or is cut, into a trace."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
 
 from serving.header import make_header
+from serving.local.config import LocalEngineConfig
 from serving.local.generation import Generation
+from serving.local.rounds import RoundRunner
+from serving.metrics import EngineMetrics
+from speculator.spans import record
 from speculator.trace import Trace, VerifyRounds
+
+
+class Capture:
+    """Used by the engine's thread. `on_trace` receives each trace and must not block; without it there are none."""
+
+    def __init__(
+        self,
+        config: LocalEngineConfig,
+        runner: RoundRunner,
+        *,
+        target_fingerprint: str,
+        metrics: EngineMetrics,
+        on_trace: Callable[[Trace], object] | None,
+    ) -> None:
+        self._config, self._runner, self._metrics, self._on_trace = config, runner, metrics, on_trace
+        self._fingerprint = target_fingerprint
+
+    def hand_over(self, generation: Generation, *, slot: int, target_version: int) -> None:
+        """The trace of a generation in `slot`, where it is wanted."""
+        # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
+        teaches = len(generation.tokens) - generation.num_prompt_tokens > 1
+        if self._on_trace is None or not generation.capture or generation.aborted or not teaches:
+            return
+        started = time.perf_counter()
+        start, end = span_of(generation, self._config.context_window)
+        trace = build_trace(
+            generation,
+            self._runner.features(slot, start, end),
+            start=start,
+            engine_id=self._config.engine_id,
+            target_fingerprint=self._fingerprint,
+            target_version=target_version,
+        )
+        self._on_trace(trace)
+        seconds = time.perf_counter() - started
+        self._metrics.capture_seconds.inc(seconds)
+        record(generation.parent, "capture", seconds, tokens=trace.num_tokens)
 
 
 def span_of(generation: Generation, context_window: int) -> tuple[int, int]:

@@ -105,6 +105,10 @@ class Generation:
         self.lends_pairs = True
         self.topk.clear()
 
+    def abort(self) -> None:
+        """Tell whoever reads the answer that it ends here, unfinished."""
+        self.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
+
     def commit(
         self,
         emitted: list[int],

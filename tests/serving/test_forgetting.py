@@ -125,17 +125,17 @@ def test_a_running_engine_forgets_between_two_steps(harness: Harness, busy: bool
     engine, policy = harness.engine, CapturePolicy(tenant="anna")
     asked = harness.request("abc abc abc", policy=policy)
     [first] = harness.ask(asked)
-    assert engine._suffixes is not None
-    assert "anna" in engine._suffixes._tenants
+    assert engine._loop.texts.drafter is not None
+    assert "anna" in engine._loop.texts.drafter._tenants
     if busy:
         [again] = harness.ask(asked, on_chunk=lambda *_: engine.forget(["anna"]))
         assert again.text == first.text
     else:
         engine.forget(["anna"])
-    assert "anna" not in engine._suffixes._tenants
+    assert "anna" not in engine._loop.texts.drafter._tenants
     harness.ask(harness.request("abc", policy=policy))
     engine.expire(0.0)
-    assert not engine._suffixes._tenants
+    assert not engine._loop.texts.drafter._tenants
     assert harness.metric("slipstream_suffix_tokens") == 0
 
 

@@ -377,7 +377,7 @@ def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
     def run(group_id: str, *, lends: bool = True) -> tuple[int, list[list[int]], list[Trace]]:
         num_read = 0
         with toy_engine(model_dir, suffix_depth=8) as harness:
-            forward = harness.engine._runner.prefill
+            forward = harness.engine._loop._runner.prefill
 
             def prefill(generation: Generation, *rest: Any, **named: Any) -> None:
                 nonlocal num_read
@@ -386,7 +386,7 @@ def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
                 forward(generation, *rest, **named)
                 num_read += generation.num_prefilled - before
 
-            harness.engine._runner.prefill = prefill  # type: ignore[method-assign]
+            harness.engine._loop._runner.prefill = prefill  # type: ignore[method-assign]
             shared = {"policy": CapturePolicy(group_id=group_id), "sampling": SamplingParams(temperature=1.0)}
             requests = [
                 harness.request(text, request_id=str(seed), seed=seed, **shared) for seed, text in enumerate(prompts)
@@ -414,9 +414,9 @@ def test_a_sample_of_a_group_does_not_draft_from_what_an_old_draft_has_read(mode
 
     async def answer_after_a_swap(harness: Harness) -> None:
         engine, prompt = harness.engine, "a prompt that an old draft has read"
-        decode = engine._decode
+        decode, slots = engine._loop._decode, engine._loop._slots
         # The first sample waits for the others, so that it is there for as long as they run.
-        engine._decode = lambda: decode() if len(engine._running) > 1 else None  # type: ignore[method-assign]
+        engine._loop._decode = lambda: decode() if len(slots.running) > 1 else None  # type: ignore[method-assign]
         first = engine.generate(harness.request(prompt, policy=policy, max_tokens=200))
         await anext(first)
         harness.engine.install_draft(2)

@@ -104,7 +104,7 @@ class MovesAt:
         self._has_begun = True
         engine = self.engine.result()
         threading.Thread(target=lambda: self.report.set_result(engine.move_target(1, self._folder))).start()
-        wait_until(lambda: engine._move is not None)
+        wait_until(lambda: engine._inbox.is_moving)
 
 
 def test_running_requests_go_on_and_their_traces_end_at_the_change(
@@ -152,13 +152,13 @@ def test_a_prompt_that_is_being_read_is_read_anew(
     moves = MovesAt(new_dir)
     with toy_engine(model_dir) as harness:
         moves.engine.set_result(harness.engine)
-        read = harness.engine._runner.prefill
+        read = harness.engine._loop._runner.prefill
 
         def read_and_move(*args: object, **kwargs: object) -> None:
             read(*args, **kwargs)  # type: ignore[arg-type]
             moves.now()
 
-        monkeypatch.setattr(harness.engine._runner, "prefill", read_and_move)
+        monkeypatch.setattr(harness.engine._loop._runner, "prefill", read_and_move)
         assert tokens_of(harness, PROMPTS[2]) == tokens_of(new, PROMPTS[2])
         wait_until(lambda: harness.traces)
     theirs = next(trace for trace in new.traces if trace.header.request_id == PROMPTS[2])

@@ -1,0 +1,171 @@
+"""A step of the local engine: install what is staged, admit, read a piece of a prompt, decode a round.
+
+Nothing in a step waits for Redis, the disk or a client.
+"""
+
+from __future__ import annotations
+
+import time
+
+from serving.engine import SwapReport, TargetReport
+from serving.local.capture import Capture
+from serving.local.config import LocalEngineConfig
+from serving.local.draft import ServingDraft
+from serving.local.inbox import Inbox
+from serving.local.proposer import Planner
+from serving.local.rounds import RoundRunner
+from serving.local.slots import Slots
+from serving.local.target import Target
+from serving.local.telling import Round, RoundTeller
+from serving.local.texts import RecentTexts
+from serving.metrics import EngineMetrics
+from serving.speedup import ControlShare
+from speculator.pulse import Pulse
+from speculator.spans import record
+
+
+class DecodeLoop:
+    """Owned by the engine's thread. Others set `depth`, between any two rounds, and read `target_version`.
+
+    When the target moves, a running answer goes on under the new weights with the keys and values of the old: as in a
+    partial rollout, it was begun under one policy and is ended under another. Its trace ends where the change came, so
+    no trace has labels of two targets. A prompt that is only being read is read anew.
+    """
+
+    def __init__(
+        self,
+        config: LocalEngineConfig,
+        *,
+        inbox: Inbox,
+        target: Target,
+        draft: ServingDraft,
+        planner: Planner,
+        texts: RecentTexts,
+        runner: RoundRunner,
+        capture: Capture,
+        teller: RoundTeller,
+        metrics: EngineMetrics,
+        pulse: Pulse | None,
+    ) -> None:
+        self._inbox, self._target, self._draft, self._planner = inbox, target, draft, planner
+        self._runner, self._capture, self._teller, self._metrics = runner, capture, teller, metrics
+        self._prefill_chunk = config.prefill_chunk
+        self._control = ControlShare(config.control_share)
+        self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
+        self._pulse, self._num_steps, self._step_tokens = pulse, 0, 0
+        self.texts, self.depth, self.target_version = texts, config.depth, 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._slots.running)
+
+    def run(self) -> None:
+        """Until the inbox is closed. What then runs is cut."""
+        while self._inbox.wait(is_busy=bool(self._slots.everybody), on_rest=self.rest):
+            self.step()
+
+    def step(self) -> None:
+        self._num_steps += 1
+        if self._pulse is not None:
+            self._pulse.beat(max(self._inbox.num_waiting - self._slots.num_free, 0))
+            self._step_tokens = 0
+        self._install_draft()
+        self._install_target()
+        self.texts.run(self._inbox.take_errands())
+        self.texts.take_shared()
+        self._metrics.aborted.inc(self._inbox.drop_aborted() + self._slots.drop_aborted())
+        self._admit()
+        self._prefill()
+        batch = self.num_running
+        if batch:
+            self._decode()
+        if self._pulse is not None:
+            self._pulse.about(batch, self._step_tokens)
+
+    def rest(self) -> None:
+        """Nothing is computed until the next step."""
+        if self._pulse is not None:
+            self._pulse.rest()
+
+    def end(self) -> None:
+        """Tell all that are here that their answers end."""
+        self.rest()
+        for generation in self._slots.everybody:
+            generation.abort()
+
+    def _install_draft(self) -> None:
+        if (swap := self._inbox.take_swap()) is None:
+            return
+        previous, started = self._draft.version, time.perf_counter()
+        try:
+            self._draft.install(swap.staged)
+        except Exception as error:
+            swap.report.set_exception(error)
+            return
+        stall_s = time.perf_counter() - started
+        # Copied on and on, keys of the draft before would outlive it.
+        for generation in self._slots.everybody:
+            generation.lends_pairs = generation.num_pairs_read == 0
+        self._planner.renew()
+        self._metrics.swaps.labels("installed").inc()
+        self._metrics.swap_stall.observe(stall_s)
+        self._metrics.draft_version.set(self._draft.version)
+        self._metrics.last_swap.set_to_current_time()
+        swap.report.set_result(
+            SwapReport(version=self._draft.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
+        )
+
+    def _install_target(self) -> None:
+        """New weights between two steps. Half of them must not serve: a failure here ends the engine."""
+        if (move := self._inbox.staged_move()) is None:
+            return
+        previous, started = self.target_version, time.perf_counter()
+        for slot, generation in enumerate(self._slots.running):
+            self._capture.hand_over(generation, slot=slot, target_version=previous)
+            generation.capture = False
+            # Its keys and values are the old target's.
+            generation.lends_prompt = False
+        if self._slots.prefilling is not None:
+            self._slots.prefilling.begin_anew()
+        self._target.install(move.staged)
+        self.target_version = move.version
+        self._planner.renew()
+        self.texts.target_moved(move.version)
+        self._inbox.end_move()
+        stall_ms = 1000 * (time.perf_counter() - started)
+        move.report.set_result(TargetReport(version=move.version, previous=previous, stall_ms=stall_ms))
+
+    def _admit(self) -> None:
+        while self._slots.can_admit:
+            if (generation := self._inbox.next_request()) is None:
+                return
+            generation.suffix = self.texts.begin(generation.request)
+            self._slots.admit(generation)
+
+    def _prefill(self) -> None:
+        if (generation := self._slots.prefilling) is None:
+            return
+        num_before, started = generation.num_prefilled, time.perf_counter()
+        self._runner.prefill(generation, self.num_running, self._prefill_chunk, drafting=self.depth > 0)
+        num_tokens = generation.num_prefilled - num_before
+        self._step_tokens += num_tokens
+        record(generation.parent, "prefill", time.perf_counter() - started, tokens=num_tokens)
+        if generation.num_prefilled == generation.num_prompt_tokens:
+            self._slots.start_decoding()
+            self._finish_done()
+
+    def _decode(self) -> None:
+        running = self._slots.running
+        is_control = self._control.is_control(len(running))
+        depth = 0 if is_control else self.depth
+        report = self._runner.run(running, depth)
+        self._step_tokens += report.batch * (1 + report.num_proposals)
+        self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version))
+        self._finish_done()
+
+    def _finish_done(self) -> None:
+        for generation in [generation for generation in self._slots.running if generation.finish_reason]:
+            slot = self._slots.running.index(generation)
+            self._capture.hand_over(generation, slot=slot, target_version=self.target_version)
+            self._slots.free(generation)
+            self.texts.count()
