@@ -69,3 +69,10 @@ def no_rounds() -> VerifyRounds:
 
 def renamed(trace: Trace, trace_id: str, **header: str | bool) -> Trace:
     return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, trace_id=trace_id, **header))
+
+
+def different(trace: Trace, number: int) -> Trace:
+    """The same answer to another prompt."""
+    token_ids = trace.token_ids.copy()
+    token_ids[0] = number
+    return dataclasses.replace(renamed(trace, f"flood-{number}", tenant="flood"), token_ids=token_ids)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 import torch
+from prometheus_client import CollectorRegistry
 
+from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.toy import make_toy_model
 from tests.trainer.answers import answer_traces
+from tests.trainer.examples import config_for, promote
+from tests.trainer.trainers import MakeTrainer
+from trainer.config import TrainerConfig
+from trainer.service import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +37,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traces(model_dir: Path) -> list[Trace]:
     """Greedy answers of the toy target, with its real features and distributions."""
     return answer_traces(model_dir, num_traces=8)
+
+
+@pytest.fixture
+def stream(redis_client: redis.Redis) -> TraceStream:
+    return TraceStream(redis_client, "toy", max_bytes=10**8)
+
+
+@pytest.fixture
+def settings(model_dir: Path, tmp_path: Path, redis_url: str) -> Callable[..., TrainerConfig]:
+    return lambda **changes: config_for(model_dir, tmp_path, redis_url=redis_url, **changes)
+
+
+@pytest.fixture
+def start(settings: Callable[..., TrainerConfig], stream: TraceStream) -> MakeTrainer:
+    return lambda **changes: Trainer(settings(**changes), CollectorRegistry())
+
+
+@pytest.fixture
+def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.shadow.decide", promote)
