@@ -80,6 +80,7 @@ class Loop:
         # The last chunk of an answer is delivered before its trace is handed over.
         while self.engine.health().num_running:
             time.sleep(0.01)
+        self.engine.flush_traces()
         return answers
 
     def learn(self) -> None:

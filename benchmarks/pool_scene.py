@@ -39,8 +39,6 @@ from trainer.checkpoint import load_checkpoint
 CLIENTS = 4
 MAX_TOKENS = 48
 STREAM_MAX_BYTES = 1 << 30
-KNOWN_VERIFICATIONS = 1200
-"""Of the version in service: from then on another one is tried as soon as it comes (serving/watch.py)."""
 TRAINER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -130,10 +128,10 @@ class Scene:
     def all_run(self, version: int) -> bool:
         return self.versions() == dict.fromkeys(ENGINES, version)
 
-    def know_their_draft(self) -> bool:
-        """Whether each engine has something to compare the next version with."""
+    def know_their_draft(self, num_verifications: int) -> bool:
+        """Whether each engine knows the version in service from so many, to compare the next one with."""
         known = [int(report["baseline_verifications"]) for report in self.reports().values()]
-        return len(known) == len(ENGINES) and min(known) >= KNOWN_VERIFICATIONS
+        return len(known) == len(ENGINES) and min(known) >= num_verifications
 
     def ran(self, version: int) -> int:
         """How many engines ever had it in service, by their own logs."""

@@ -12,6 +12,10 @@ target's answers to these: one a little, which is in service at first, and one w
 * versions that were promoted before are published in turn: seconds until both engines run them;
 * the router, the gateway and an engine are killed and started again.
 
+With --quick only the router and the gateway are killed, and engines know less of what they run: on two cores the two
+servers take two minutes to start, and one that starts again beside the other takes as long. The other kills are in
+tests/sglang/test_pool.py and benchmarks/kills.py.
+
 A witness reads the stream beside the trainer: each answer that came to its end must have a trace, or be counted, and
 each trace must be in one of the trainer's accounts, as in benchmarks/kills.py. SGLang drafts at a fixed depth of 2, so
 there are no control steps to wait for, and runs on the project's CPU operators: the figures are about the pool, not
@@ -45,6 +49,10 @@ from speculator.model import Eagle3Draft
 QUESTIONS = 8
 QUESTION_CHARACTERS = 300
 TRAIN_STEPS = (15, 60)
+KNOWN_VERIFICATIONS = 1200
+"""Of the version in service: from then on another one is tried as soon as it comes (serving/watch.py)."""
+QUICK_KNOWN_VERIFICATIONS = 300
+"""Then it is tried when it has waited for half a minute."""
 QUEUE_S = 2.0
 """What an engine answered so shortly before it was killed may still have waited in its memory to be written."""
 
@@ -63,19 +71,25 @@ def main() -> None:
         with scene.running():
             scene.answered(8, "the first answers")
             started_s = time.monotonic()
-            _say(figures, "trainer", kill_trainer(scene))
-            _say(figures, "redis", kill_redis(scene))
-            scene.pool.wait_for(scene.know_their_draft, "the engines to know what they run", 240)
+            if not arguments.quick:
+                _say(figures, "trainer", kill_trainer(scene))
+                _say(figures, "redis", kill_redis(scene))
+            enough = QUICK_KNOWN_VERIFICATIONS if arguments.quick else KNOWN_VERIFICATIONS
+            scene.pool.wait_for(lambda: scene.know_their_draft(enough), "the engines to know what they run", 240)
             bad = [_try_bad(scene, better, seed) for seed in range(1 if arguments.quick else 3)]
             _say(figures, "bad", bad)
             _say(figures, "good", _try_good(scene, better))
             _say(figures, "switched", _switch(scene, (scene.first, figures["good"]["version"]), arguments.quick))
             for name in ("router", "gateway"):
                 _say(figures, name, kill_front(scene, name))
-            _say(figures, "engine", kill_engine(scene))
+            killed_s = None
+            if not arguments.quick:
+                engine = kill_engine(scene)
+                killed_s = engine.pop("killed_s")
+                _say(figures, "engine", engine)
             scene.answered(8, "answers after the last kill")
             scene.load.stop()
-            _say(figures, "books", _settle(scene, killed_s=figures["engine"].pop("killed_s")))
+            _say(figures, "books", _settle(scene, engine_killed_s=killed_s))
             for each in bad:
                 each["engines_that_ran_it"] = scene.ran(each["version"])
             figures["requests"], figures["seconds"] = dict(scene.load.since(0)), time.monotonic() - started_s
@@ -161,13 +175,13 @@ def _switch(scene: Scene, versions: tuple[int, int], is_quick: bool) -> Figures:
 # -- accounts
 
 
-def _settle(scene: Scene, *, killed_s: float) -> Figures:
+def _settle(scene: Scene, *, engine_killed_s: float | None) -> Figures:
     """What became of each answer's trace, once the trainer has nothing left to read."""
     answered = {each.request_id: each.ended_s for each in scene.load.asked if each.outcome == OK}
 
     def silent() -> set[str]:
         untraced = answered.keys() - scene.witness.engine_of.keys()
-        return {each for each in untraced if not killed_s - QUEUE_S <= answered[each] <= killed_s + QUEUE_S}
+        return {each for each in untraced if engine_killed_s is None or abs(answered[each] - engine_killed_s) > QUEUE_S}
 
     def is_settled() -> bool:
         return scene.num_waiting() == 0 and not silent()
@@ -203,7 +217,7 @@ def _counts(text: str) -> Counter[str]:
 
 def _finish(figures: Figures, accounts: Accounts, path: Path | None) -> None:
     bad, good, switched, books = (figures[name] for name in ("bad", "good", "switched", "books"))
-    kills = {name: figures[name] for name in KILLED}
+    kills = {name: figures[name] for name in KILLED if name in figures}
 
     def slowest(name: str) -> float:
         return float(max(each[name] for each in bad))
@@ -232,20 +246,24 @@ def _finish(figures: Figures, accounts: Accounts, path: Path | None) -> None:
         "good_draft_promoted_s": (good["promoted_s"], 120),
         "slowest_switch_to_both_s": (max(switched["all_s"]), 5),
         "failed_while_versions_came": (calm.total() - calm[OK], 0),
-        "failed_beyond_in_flight_on_the_engine": (_failed(kills["engine"]) - kills["engine"]["in_flight"], 0),
         "cut_beyond_in_flight_at_router_or_gateway": (
             max(kills[name]["cut"] - kills[name]["in_flight"] for name in ("router", "gateway")),
             0,
         ),
         "cut_that_began_after_a_kill": (sum(each["cut_that_began_after"] for each in kills.values()), 0),
-        "failed_without_trainer_or_redis": (_failed(kills["trainer"]) + _failed(kills["redis"]), 0),
         "answers_without_trace_or_count": (max(unaccounted, 0), 0),
         "traces_lost_silently": (accounts.silently_lost, 0),
         "traces_lost_or_unread": (accounts.lost + accounts.waiting, 0),
         "traces_used_twice": (accounts.used_twice, 0),
     }
+    if (engine := kills.get("engine")) is not None:
+        at_most |= {
+            "failed_beyond_in_flight_on_the_engine": (_failed(engine) - engine["in_flight"], 0),
+            "failed_without_trainer_or_redis": (_failed(kills["trainer"]) + _failed(kills["redis"]), 0),
+        }
     targets = [Target(name, value, bound, at_least=False) for name, (value, bound) in at_most.items()]
-    targets.append(Target("in_flight_on_the_killed_engine", kills["engine"]["in_flight"], 1))
+    if engine is not None:
+        targets.append(Target("in_flight_on_the_killed_engine", engine["in_flight"], 1))
     setting = {"clients": CLIENTS, "max_tokens": MAX_TOKENS, "questions": QUESTIONS, "train_steps": TRAIN_STEPS}
     finish(rows, targets, {**setting, **figures, "traces": dataclasses.asdict(accounts)}, path)
 

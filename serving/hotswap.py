@@ -126,6 +126,9 @@ class DraftFollower:
             self._pinned = self._pointer.pinned()
             desired = self._pointer.desired()
             if desired not in (None, self._installer.in_service) and desired not in self.log.refused:
+                if not self._reporter.is_known:
+                    # Or others would take it for dead while it loads the first version that it has a place for.
+                    self._reporter.send()
                 self._towards(desired)
             else:
                 self._place.want_nothing()

@@ -16,6 +16,10 @@ import msgspec
 HEADER = "x-request-id-slipstream"
 POLICY_KEY = "slipstream"
 """Where the policy stands in `custom_params`; no client can write there."""
+TARGET_KEY = "target"
+"""In the policy: the fingerprint of the target that the gateway's drafts are for."""
+OTHER_TARGET = "This engine serves another target than its gateway's drafts are for."
+"""What the plugin answers then, with status 503: a router tries another engine, and a lineage counts as away."""
 ASK = "return_spec_tokens_details"
 """SGLang's field that asks for what verifications committed."""
 

@@ -83,9 +83,18 @@ class EngineMetrics:
         )
         self.capture_seconds = Counter(
             "slipstream_capture_seconds",
-            "Time of the decode loop that went into assembling finished traces; what rounds keep for them is in the "
-            "rounds' own time",
+            "Time of the decode loop that went into handing finished traces over; what rounds keep for them is in the "
+            "rounds' own time, and the rest on another thread",
             registry=registry,
+        )
+        self.unlabelled = Counter(
+            "slipstream_capture_unlabelled_positions",
+            "Positions of prompts that were captured without the target's distribution: too many waited for theirs, or "
+            "the target had moved",
+            registry=registry,
+        )
+        self.capture_failures = Counter(
+            "slipstream_capture_failures", "Traces and distributions that could not be made (a bug)", registry=registry
         )
         self.target_unchanged = Gauge(*TARGET_UNCHANGED, registry=registry)
         self.target_unchanged.set(1)

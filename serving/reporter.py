@@ -38,6 +38,11 @@ class Reporter:
         self._sent_s, self._num_attempts_told = float("-inf"), 0
 
     @property
+    def is_known(self) -> bool:
+        """Whether others have heard of this engine."""
+        return self._sent_s > float("-inf")
+
+    @property
     def is_due(self) -> bool:
         is_news = self._installer.num_attempts > self._num_attempts_told
         return is_news or time.monotonic() - self._sent_s >= self._every_s

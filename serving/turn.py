@@ -3,18 +3,24 @@
 Used by the follower's thread. An engine without a place asks when it is ready for a trial, and again every few seconds;
 one that has a place looks every few seconds whether it still has it. Whoever comes first after `LOOK_S` reads the
 reports of all engines, for all of them. Where Redis is away nothing changes: who runs the version goes on, and rolls it
-back by itself if it must.
+back by itself if it must. Who asks for a version that engines have ended of bars it, for they cannot.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from serving.versions import VersionRecord
 from speculator.fleet import ChangesSpread, Views
-from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look
+from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look, succeed
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 """Between two looks at all reports, whoever takes them."""
@@ -46,10 +52,11 @@ class Turn:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._fleet, self._record, self._engine_id = fleet, record, engine_id
+        self._life = secrets.token_hex(4)
         self._look_s, self._rules, self._clock = look_s, rules or WaveRules(), clock
         self._asked_s = self._looked_s = self._lost_s = float("-inf")
         self._is_kept = self._is_confirmed = False
-        self._granted = self._wave = 0
+        self._granted = self._wave = self._num_early = 0
         self.place = 0
         """The version that this engine may run before it is confirmed; 0 where there is none."""
         self.wants = 0
@@ -76,6 +83,9 @@ class Turn:
         self._asked_s = time.monotonic()
         spread = self._fleet.change_spread(lambda spread, engines: self._asked(spread, engines, desired, view))
         self.wants = self.place = 0
+        if spread is not None and self._num_early:
+            self._bar(spread.version, view.draft)
+            return 0
         if spread is None or spread.version == view.draft:
             return 0
         member = spread.members.get(self._engine_id)
@@ -112,27 +122,40 @@ class Turn:
         return Place.HELD
 
     def _asked(self, spread: Spread | None, engines: Views, desired: int, view: EngineView) -> Spread | None:
-        now_s, self._granted = self._clock(), 0
+        now_s, self._granted, self._num_early = self._clock(), 0, 0
         if spread is not None and self._record.is_on_trial(spread.version):
+            spread = succeed(spread, self._engine_id, life=self._life, rules=self._rules)
             if _is_old(spread, now_s) and not self._is_back_lately:
                 spread = look(spread, self._with_own(engines(), view), now_s=now_s, rules=self._rules)
+            if spread.num_early >= self._rules.most_early:
+                self._num_early = spread.num_early
+                # Nothing is held against it where an operator releases it.
+                return msgspec.structs.replace(spread, members={}, num_early=0)
             if spread.is_under_way and spread.version == view.draft:
                 return spread
             if spread.is_under_way or spread.version == desired:
-                admitted = admit(spread, self._engine_id, target=view.target, now_s=now_s, rules=self._rules)
+                admitted = admit(
+                    spread, self._engine_id, target=view.target, now_s=now_s, rules=self._rules, life=self._life
+                )
                 self._granted = 0 if admitted is None else spread.version
                 return admitted or spread
         if not self._record.may_serve(desired):
             return None
         self._granted = desired
-        return begin(desired, self._engine_id, target=view.target, now_s=now_s)
+        return begin(desired, self._engine_id, target=view.target, now_s=now_s, life=self._life)
+
+    def _bar(self, version: int, in_service: int) -> None:
+        log.error("draft version %d barred: %d engines ended as they tried it", version, self._num_early)
+        good = self._record.last_good(other_than=version) or in_service
+        reason, numbers = "engines ended as they tried it", {"engines_that_ended": self._num_early}
+        self._record.barred(version, good, reason, {**numbers, "within_s": self._rules.early_s})
 
     def _seen(self, spread: Spread | None, engines: Views, view: EngineView) -> Spread | None:
         self._is_confirmed = False
         now_s = self._clock()
         if spread is None and view.draft == self.place:
             # Redis has lost it: the first that misses it is the canary.
-            spread = begin(self.place, self._engine_id, target=view.target, now_s=now_s)
+            spread = begin(self.place, self._engine_id, target=view.target, now_s=now_s, life=self._life)
         if spread is None or spread.version != self.place:
             return None
         standing = spread.members[self._engine_id].standing if self._engine_id in spread.members else None

@@ -39,14 +39,15 @@ def check_settings(settings: GatewaySettings) -> None:
         raise ConfigError(f"{ENV_PREFIX}CHOOSE_LINEAGES has nothing to choose from: set {ENV_PREFIX}LINEAGES")
 
 
-def check_lineages(settings: GatewaySettings, model: str) -> None:
-    """Whether what the gateway says about a request reaches the engines of each lineage; one that is away is let be.
+def check_lineages(settings: GatewaySettings, model: str, target: str) -> None:
+    """Whether what the gateway says about a request reaches the engines of each lineage, and they serve the target with
+    the fingerprint `target`; a lineage that is away is let be.
 
     Raises ConfigError.
     """
     for name, url in lineage_urls(settings.lineages).items():
         try:
-            check_router(url, model)
+            check_router(url, model, target)
         except EngineDeadError as error:
             log.warning("lineage not checked, the base answers while it is away", lineage=name, reason=str(error))
 
@@ -58,9 +59,11 @@ async def serve_in_front(
     *,
     settings: GatewaySettings,
     drafts: DraftDesk,
+    target: str,
     beside: Coroutine[Any, Any, None] | None = None,
 ) -> None:
-    """Serve on `listener` what the SGLang at `url` answers, until a signal or the end of `beside`.
+    """Serve on `listener` what the SGLang at `url` answers, until a signal or the end of `beside`; `target` is the
+    fingerprint of what it serves.
 
     Raises ConfigError where this process may not have so many connections, and what `beside` raises.
     """
@@ -76,7 +79,14 @@ async def serve_in_front(
     }
     targets = TargetDesk(client, TargetMetrics(registry), folder=None)
     app = create_passthrough_app(
-        client, upstream, settings=settings, lineages=lineages, registry=registry, drafts=drafts, targets=targets
+        client,
+        upstream,
+        settings=settings,
+        lineages=lineages,
+        registry=registry,
+        drafts=drafts,
+        targets=targets,
+        target=target,
     )
     try:
         await serve_until_signal(

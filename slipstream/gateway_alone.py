@@ -75,12 +75,16 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         fingerprint = store.manifest(newest).target_fingerprint
         key = model_key(options.model_dir, fingerprint, store.lineage)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
-        client = _single(options, options.engine_id, pointer) if options.engine_id else _pool(options, pointer)
+        engine_id = options.engine_id
+        client = _single(options, engine_id, pointer) if engine_id else _pool(options, pointer, fingerprint)
         opened.callback(client.stop)
         client.start()
-        check_lineages(settings, client.info.model)
+        check_lineages(settings, client.info.model, fingerprint)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        asyncio.run(serve_in_front(options.sglang_url, listener, client, settings=settings, drafts=drafts))
+        front = serve_in_front(
+            options.sglang_url, listener, client, settings=settings, drafts=drafts, target=fingerprint
+        )
+        asyncio.run(front)
 
 
 def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:
@@ -109,7 +113,7 @@ def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> S
     )
 
 
-def _pool(options: GatewayOptions, pointer: DraftPointer) -> PoolClient:
+def _pool(options: GatewayOptions, pointer: DraftPointer, fingerprint: str) -> PoolClient:
     """Once the router has an engine and a plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
     is_ready = False
     version: int | None = None
@@ -125,7 +129,7 @@ def _pool(options: GatewayOptions, pointer: DraftPointer) -> PoolClient:
             "same --model and --redis-url"
         )
     pool = PoolClient(options.sglang_url, pointer, draft_version=version)
-    check_router(options.sglang_url, pool.info.model)
+    check_router(options.sglang_url, pool.info.model, fingerprint)
     return pool
 
 

@@ -10,6 +10,7 @@ import asyncio
 from contextlib import ExitStack
 from functools import partial
 
+from serving.engine import Engine
 from serving.forgetting import ErasureWatch
 from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.descriptors import make_room
@@ -34,13 +35,20 @@ from slipstream.local_site import (
     open_recorder,
     open_sharing,
 )
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, EngineDeadError
 from speculator.fleet import Fleet
 from speculator.pointer import DraftPointer
 
+_LOOK_S = 1.0
+"""Between two looks at whether the engine lives."""
+
 
 def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError, StreamError, StoreError or DraftError when it cannot start."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when the engine
+    fails.
+    """
     check_exposure(options.host, options.redis_url, settings)
     if settings.lineages or settings.choose_lineages:
         raise ConfigError(f"{ENV_PREFIX}LINEAGES and …CHOOSE_LINEAGES are for a gateway in front of SGLang: unset them")
@@ -79,7 +87,24 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         follower.start()
         opened.callback(follower.stop)
         server = GatewayServer(app, listener, max_connections=settings.max_connections)
-        asyncio.run(serve_until_signal(server, model=options.engine.model_name, draft_version=engine.draft_version))
+        asyncio.run(
+            serve_until_signal(
+                server,
+                model=options.engine.model_name,
+                draft_version=engine.draft_version,
+                beside=until_it_fails(engine),
+            )
+        )
+
+
+async def until_it_fails(engine: Engine) -> None:
+    """An engine that has failed serves nobody, and is not started again here: whoever started this process does that.
+
+    Raises EngineDeadError.
+    """
+    while (health := engine.health()).alive:  # noqa: ASYNC110 - its thread knows of no event loop
+        await asyncio.sleep(_LOOK_S)
+    raise EngineDeadError(f"the engine ended ({health.detail}): the log says why")
 
 
 def _status(

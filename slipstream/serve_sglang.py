@@ -88,10 +88,13 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         )
         opened.callback(client.stop)
         client.start()
-        check_lineages(settings, client.info.model)
+        check_lineages(settings, client.info.model, fingerprint)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         ended = _until_ended(process)
-        asyncio.run(serve_in_front(process.url, listener, client, settings=settings, drafts=drafts, beside=ended))
+        front = serve_in_front(
+            process.url, listener, client, settings=settings, drafts=drafts, target=fingerprint, beside=ended
+        )
+        asyncio.run(front)
 
 
 async def _until_ended(process: SglangProcess) -> None:

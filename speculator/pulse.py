@@ -129,11 +129,14 @@ class _Page:
 
     def new_steps(self) -> list[EngineStep]:
         words, number = self.words, self.words[_NUM_STEPS]
-        # A few of the oldest may be overwritten while they are read.
-        first = max(self.num_seen, number - RING + 8)
+        first = max(self.num_seen, number - RING)
         self.num_seen = number
         places = (_FIRST + 3 * (one % RING) for one in range(first, number))
-        return [EngineStep(self.name, words[at], words[at + 1], words[at + 2]) for at in places]
+        steps = [EngineStep(self.name, words[at], words[at + 1], words[at + 2]) for at in places]
+        # Who reads may have to wait for a core, and the engine has gone on: those that it has overwritten since, and
+        # the one that it may be overwriting now, are not whole.
+        num_lost = words[_NUM_STEPS] - RING + 1 - first
+        return steps[max(num_lost, 0) :]
 
     def is_left(self) -> bool:
         """Its engine has ended."""

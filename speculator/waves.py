@@ -9,6 +9,9 @@ one that is idle or has died. It ends when its places are taken and every trial 
 that is ready has asked, its place is given on. What no engine can say is said by the store: a version that is barred
 or promoted there is not spread any more, and engines that never had traffic take it once it is promoted.
 
+An engine whose process ends as it tries the version says nothing at all. Where that comes soon after it got its place
+the version may be why, and is counted; the second time whoever asks next bars it (serving/turn.py).
+
 A verdict holds for one target. Engines whose target is of another version than the one that the spread is for get no
 place and are not waited for; a member whose target moves stays, without a verdict (serving/watch.py), and the spread is
 for the newest target of its members.
@@ -41,6 +44,10 @@ class WaveRules:
     enough: int = 300
     install_s: float = 60.0
     """How long an engine may take to put the version into service, and another in its place."""
+    early_s: float = 60.0
+    """An engine that ends, or falls silent, so soon after it got its place may have ended of the version."""
+    most_early: int = 2
+    """Engines that end so before the version is held to be why."""
 
     def places(self, wave: int) -> int:
         """Engines that may run the version in a wave, those of the waves before among them; 0 is the canary's."""
@@ -74,13 +81,17 @@ class Standing(enum.StrEnum):
     """It has left; others go first for a while."""
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     standing: Standing
     since_s: float
     """When it got its place; where it is leaving or gone, since when."""
     target: int
     wave: int
     """In which it got its place; 0 is the canary's."""
+    life: str = ""
+    """While it is trying, names its process: one that starts again under the same engine id is another."""
+    began_s: float = 0
+    """When this process got it."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +107,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """By engine id."""
     num_passed: int = 0
     """Canaries that gave their place on."""
+    num_early: int = 0
+    """Engines that ended soon after they got their place."""
     looked_s: float = 0
     """When `look` was last applied: one look every few seconds does for all engines."""
 
@@ -123,16 +136,18 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def begin(version: int, engine_id: str, *, target: int, now_s: float) -> Spread:
-    """The engine is the canary."""
-    member = Member(standing=Standing.TRYING, since_s=now_s, target=target, wave=0)
+def begin(version: int, engine_id: str, *, target: int, now_s: float, life: str = "") -> Spread:
+    """The engine is the canary; `life` names its process."""
+    member = Member(standing=Standing.TRYING, since_s=now_s, target=target, wave=0, life=life, began_s=now_s)
     return Spread(version=version, target=target, wave=0, opened_s=now_s, members={engine_id: member})
 
 
-def admit(spread: Spread, engine_id: str, *, target: int, now_s: float, rules: WaveRules) -> Spread | None:
+def admit(
+    spread: Spread, engine_id: str, *, target: int, now_s: float, rules: WaveRules, life: str = ""
+) -> Spread | None:
     """With a place for this engine, which is about to try the version; None where there is none for it.
 
-    A member that asks again has been started anew, and has its trial before it, but no more time than it had.
+    A member that asks again has its trial before it, but no more time than it had.
     """
     before = spread.members.get(engine_id)
     since_s, wave = now_s, spread.wave
@@ -142,9 +157,19 @@ def admit(spread: Spread, engine_id: str, *, target: int, now_s: float, rules: W
         since_s, wave = before.since_s, before.wave
     elif spread.taken and (target != spread.target or spread.taken >= rules.places(spread.wave)):
         return None
-    member = Member(standing=Standing.TRYING, since_s=since_s, target=target, wave=wave)
+    member = Member(standing=Standing.TRYING, since_s=since_s, target=target, wave=wave, life=life, began_s=now_s)
     others = {each: one for each, one in spread.members.items() if one.standing is not Standing.GONE}
     return _for_newest_target(msgspec.structs.replace(spread, members={**others, engine_id: member}))
+
+
+def succeed(spread: Spread, engine_id: str, *, life: str, rules: WaveRules) -> Spread:
+    """A process speaks for this engine: where another one had its place, that has ended."""
+    member = spread.members.get(engine_id)
+    if member is None or member.life == life:
+        return spread
+    members = {**spread.members, engine_id: msgspec.structs.replace(member, life=life)}
+    num_early = spread.num_early + _ended_early(spread, member, rules)
+    return msgspec.structs.replace(spread, members=members, num_early=num_early)
 
 
 def keep(spread: Spread, engine_id: str, *, target: int) -> Spread:
@@ -152,18 +177,21 @@ def keep(spread: Spread, engine_id: str, *, target: int) -> Spread:
     member = spread.members.get(engine_id)
     if member is None or member.standing in (Standing.LEAVING, Standing.GONE):
         return spread
-    kept = msgspec.structs.replace(member, standing=Standing.KEPT, target=target)
+    kept = Member(standing=Standing.KEPT, since_s=member.since_s, target=target, wave=member.wave)
     return _for_newest_target(msgspec.structs.replace(spread, members={**spread.members, engine_id: kept}))
 
 
 def look(spread: Spread, engines: Mapping[str, EngineView], *, now_s: float, rules: WaveRules) -> Spread:
     """What follows from the reports of all living engines: who is gone, whose place is given on, which wave it is."""
-    members = {}
+    members, num_early = {}, spread.num_early
     for engine_id, member in spread.members.items():
         seen = _seen(member, engines.get(engine_id), spread.version, now_s, rules)
         if seen is not None:
             members[engine_id] = seen
-    spread = _for_newest_target(msgspec.structs.replace(spread, members=members, looked_s=now_s))
+        elif engine_id not in engines:
+            num_early += _ended_early(spread, member, rules)
+    changed = msgspec.structs.replace(spread, members=members, num_early=num_early, looked_s=now_s)
+    spread = _for_newest_target(changed)
     spread = _give_on(spread, engines, now_s, rules)
     if _has_wave_ended(spread, engines, now_s, rules):
         return msgspec.structs.replace(spread, wave=spread.wave + 1, opened_s=now_s)
@@ -200,6 +228,11 @@ def _seen(member: Member, view: EngineView | None, version: int, now_s: float, r
     if view.target != member.target:
         return msgspec.structs.replace(member, standing=Standing.MOVED, target=view.target)
     return member
+
+
+def _ended_early(spread: Spread, member: Member, rules: WaveRules) -> bool:
+    """Of a member whose process has ended. Nobody has seen it since the last look."""
+    return member.standing is Standing.TRYING and spread.looked_s - member.began_s < rules.early_s
 
 
 def _for_newest_target(spread: Spread) -> Spread:

@@ -1,9 +1,7 @@
-"""The trainer's parts put together, and the verbs that the loop is made of."""
+"""The verbs that the training loop is made of; trainer/parts.py has what they act on."""
 
 from __future__ import annotations
 
-import functools
-import random
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,37 +9,13 @@ from typing import NamedTuple
 import torch
 from prometheus_client import CollectorRegistry
 
-from speculator.checkpoint import target_fingerprint
-from speculator.erasures import Erasures
-from speculator.labels import draft_ids_by_target_id
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.removal import Remover
-from speculator.rewards import RewardStream
 from speculator.spans import span
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
-from trainer.batch import Example, make_example
-from trainer.candidate import Candidates
-from trainer.checkpoint import Progress
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
-from trainer.forgetting import Forgetting
-from trainer.golden import golden_set
-from trainer.heldout import HeldOut
-from trainer.intake import Intake
 from trainer.metrics import TrainerMetrics
+from trainer.parts import assemble, reason_to_forget_golden
 from trainer.pressure import tokens_owed, training_pressure
-from trainer.provenance import Provenance
-from trainer.replay import Replay
-from trainer.rewards import RewardWeights
-from trainer.saving import Saver
-from trainer.shares import share_of
-from trainer.shelf import Shelf, shelf_folder
-from trainer.source import TraceSource, consumer_name
 from trainer.step import Learner
-from trainer.training import Training
 
 
 class _Stock(NamedTuple):
@@ -77,33 +51,11 @@ class Trainer:
         """
         self._config, self.ranks = config, ranks or Ranks()
         self.metrics = TrainerMetrics(registry)
-        self._fingerprint = target_fingerprint(config.model_dir)
-        self._redis = connect(config.redis_url)
-        self._store = DraftStore(config.store_dir)
-        rng = random.Random(config.seed + self.ranks.rank)
-        rewards = RewardStream(self._redis, config.model_key)
-        self._rewards = RewardWeights(rewards, bound=config.max_reward_weight, metrics=self.metrics)
-        self._replay = self._new_replay(rng)
-        self._training = Training(
-            config,
-            self.ranks,
-            self._store,
-            self._replay,
-            self.metrics,
-            target_fingerprint=self._fingerprint,
-            device=device or torch.device("cpu"),
-            rng=rng,
-        )
-        progress = self._training.resume()
-        self._forgetting = self._new_forgetting(clock)
-        self._forgetting.look()
-        self._shelf = Shelf(shelf_folder(config.state_dir))
-        to_example = self._to_example()
-        self._source = self._new_source(to_example, progress)
-        self.ranks.lead(lambda: self._tidy(progress))
-        self.intake = self._new_intake(to_example, progress)
-        self._candidates = self._new_candidates(progress, clock)
-        self._saver = self._new_saver()
+        parts = assemble(config, self.ranks, self.metrics, device=device or torch.device("cpu"), clock=clock)
+        self._redis, self._rewards, self._replay = parts.client, parts.rewards, parts.replay
+        self._training, self._forgetting, self._shelf = parts.training, parts.forgetting, parts.shelf
+        self._source, self.intake = parts.source, parts.intake
+        self._candidates, self._saver = parts.candidates, parts.saver
         self.metrics.healthy.set(self._training.guard.healthy)
         self._source.observe_lag()
         self._forgetting.report()
@@ -223,120 +175,14 @@ class Trainer:
             return
         if self._source.has_refused and self._forgetting.sweep():
             self._source.swept()
-        gone = self.intake.forget(self._forgetting.reason, is_golden_gone=self._reason_to_forget_golden)
+        is_golden_gone = reason_to_forget_golden(self._config, self._forgetting)
+        gone = self.intake.forget(self._forgetting.reason, is_golden_gone=is_golden_gone)
         self._candidates.review.forget(self._forgetting.reason)
         self._shelf.remove(stored.trace_id for stored in gone)
         self._forgetting.removed(gone)
         self._forgetting.report()
 
-    @property
-    def _reason_to_forget_golden(self) -> Callable[[Provenance], str | None]:
-        return self._forgetting.reason if self._config.golden is None else self._forgetting.reason_in_recording
-
     def _survey(self) -> None:
         """Look over all replays: what is in them decides whether all ranks go on."""
         counts = (self._replay.num_waiting, self._replay.num_tokens, self.intake.drift.alarm)
         self._stock = _Stock(*map(int, self.ranks.sum(counts)))
-
-    def _tidy(self, progress: Progress) -> int:
-        """Before any rank reads: what processes had that are gone for good is found again, or removed."""
-        self._source.take_over()
-        self._shelf.sweep(progress.trace_ids)
-        return 0
-
-    def _new_replay(self, rng: random.Random) -> Replay:
-        config = self._config
-        return Replay(
-            max_bytes=config.replay_max_bytes,
-            max_waiting=config.max_waiting_traces,
-            recent_share=config.replay_recent_share,
-            max_tenant_share=config.max_tenant_share,
-            max_draft_lag=config.max_draft_lag,
-            max_target_lag=config.max_target_lag,
-            rng=rng,
-            seed=config.seed,
-            reward_weight=self._rewards.weight,
-        )
-
-    def _new_forgetting(self, clock: Callable[[], float]) -> Forgetting:
-        config = self._config
-        return Forgetting(
-            Erasures(self._redis, config.model_key),
-            Remover(self._redis, config.model_key),
-            name=consumer_name(self.ranks.rank),
-            ttl_s=3600 * config.trace_ttl_hours,
-            metrics=self.metrics,
-            clock=clock,
-        )
-
-    def _new_source(self, to_example: Callable[[Trace], Example], progress: Progress) -> TraceSource:
-        config, consumer = self._config, consumer_name(self.ranks.rank)
-        ttl_s = 3600 * config.trace_ttl_hours
-        return TraceSource(
-            TraceStream(
-                self._redis, config.model_key, max_bytes=config.stream_max_bytes, consumer=consumer, ttl_s=ttl_s
-            ),
-            to_example,
-            target_fingerprint=self._fingerprint,
-            used_trace_ids=progress.used_trace_ids,
-            shelf=self._shelf,
-            metrics=self.metrics,
-            max_known=config.max_known_traces,
-            reason_to_forget=self._forgetting.reason,
-            has_refused=self._forgetting.may_have_orders,
-        )
-
-    def _new_intake(self, to_example: Callable[[Trace], Example], progress: Progress) -> Intake:
-        config = self._config
-        held_out = HeldOut(
-            share=config.holdout_share,
-            max_traces=config.holdout_traces,
-            max_bytes=config.holdout_share * config.replay_max_bytes,
-            max_tenant_share=config.max_tenant_share,
-            seed=config.seed,
-        )
-        golden = golden_set(
-            config,
-            to_example,
-            self.ranks,
-            target_fingerprint=self._fingerprint,
-            is_gone=self._reason_to_forget_golden,
-        )
-        share = share_of(progress, self.ranks.rank)
-        return Intake(self._source, self._replay, held_out, golden, config, self.metrics, share, self.ranks)
-
-    def _new_candidates(self, progress: Progress, clock: Callable[[], float]) -> Candidates:
-        return Candidates(
-            self._training,
-            self.intake,
-            self._store,
-            DraftPointer(self._redis, self._config.model_key),
-            self._config,
-            self.metrics,
-            self.ranks,
-            target_fingerprint=self._fingerprint,
-            vetoed_since_s=progress.vetoed_since_s,
-            clock=clock,
-        )
-
-    def _new_saver(self) -> Saver:
-        return Saver(
-            self._training,
-            self._replay,
-            self.intake,
-            self._source,
-            self._shelf,
-            self._candidates,
-            self._config,
-            self.metrics,
-            self.ranks,
-            target_fingerprint=self._fingerprint,
-        )
-
-    def _to_example(self) -> Callable[[Trace], Example]:
-        draft = self.learner.draft
-        return functools.partial(
-            make_example,
-            draft_ids_V=draft_ids_by_target_id(draft.d2t.cpu(), draft.config.vocab_size),
-            feature_width=draft.fc.in_features,
-        )

@@ -82,14 +82,15 @@ def create_passthrough_app(
     registry: CollectorRegistry = REGISTRY,
     drafts: Drafts | None = None,
     targets: Targets | None = None,
+    target: str = "",
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. The
-    engines of other `lineages` stand behind addresses of their own.
+    engines of other `lineages` stand behind addresses of their own. All serve the target with the fingerprint `target`.
     """
     metrics, lineages = GatewayMetrics(registry), lineages or {}
     choice = Choice(list(lineages)) if settings.choose_lineages else None
     pools = Pools(upstream, lineages, metrics, choice=choice)
-    passage = Passage(host=host, pools=pools, settings=settings, metrics=metrics)
+    passage = Passage(host=host, pools=pools, settings=settings, metrics=metrics, target=target)
     routers = [passthrough_routes(passage), *_admin(drafts, targets, settings)]
     return _assemble(routers, host, settings, passage.metrics, registry, drafts, shows_tokens=False)
 

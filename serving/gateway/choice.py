@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from speculator.lineages import BASE
 
 MAX_KINDS = 4096
-"""Tenants times domains whose estimates are kept; those that were not asked for longest go first."""
+"""Tenants times domains whose estimates are kept. Of more, the tenant with the most domains loses the one that was not
+asked for longest: the labels that one tenant makes up push out no other's."""
 MEMORY = 500
 """Answers after which one counts 1/e."""
 SPREAD = 0.2
@@ -55,13 +56,14 @@ class Choice:
     def __init__(self, lineages: Sequence[str], *, rng: random.Random | None = None) -> None:
         self._names = (BASE, *lineages)
         self._rng = rng or random.Random()
-        self._kinds: OrderedDict[tuple[str, str], dict[str, _Estimate]] = OrderedDict()
+        self._domains: OrderedDict[str, OrderedDict[str, dict[str, _Estimate]]] = OrderedDict()
+        """By tenant; who was not asked for longest comes first, among tenants and among the domains of each."""
+        self._num_kinds = 0
 
     def pick(self, tenant: str, domain: str) -> str:
-        estimates = self._kinds.get((tenant, domain))
-        if estimates is None:
+        if domain not in self._domains.get(tenant, ()):
             return BASE
-        self._kinds.move_to_end((tenant, domain))
+        estimates = self._kind(tenant, domain)
         draws = {name: estimate.draw(self._rng) for name, estimate in estimates.items()}
         best = max(draws.values())
         return self._rng.choice([name for name, drawn in draws.items() if drawn == best])
@@ -70,15 +72,29 @@ class Choice:
         """An answer of `lineage` committed so many tokens in so many verifications; without any it says nothing."""
         if not num_verifications > 0:
             return
-        kind = (tenant, domain)
-        estimates = self._kinds.get(kind)
-        if estimates is None:
-            estimates = self._kinds[kind] = {name: _Estimate() for name in self._names}
-            if len(self._kinds) > MAX_KINDS:
-                self._kinds.popitem(last=False)
+        estimates = self._kind(tenant, domain)
         for estimate in estimates.values():
             estimate.fade(1 - 1 / MEMORY)
         mine = estimates[lineage]
         mine.num_answers += 1
         mine.num_tokens += num_tokens
         mine.num_verifications += num_verifications
+
+    def _kind(self, tenant: str, domain: str) -> dict[str, _Estimate]:
+        """The estimates of a kind, which is the latest now."""
+        domains = self._domains.setdefault(tenant, OrderedDict())
+        self._domains.move_to_end(tenant)
+        if domain not in domains:
+            domains[domain] = {name: _Estimate() for name in self._names}
+            self._num_kinds += 1
+            if self._num_kinds > MAX_KINDS:
+                self._forget_one()
+        domains.move_to_end(domain)
+        return domains[domain]
+
+    def _forget_one(self) -> None:
+        crowded = max(self._domains, key=lambda tenant: len(self._domains[tenant]))
+        self._domains[crowded].popitem(last=False)
+        if not self._domains[crowded]:
+            del self._domains[crowded]
+        self._num_kinds -= 1

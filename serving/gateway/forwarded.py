@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
-from serving.marks import ASK, POLICY_KEY, Marks
+from serving.marks import ASK, POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import RequestError
 from speculator.spans import outgoing_headers
 
@@ -97,10 +97,10 @@ class ForwardedBody(Strict):
         return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
 
-def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, measure: bool) -> Marks:
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, target: str, measure: bool) -> Marks:
     # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
     salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
-    policy_fields = {**asdict(policy), **outgoing_headers()}
+    policy_fields = {**asdict(policy), **({TARGET_KEY: target} if target else {}), **outgoing_headers()}
     return Marks(rid=request_id, cache_salt=salt, policy=policy_fields, measure=measure)
 
 

@@ -48,6 +48,8 @@ class Passage:
     pools: Pools
     settings: GatewaySettings
     metrics: GatewayMetrics
+    target: str
+    """Fingerprint of the target that every engine here must serve; empty where that is not known."""
 
 
 def passthrough_routes(passage: Passage) -> APIRouter:
@@ -64,7 +66,7 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         pools, domain = passage.pools, policy.domain
         lineage = pools.pick(body.slipstream.lineage, of_key=exchange.lineage, tenant=exchange.tenant, domain=domain)
         measure = pools.measures and may_measure(raw)
-        marks = marks_of(body, request_id=exchange.request_id, policy=policy, measure=measure)
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=passage.target, measure=measure)
         rewritten = partial(rewrite, raw, body, marks)
         limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
         shorter = None if limit is None else lambda room: rewritten(max_tokens=room)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from serving.header import make_header
+from serving.local.assembler import TraceAssembler
 from serving.local.config import LocalEngineConfig
 from serving.local.generation import Generation
 from serving.local.rounds import RoundRunner
@@ -18,40 +19,46 @@ from speculator.trace import Trace, VerifyRounds
 
 
 class Capture:
-    """Used by the engine's thread. `on_trace` receives each trace and must not block; without it there are none."""
+    """Used by the engine's thread; what need not be done there is left to the assembler's."""
 
     def __init__(
         self,
         config: LocalEngineConfig,
         runner: RoundRunner,
+        assembler: TraceAssembler,
         *,
         target_fingerprint: str,
         metrics: EngineMetrics,
-        on_trace: Callable[[Trace], object] | None,
     ) -> None:
-        self._config, self._runner, self._metrics, self._on_trace = config, runner, metrics, on_trace
+        self._config, self._runner, self._assembler, self._metrics = config, runner, assembler, metrics
         self._fingerprint = target_fingerprint
 
+    def target_moves(self) -> None:
+        """Before the weights change."""
+        self._assembler.target_moves()
+
     def hand_over(self, generation: Generation, *, slot: int, target_version: int) -> None:
-        """The trace of a generation in `slot`, where it is wanted."""
+        """Make the trace of a generation in `slot`, as it is now, where it is wanted."""
         # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
         teaches = len(generation.tokens) - generation.num_prompt_tokens > 1
-        if self._on_trace is None or not generation.capture or generation.aborted or not teaches:
+        if not generation.capture or generation.aborted or not teaches:
             return
         started = time.perf_counter()
         start, end = span_of(generation, self._config.context_window)
-        trace = build_trace(
-            generation,
-            self._runner.features(slot, start, end),
-            start=start,
-            engine_id=self._config.engine_id,
-            target_fingerprint=self._fingerprint,
-            target_version=target_version,
+        self._assembler.finish(
+            partial(
+                build_trace,
+                generation.frozen(),
+                self._runner.features(slot, start, end),
+                start=start,
+                engine_id=self._config.engine_id,
+                target_fingerprint=self._fingerprint,
+                target_version=target_version,
+            )
         )
-        self._on_trace(trace)
         seconds = time.perf_counter() - started
         self._metrics.capture_seconds.inc(seconds)
-        record(generation.parent, "capture", seconds, tokens=trace.num_tokens)
+        record(generation.parent, "capture", seconds, tokens=end - start)
 
 
 def span_of(generation: Generation, context_window: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, Swa
 from serving.estimate import PlannedSpeedup
 from serving.evidence import WatchedRound
 from serving.group_text import GroupSharing
+from serving.local.assembler import TraceAssembler
 from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft
@@ -81,6 +82,7 @@ class LocalEngine:
         cache_length = target.cache.keys.shape[3]
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or _planner(config)
+        self._assembler = TraceAssembler(target, on_trace or _no_trace, metrics)
         runner = RoundRunner(
             target,
             self._draft,
@@ -88,6 +90,7 @@ class LocalEngine:
             suffix_depth=config.suffix_depth,
             capture_topk=config.capture_topk,
             prompt_labels=config.prompt_labels,
+            label=self._assembler.label,
         )
         self._teller = RoundTeller(metrics, meter, on_round)
         self._inbox = Inbox(config.max_waiting)
@@ -99,7 +102,7 @@ class LocalEngine:
             planner=planner,
             texts=RecentTexts(SuffixDrafter() if config.suffix_depth else None, sharing, metrics),
             runner=runner,
-            capture=Capture(config, runner, target_fingerprint=target_fingerprint, metrics=metrics, on_trace=on_trace),
+            capture=Capture(config, runner, self._assembler, target_fingerprint=target_fingerprint, metrics=metrics),
             teller=self._teller,
             metrics=metrics,
             pulse=pulse,
@@ -199,13 +202,15 @@ class LocalEngine:
     # -- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self._assembler.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step; requests in flight finish with an error."""
+        """End after the current step; requests in flight finish with an error, finished ones leave their trace."""
         self._inbox.close()
         if self._thread.ident is not None:
             self._thread.join()
+        self._assembler.close()
 
     def _run(self) -> None:
         torch.set_num_threads(self._config.num_threads)
@@ -231,8 +236,13 @@ class LocalEngine:
     # -- text that is kept for suffix drafts ------------------------------------------------------------------------
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop the text of these tenants, between two steps; returns when it is done."""
+        """Drop the text of these tenants, between two steps; returns when it is done, and their traces are out."""
         self._between_steps(lambda suffixes: suffixes.forget(tenants))
+        self.flush_traces()
+
+    def flush_traces(self) -> None:
+        """Wait until the traces of answers that have ended are out; not for the engine's own thread."""
+        self._assembler.drain()
 
     def expire(self, ttl_s: float) -> None:
         """Drop the text that may be so old, between two steps; returns when it is done."""
@@ -251,6 +261,10 @@ class LocalEngine:
     def _add_errand(self, errand: Errand) -> Future[None] | None:
         """None where the engine does not run, and its texts are gone."""
         return self._inbox.add_errand(errand) if self._thread.is_alive() else None
+
+
+def _no_trace(trace: Trace) -> None:
+    """Nobody captures."""
 
 
 def _planner(config: LocalEngineConfig) -> Planner:

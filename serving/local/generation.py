@@ -9,6 +9,7 @@ Position bookkeeping, for a request with n committed tokens x₀ … xₙ₋₁:
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,14 @@ class TopK:
     ids: np.ndarray
     logprobs: np.ndarray
 
+    @classmethod
+    def unknown(cls, position: int, rows: int, num_kept: int) -> TopK:
+        """Arrays to be filled in, as a trace has them where nothing is known."""
+        shape = rows, num_kept
+        return cls(position, np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float16))
+
     def before(self, end: int) -> TopK:
-        """Its rows of positions before `end`."""
+        """Its rows of positions before `end`; they are the same arrays."""
         return TopK(self.position, self.ids[: end - self.position], self.logprobs[: end - self.position])
 
 
@@ -98,6 +105,12 @@ class Generation:
     @property
     def tokens_left(self) -> int:
         return self.request.max_tokens - self.num_completion_tokens
+
+    def frozen(self) -> Generation:
+        """As it is now, for another thread: what is generated from here on does not show there."""
+        frozen = copy.copy(self)
+        frozen.tokens, frozen.rounds, frozen.topk = list(self.tokens), list(self.rounds), list(self.topk)
+        return frozen
 
     def begin_anew(self) -> None:
         """Forget what was read of the prompt."""

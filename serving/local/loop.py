@@ -127,6 +127,7 @@ class DecodeLoop:
             generation.lends_prompt = False
         if self._slots.prefilling is not None:
             self._slots.prefilling.begin_anew()
+        self._capture.target_moves()
         self._target.install(move.staged)
         self.target_version = move.version
         self._planner.renew()

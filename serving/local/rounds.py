@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from serving.local.assembler import top_of
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation, RoundRecord, TopK
 from serving.local.noise import shared_noise
@@ -71,9 +72,12 @@ class RoundRunner:
         suffix_depth: int,
         capture_topk: int,
         prompt_labels: int,
+        label: Callable[[TopK, Tensor], object],
     ) -> None:
+        """`label` is to fill in what is unknown of a prompt's positions, from their final hidden states; not here."""
         self._target, self._draft, self._planner = target, draft, planner
-        self._capture_topk, self._prompt_labels = capture_topk, prompt_labels
+        self._capture_topk = min(capture_topk, target.embed.shape[0])
+        self._prompt_labels, self._label = prompt_labels, label
         self._reader = DraftReader(target, draft)
         self._proposer = Proposer(draft, self._reader, planner, suffix_depth=suffix_depth)
         self.features = self._reader.features
@@ -100,7 +104,8 @@ class RoundRunner:
         # A prompt position costs a tenth of a decoded one and teaches the draft as well: its distribution is kept too.
         first_kept = max(start, generation.num_prompt_tokens - self._prompt_labels)
         if generation.capture and first_kept < end:
-            self._keep_topk(generation, first_kept, self._target.logits(hidden_1Td[0, first_kept - start :]))
+            generation.topk.append(TopK.unknown(first_kept, end - first_kept, self._capture_topk))
+            self._label(generation.topk[-1], hidden_1Td[0, first_kept - start :])
         if end == generation.num_prompt_tokens:
             logits_1V = self._target.logits(hidden_1Td[0, -1:])
             first = self._emit(generation, logits_1V, logits_1V.max(-1).indices.tolist(), ())
@@ -160,7 +165,7 @@ class RoundRunner:
             taken = self._emit(generation, logits_BP1V[slot], likeliest_BP1[slot], chain.tokens)
             count = len(taken) - 1
             if generation.capture:
-                self._keep_topk(generation, start, logits_BP1V[slot, : count + 1])
+                generation.topk.append(top_of(start, logits_BP1V[slot, : count + 1], self._capture_topk))
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
             logprobs = _logprobs(generation, logits_BP1V[slot, : count + 1], taken)
@@ -191,12 +196,6 @@ class RoundRunner:
             if emitted[-1] != wanted:
                 break
         return emitted
-
-    def _keep_topk(self, generation: Generation, position: int, logits: Tensor) -> None:
-        """Remember the target's distribution after `position` and the following rows, for the trace."""
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        top = logits.log_softmax(-1, dtype=wide).topk(min(self._capture_topk, logits.shape[-1]), -1)
-        generation.topk.append(TopK(position, top.indices.int().cpu().numpy(), top.values.half().cpu().numpy()))
 
 
 def _logprobs(generation: Generation, logits_PV: Tensor, tokens: list[int]) -> list[float]:

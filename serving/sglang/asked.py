@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.engine import CapturePolicy
-from serving.marks import POLICY_KEY, Marks
+from serving.marks import POLICY_KEY, TARGET_KEY, Marks
 from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.spans import Parent, joined
@@ -31,6 +31,12 @@ def mark(request: Any, header: str) -> None:
 def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
     """Whether the request has come through the gateway, and is still as it was there."""
     return bool(_ours(custom_params))
+
+
+def is_for_another_target(custom_params: Mapping[str, Any] | None, fingerprint: str) -> bool:
+    """Whether the gateway means a target other than that of `fingerprint`; not where either says nothing."""
+    meant = _ours(custom_params).get(TARGET_KEY, "")
+    return bool(meant and fingerprint and meant != fingerprint)
 
 
 def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:

@@ -32,8 +32,11 @@ def sglang_version() -> str:
         return "unknown"
 
 
-def check_server(args: Any, settings: PluginSettings) -> None:
-    """What can be told from the server's arguments alone. Raises ConfigError or another SlipstreamError."""
+def check_server(args: Any, settings: PluginSettings) -> str:
+    """What can be told from the server's arguments alone; returns the fingerprint of its target.
+
+    Raises ConfigError or another SlipstreamError.
+    """
     if args.speculative_algorithm != "EAGLE3":
         raise ConfigError(f"--speculative-algorithm is {args.speculative_algorithm}: Slipstream improves EAGLE3 drafts")
     for name in ("single", "acc"):
@@ -46,7 +49,7 @@ def check_server(args: Any, settings: PluginSettings) -> None:
     if args.speculative_use_rejection_sampling:
         raise ConfigError("--speculative-use-rejection-sampling samples the proposals: turn it off")
     is_wanted()
-    version_of(args, settings)
+    return version_of(args, settings).target_fingerprint
 
 
 def version_of(args: Any, settings: PluginSettings) -> Manifest:

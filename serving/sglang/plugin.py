@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.marks import HEADER
+from serving.marks import HEADER, OTHER_TARGET
 from serving.sglang import hooks
-from serving.sglang.asked import mark
+from serving.sglang.asked import is_for_another_target, mark
 from serving.sglang.checks import check_server, refuse, refusing, sglang_version
 from serving.sglang.settings import PluginSettings, is_enabled
 
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
 _registered = False
+_target = ""
+"""The fingerprint of the target; empty in a process that has not seen the server's arguments."""
 
 
 def register() -> None:
@@ -39,7 +41,7 @@ def _hook(settings: PluginSettings) -> None:
     def add(target: hooks.Target, hook: Any, kind: hooks.Kind) -> None:
         hooks.register(HookRegistry, HookType, target, hook, kind)
 
-    add(hooks.CHECK_ARGS, lambda _, args: refusing(check_server, args, settings), "after")
+    add(hooks.CHECK_ARGS, lambda _, args: _check(args, settings), "after")
     add(hooks.ATTACH, lambda worker: _attach(worker, settings), "before")
     add(hooks.STEP, _around_step, "around")
     add(hooks.PREFILL, _around_prefill, "around")
@@ -54,6 +56,11 @@ def _hook(settings: PluginSettings) -> None:
     add(hooks.STEPS, _around_steps, "around")
     for endpoint in (hooks.CHAT, hooks.COMPLETION):
         add(endpoint, _before_conversion, "before")
+
+
+def _check(args: Any, settings: PluginSettings) -> None:
+    global _target
+    _target = refusing(check_server, args, settings)
 
 
 def _attach(worker: Any, settings: PluginSettings) -> None:
@@ -130,5 +137,10 @@ def _around_steps(run: Any, params: Any, batch_size: int) -> int:
 
 def _before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
     """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
-    if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
-        mark(request, header)
+    if raw_request is None or (header := raw_request.headers.get(HEADER)) is None:
+        return
+    mark(request, header)
+    if is_for_another_target(request.custom_params, _target):
+        from fastapi import HTTPException
+
+        raise HTTPException(503, OTHER_TARGET)

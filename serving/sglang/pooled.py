@@ -24,27 +24,40 @@ _MEANS = (
 )
 """The mean of the intervals' ends contains the interval of the mean."""
 
+MOST_SILENT = 100
+"""Engines that do not report, and are remembered: who reports again goes on counting. Of more the oldest have ended."""
+
 
 class Pool:
     """What each engine of a pool last said; for one thread at a time."""
 
     def __init__(self) -> None:
-        self._lives: dict[tuple[str, str], EngineReport] = {}
-        """By engine and process: one that starts again counts from zero."""
+        self._last: dict[str, EngineReport] = {}
+        """By engine; who has been silent for longest comes first."""
         self._ended: EngineReport | None = None
-        """What was counted by processes of whose name there is another now, as in a container that starts again."""
+        """What was counted by processes that do not come back."""
 
     def take(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
         """One report of all that there are by engine id; None where there is none."""
         for engine_id, report in reports.items():
-            before = self._lives.get((engine_id, report.process))
-            if before is not None and (report.steps or 0) < (before.steps or 0):
-                self._ended = before if self._ended is None else _merged([self._ended, before], [before])
-            self._lives[engine_id, report.process] = report
+            before = self._last.pop(engine_id, None)
+            if before is not None and _has_started_again(before, report):
+                self._end(before)
+            self._last[engine_id] = report
+        while len(self._last) - len(reports) > MOST_SILENT:
+            self._end(self._last.pop(next(iter(self._last))))
         if not reports:
             return None
         ended = [] if self._ended is None else [self._ended]
-        return _merged([*ended, *self._lives.values()], list(reports.values()))
+        return _merged([*ended, *self._last.values()], list(reports.values()))
+
+    def _end(self, report: EngineReport) -> None:
+        self._ended = report if self._ended is None else _merged([self._ended, report], [report])
+
+
+def _has_started_again(before: EngineReport, report: EngineReport) -> bool:
+    """And counts from zero; a container that does has its old host and pid."""
+    return report.process != before.process or (report.steps or 0) < (before.steps or 0)
 
 
 def commonest(numbers: Iterable[int]) -> int | None:

@@ -6,30 +6,36 @@ from uuid import uuid4
 
 import httpx
 
-from serving.marks import POLICY_KEY, Marks
+from serving.marks import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import ConfigError, EngineDeadError
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 """A busy engine answers late."""
 
 
-def check_router(url: str, model: str) -> None:
-    """Ask for one token as the gateway does, of the router or engine at `url`; an answer under another id than ours has
-    lost both the header and the fields of the body.
+def check_router(url: str, model: str, target: str) -> None:
+    """Ask for one token as the gateway does, of the router or engine at `url`, which is to serve the target with the
+    fingerprint `target`; an answer under another id than ours has lost both the header and the fields of the body.
 
     Without them no opt-out and no tenant would reach an engine. Raises ConfigError, or EngineDeadError where no engine
     answers.
     """
     rid = f"slipstream-{uuid4().hex}"
-    marks = Marks(rid=rid, cache_salt="default", policy={"capture": False})
+    marks = Marks(rid=rid, cache_salt="default", policy={"capture": False, TARGET_KEY: target})
     ours = {"rid": rid, "cache_salt": marks.cache_salt, "custom_params": {POLICY_KEY: marks.policy}}
     body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1, **ours}
     try:
         with httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False) as router:
             answer = router.post("/v1/chat/completions", json=body, headers=marks.to_header())
-        answered = answer.raise_for_status().json()["id"]
+        is_another = OTHER_TARGET in answer.text
+        answered = None if is_another else answer.raise_for_status().json()["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise EngineDeadError(f"no engine answers through {url}: {type(error).__name__}") from error
+    if is_another:
+        raise ConfigError(
+            f"{url} serves another target than the drafts of --store are for: give the gateway engines that were "
+            "started with the same --model"
+        )
     if answered != rid:
         raise ConfigError(
             f"{url} loses what the gateway says about a request, its opt-out and its tenant: put sglang-router there, "

@@ -61,7 +61,7 @@ class EngineRuntime:
         manifest, store = version_of(args, settings), DraftStore(settings.store)
         self._engine_id = settings.engine_id or default_engine_id(args.port)
         key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint, store.lineage)
-        self._pointer = LazyPointer(settings.redis_url, key)
+        self._pointer = LazyPointer(settings.redis_url, key) if self._is_writer else None
         self._rank_pointer = RankPointer()
         depths = depths_of(worker)
         self._served = {
@@ -87,21 +87,23 @@ class EngineRuntime:
 
         self._pulse: Pulse | None = None
         self._traces: TracePipeline | None = None
-        if self._is_writer:
+        self._erasures: ErasureWatch | None = None
+        if self._pointer is not None:
             configure_spans("slipstream-sglang")
             self._pointer.refuse_second(self._engine_id)
             if settings.pulse_dir:
                 self._pulse = Pulse(Path(settings.pulse_dir), linger_s=_LINGER_S)
             if settings.capture:
                 self._traces = self._new_traces(settings, key, manifest)
-        self._erasures = ErasureWatch(self._pointer.orders, [] if self._traces is None else [self._traces.forget])
+            forget = [] if self._traces is None else [self._traces.forget]
+            self._erasures = ErasureWatch(self._pointer.orders, forget)
         self._guard = TargetGuard(
             partial(weights_of, target.model), on_change=self._distrust_traces, on_renewal=self._trust_traces
         )
         self._target = RankTarget(
             self._guard,
             self._agreement,
-            self._pointer if self._is_writer else None,
+            self._pointer,
             on_change=self._distrust_traces,
             on_renewal=self._trust_traces,
             on_version=self._target_renewed,
@@ -240,7 +242,7 @@ class EngineRuntime:
     def _new_follower(self, settings: PluginSettings, store: DraftStore, watch: LiveWatch | None) -> DraftFollower:
         return DraftFollower(
             self.draft,
-            self._pointer if self._is_writer else self._rank_pointer,
+            self._rank_pointer if self._pointer is None else self._pointer,
             engine_id=self._engine_id,
             poll_s=settings.poll_s,
             on_swap=lambda report: self._guard.look(),
@@ -248,7 +250,7 @@ class EngineRuntime:
             watch=watch,
             lifecycle=store.lifecycle if self._is_writer else None,
             # Of a tensor-parallel group the first rank stands for the engine.
-            fleet=self._pointer if self._is_writer else None,
+            fleet=self._pointer,
         )
 
     # -- on the follower's thread; what a meeting finds is told on the scheduler's ----------------------------------
@@ -268,7 +270,7 @@ class EngineRuntime:
 
     def _status(self) -> Fields:
         self._target.follow()
-        if not self._is_writer:
+        if self._pointer is None or self._erasures is None:
             return {}
         self._asked_limit = self._pointer.depth_limit(self._engine_id)
         return {

@@ -11,6 +11,7 @@ import pytest
 import redis
 
 import serving.turn
+from serving.engine import SwapReport
 from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
 from serving.judgement import WatchRules
@@ -192,6 +193,70 @@ def test_a_dead_canary_makes_room_for_another(scene: Scene) -> None:
     assert scene.states.state(2) is State.PROMOTED
     (again,) = scene.start("a")
     assert again.draft == 2, "it begins with what was promoted last"
+
+
+@pytest.mark.parametrize("names", [("a", "a", "a"), ("a", "b", "c")])
+def test_a_version_that_ends_its_engines_is_tried_twice_and_barred(scene: Scene, names: tuple[str, ...]) -> None:
+    """Whether an engine starts again under its own name or under a new one."""
+    scene.pointer.publish(2)
+    for name in names[:2]:
+        (alone,) = scene.start(name)
+        scene.follow()
+        assert alone.draft == 2
+        scene.die(alone)
+    (third,) = scene.start(names[2])
+    scene.follow(2)
+    assert (third.draft, third.follower.log.installed) == (1, [])
+    last = scene.states.history(2)[-1]
+    assert (last.state, last.actor) == (State.QUARANTINED, f"engine:{names[2]}")
+    assert (last.reason, last.numbers["engines_that_ended"]) == ("engines ended as they tried it", 2)
+    assert scene.pointer.desired() == 1
+    scene.pointer.publish(3)
+    scene.follow()
+    assert third.draft == 3, "the next one has its turn"
+
+
+def test_a_version_that_an_operator_releases_is_tried_again(scene: Scene) -> None:
+    scene.pointer.publish(2)
+    for _ in range(2):
+        (alone,) = scene.start("a")
+        scene.follow()
+        scene.die(alone)
+    (alone,) = scene.start("a")
+    scene.follow()
+    scene.states.move(2, State.SCORED, actor="operator:test")
+    scene.pointer.publish(2)
+    scene.follow()
+    assert alone.draft == 2
+
+
+def test_an_engine_that_ends_for_other_reasons_is_not_held_against_the_version(scene: Scene) -> None:
+    scene.pointer.publish(2)
+    for _ in range(3):
+        (alone,) = scene.start("a")
+        scene.follow()
+        assert alone.draft == 2
+        scene.now_s += RULES.early_s
+        scene.follow()
+        scene.die(alone)
+    assert scene.states.state(2) is State.LIVE
+
+
+def test_a_canary_is_heard_of_before_it_loads_its_first_version(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or others would take it for dead meanwhile."""
+    scene.pointer.publish(2)
+    new = Member(scene, "new")
+    new.serve()
+    heard: list[set[str]] = []
+    install = new.engine.install_draft
+
+    def loading(version: int) -> SwapReport:
+        heard.append(set(scene.fleet.views()))
+        return install(version)
+
+    monkeypatch.setattr(new.engine, "install_draft", loading)
+    new.follower.follow()
+    assert heard == [{"new"}]
 
 
 def test_an_idle_canary_gives_its_place_on(scene: Scene) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.marks import ASK, Marks
+from serving.marks import ASK, OTHER_TARGET, TARGET_KEY, Marks
+from serving.sglang.router import check_router
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.errors import ConfigError
 from speculator.lineage import admit
 from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
@@ -103,6 +105,17 @@ def test_what_a_router_loses_of_a_question_about_verifications_reaches_sglang(po
     assert "sglext" not in httpx.post(url, json=body, timeout=60, trust_env=False).json()
     answer = httpx.post(url, json=body, headers=marks.to_header(), timeout=60, trust_env=False).json()
     assert answer["sglext"]["spec_tokens_details"] is not None
+
+
+def test_engines_refuse_what_is_meant_for_another_target(pool: Pooled) -> None:
+    marks = Marks(rid="for-another", cache_salt="default", policy={"capture": False, TARGET_KEY: "0" * 64})
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 4}
+    url = f"{pool.router_url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, headers=marks.to_header(), timeout=60, trust_env=False)
+    assert (answer.status_code, OTHER_TARGET in answer.text) == (503, True)
+    with pytest.raises(ConfigError, match="another target"):
+        check_router(pool.router_url, MODEL, "0" * 64)
+    assert ask(pool, "Name a sea.").status_code == 200, "the gateway means theirs"
 
 
 def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,43 @@ def test_after_a_long_silence_the_newest_steps_are_left(tmp_path: Path, now_ns: 
     assert ends_ns == list(range(now_ns[0] - len(ends_ns) + 1, now_ns[0] + 1))
     board.close()
     engine.close()
+
+
+@pytest.mark.parametrize("num_meanwhile", [0, 1, 20, 3 * RING])
+def test_steps_that_are_overwritten_while_they_are_read_are_not_told(
+    tmp_path: Path, now_ns: list[int], num_meanwhile: int
+) -> None:
+    """A trainer that gives way may lose its core anywhere."""
+    engine, board = Pulse(tmp_path), PulseBoard(tmp_path)
+    board.look()
+
+    def work(num_steps: int) -> None:
+        for _ in range(num_steps):
+            engine.beat()
+            now_ns[0] += 7
+        engine.rest()
+
+    work(2 * RING)
+    page = next(iter(board._pages.values()))
+    page.words = Interrupted(page.words, 30, lambda: work(num_meanwhile))  # type: ignore[assignment]
+    steps = board.steps()
+    assert {step.end_ns - step.begin_ns for step in steps} <= {7}
+    assert RING - 1 - num_meanwhile <= len(steps) <= max(RING - 1 - num_meanwhile, 0)
+    board.close()
+    engine.close()
+
+
+class Interrupted:
+    """Words of a page, whose reader loses its core after so many of them."""
+
+    def __init__(self, words: memoryview, num_read: int, meanwhile: Callable[[], None]) -> None:
+        self._words, self._left, self._meanwhile = words, num_read, meanwhile
+
+    def __getitem__(self, at: int) -> int:
+        self._left -= 1
+        if self._left == 0:
+            self._meanwhile()
+        return int(self._words[at])
 
 
 def test_an_engine_that_was_killed_is_busy_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look
+from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look, succeed
 
 RULES = WaveRules()
 IDS = [f"engine-{number}" for number in range(5)]
@@ -129,6 +129,28 @@ def test_the_place_of_a_dead_canary_is_free() -> None:
     spread = look(begin(2, IDS[0], target=0, now_s=0), {IDS[1]: EngineView(draft=1)}, now_s=1, rules=RULES)
     assert not spread.is_under_way
     assert admit(spread, IDS[1], target=0, now_s=1, rules=RULES) is not None
+
+
+def test_engines_that_end_soon_after_they_got_their_place_are_counted() -> None:
+    spread = begin(2, "a", target=0, now_s=0, life="first")
+    spread = look(spread, {"a": EngineView(draft=2)}, now_s=RULES.early_s - 1, rules=RULES)
+    assert succeed(spread, "a", life="first", rules=RULES) == spread, "a process that asks twice has not ended"
+    assert succeed(spread, "a", life="second", rules=RULES).num_early == 1
+    spread = look(spread, {"b": EngineView(draft=1)}, now_s=10_000, rules=RULES)
+    assert (spread.num_early, spread.members) == (1, {})
+    again = admit(spread, "b", target=0, now_s=10_000, rules=RULES, life="third")
+    assert again is not None
+    assert look(again, {}, now_s=10_001, rules=RULES).num_early == 2
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_engine_that_ends_later_or_with_a_good_verdict_is_not_counted(is_kept: bool) -> None:
+    spread = begin(2, "a", target=0, now_s=0, life="first")
+    spread = keep(spread, "a", target=0) if is_kept else spread
+    seen_s = 1 if is_kept else RULES.early_s
+    spread = look(spread, {"a": EngineView(draft=2)}, now_s=seen_s, rules=RULES)
+    assert succeed(spread, "a", life="second", rules=RULES).num_early == 0
+    assert look(spread, {}, now_s=seen_s + 1, rules=RULES).num_early == 0
 
 
 def test_targets_do_not_mix() -> None:

@@ -34,6 +34,7 @@ async def passing(
     registry: CollectorRegistry | None = None,
     url: str | None = None,
     lineages: Mapping[str, str] | None = None,
+    target: str = "",
     grace_s: int = 5,
     **settings: Any,
 ) -> AsyncIterator[GatewayServer]:
@@ -47,6 +48,7 @@ async def passing(
             settings=GatewaySettings(**settings),
             lineages=others,
             registry=registry or CollectorRegistry(),
+            target=target,
         )
         async with serve(app, port=0, grace_s=grace_s) as server:
             yield server

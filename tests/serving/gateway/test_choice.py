@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from serving.gateway import choice as choosing
 from serving.gateway.choice import Choice
 from speculator.lineages import BASE
@@ -57,6 +59,23 @@ def test_estimates_are_bounded() -> None:
     for number in range(choosing.MAX_KINDS + 10):
         choice.learn("t", str(number), BASE, num_tokens=1, num_verifications=1)
         choice.pick("t", "0")
-    assert len(choice._kinds) == choosing.MAX_KINDS
-    assert ("t", "0") in choice._kinds, "what is asked for stays"
-    assert ("t", "1") not in choice._kinds
+    kept = choice._domains["t"]
+    assert len(kept) == choosing.MAX_KINDS
+    assert "0" in kept, "what is asked for stays"
+    assert "1" not in kept
+
+
+def test_one_tenants_labels_push_out_no_other_tenants_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "MAX_KINDS", 8)
+    choice = Choice(["code"], rng=random.Random(7))
+    for domain in ("one", "two"):
+        for lineage, num_tokens in ((BASE, 1), ("code", 9)):
+            choice.learn("quiet", domain, lineage, num_tokens=num_tokens, num_verifications=1)
+    for number in range(100):
+        choice.learn("flooding", f"label-{number}", "code", num_tokens=1, num_verifications=1)
+    assert [choice.pick("quiet", domain) for domain in ("one", "two")] == ["code", "code"]
+    assert choice.pick("flooding", "label-0") == BASE, "nothing is known of it any more"
+    for number in range(100):
+        choice.learn(f"tenant-{number}", "", "code", num_tokens=1, num_verifications=1)
+    assert [len(domains) for domains in choice._domains.values()] == [1] * 8
+    assert "tenant-99" in choice._domains

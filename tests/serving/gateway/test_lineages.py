@@ -18,7 +18,7 @@ from serving.gateway.config import lineage_urls, load_settings
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.server import serve
 from serving.gateway.verified import Verified, may_measure
-from serving.marks import HEADER, Marks
+from serving.marks import HEADER, OTHER_TARGET, Marks
 from slipstream.front import check_settings
 from speculator.errors import ConfigError, UnreachableError
 from speculator.lineages import BASE
@@ -156,6 +156,20 @@ def test_one_request_alone_tries_a_lineage_that_was_away(monkeypatch: pytest.Mon
 def _later(seconds: float) -> Callable[[], float]:
     now = pools.time.monotonic
     return lambda: now() + seconds
+
+
+def test_engines_of_another_target_do_not_answer() -> None:
+    """One that comes later than the gateway: what it serves is another text."""
+
+    async def run() -> None:
+        base, other, registry = FakeSglang(), FakeSglang(refusal=flat_error(503, OTHER_TARGET)), CollectorRegistry()
+        async with lineages(base, other, registry, target="5f") as ask:
+            assert (await ask(slipstream={"lineage": "code"})).content == WHOLE
+        meant = [Marks.of_header(headers[HEADER]).policy["target"] for headers in (*other.headers, *base.headers)]
+        assert meant == ["5f", "5f"]
+        assert count(registry, "fallbacks", lineage="code") == 1
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("status", [400, 429, 500])

@@ -13,6 +13,7 @@ from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
 from tests.serving.local.harness import GREEDY, toy_engine
 from tests.toy import make_toy_model, random_draft
+from tests.waiting import wait_until
 
 PROMPTS = ["hello there", "a", "what is 2 and 2?", "the quick brown fox jumps over the lazy dog, twice."]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
@@ -112,6 +113,7 @@ def test_swaps_in_the_middle_change_no_text_and_are_stamped_on_the_rounds(
         requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
         assert [answer.token_ids for answer in harness.ask(*requests, on_chunk=swap)] == plain
         assert [place.data_ptr() for place in harness.engine._draft.storage.values()] == storage
+        wait_until(lambda: len(harness.traces) == len(requests))
         versions = {int(v) for trace in harness.traces for v in trace.rounds.draft_version}
         assert len(versions) > 1
         assert harness.metric("slipstream_draft_version") == 4

@@ -15,7 +15,7 @@ import torch
 
 from serving.marks import HEADER, Marks
 from serving.sampler import CaptureSampler
-from serving.sglang.asked import mark, policy_of, sampling_of
+from serving.sglang.asked import is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
@@ -387,6 +387,14 @@ def test_policies_of_requests() -> None:
     assert not policy_of({"slipstream": {"capture": False}}).capture
     assert policy_of({"slipstream": {"tenant": "t"}}).tenant == "t"
     assert policy_of({"slipstream": "nonsense"}).tenant == "default"
+
+
+@pytest.mark.parametrize(
+    ("meant", "own", "refused"), [("a", "b", True), ("a", "a", False), ("", "b", False), ("a", "", False)]
+)
+def test_a_gateway_of_another_target_is_noticed(meant: str, own: str, refused: bool) -> None:
+    assert is_for_another_target({"slipstream": {"target": meant}}, own) == refused
+    assert not is_for_another_target(None, own), "it did not come through a gateway"
 
 
 def test_a_header_stands_for_what_a_router_lost() -> None:

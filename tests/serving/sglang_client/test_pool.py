@@ -12,18 +12,19 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.gateway.config import GatewaySettings
-from serving.marks import HEADER
+from serving.marks import HEADER, OTHER_TARGET
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
-from serving.sglang.pooled import Pool, commonest
+from serving.sglang.pooled import MOST_SILENT, Pool, commonest
 from serving.sglang.report import EngineReport
 from serving.sglang.router import check_router
 from slipstream.front import check_lineages
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.pointer import DraftPointer
-from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang, in_background
+from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang, flat_error, in_background
 from tests.waiting import wait_until
 
+TARGET = "5f" * 32
 Report = dict[str, str | int | float]
 
 
@@ -119,6 +120,18 @@ def test_sums_do_not_fall_when_a_container_starts_again_under_its_old_host_and_p
     assert [each.captured for each in sums if each is not None] == [10, 12, 12, 16, 17]
 
 
+def test_engines_that_come_and_go_leave_their_counts_and_nothing_else() -> None:
+    """As pods do, each under a name of its own."""
+    pool, both = Pool(), None
+    kept = EngineReport.parse({"process": "kept:1", "captured": "0"})
+    for number in range(3 * MOST_SILENT):
+        pod = EngineReport.parse({"process": f"pod-{number}:1", "captured": "2"})
+        both = pool.take({"kept": kept, f"pod-{number}": pod})
+    assert both is not None
+    assert both.captured == 6 * MOST_SILENT
+    assert len(pool._last) == MOST_SILENT + 2
+
+
 def test_what_one_engine_says_of_itself_is_not_said_of_the_pool(scene: Scene) -> None:
     scene.engine("a", version=5, role="canary", draft_accept_length=3.0, capture_share=0.2)
     scene.engine("b", role="waiting", draft_accept_length=1.5, capture_share=1.0)
@@ -188,18 +201,25 @@ def test_a_moved_target_is_announced_to_every_process(scene: Scene) -> None:
 def test_a_router_that_keeps_the_header_is_taken() -> None:
     fake = FakeSglang(heeds_marks=True)
     url, stop = in_background(fake)
-    check_router(url, MODEL)
+    check_router(url, MODEL, TARGET)
     stop()
-    assert '"capture":false' in fake.headers[0][HEADER]
+    assert f'"capture":false,"target":"{TARGET}"' in fake.headers[0][HEADER]
+
+
+def test_an_engine_of_another_target_is_refused_at_the_start() -> None:
+    url, stop = in_background(FakeSglang(refusal=flat_error(503, OTHER_TARGET)))
+    with pytest.raises(ConfigError, match=f"{url} serves another target"):
+        check_lineages(GatewaySettings(lineages=f"code={url}"), MODEL, TARGET)
+    stop()
 
 
 def test_one_that_loses_it_is_refused() -> None:
     url, stop = in_background(FakeSglang())
     with pytest.raises(ConfigError, match="loses"):
-        check_router(url, MODEL)
+        check_router(url, MODEL, TARGET)
     with pytest.raises(ConfigError, match="loses"):
-        check_lineages(GatewaySettings(lineages=f"away=http://127.0.0.1:9,code={url}"), MODEL)
+        check_lineages(GatewaySettings(lineages=f"away=http://127.0.0.1:9,code={url}"), MODEL, TARGET)
     stop()
-    check_lineages(GatewaySettings(lineages=f"code={url}"), MODEL)
+    check_lineages(GatewaySettings(lineages=f"code={url}"), MODEL, TARGET)
     with pytest.raises(EngineDeadError):
-        check_router("http://127.0.0.1:9", MODEL)
+        check_router("http://127.0.0.1:9", MODEL, TARGET)

@@ -1,0 +1,28 @@
+"""`slipstream serve` with the local engine: how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slipstream.serve import until_it_fails
+from speculator.errors import EngineDeadError
+from tests.doubles import DoubleEngine
+
+
+def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exit code 1, so that a supervisor starts it again."""
+    monkeypatch.setattr("slipstream.serve._LOOK_S", 0.0)
+    engine = DoubleEngine()
+
+    async def run() -> None:
+        watching = asyncio.create_task(until_it_fails(engine))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not watching.done()
+        engine.alive, engine.detail = False, "RuntimeError"
+        with pytest.raises(EngineDeadError, match="RuntimeError"):
+            await watching
+
+    asyncio.run(run())
