@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,28 @@ class Spread:
 
     def to_dict(self) -> dict[str, float]:
         return {"median": round(self.median, 4), "min": round(self.low, 4), "max": round(self.high, 4)}
+
+
+@dataclass(frozen=True)
+class Median:
+    """Median of many short measurements, and its bootstrapped 95% interval."""
+
+    value: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], *, resamples: int = 2000) -> Median:
+        dice = random.Random(0)
+        medians = sorted(statistics.median(dice.choices(values, k=len(values))) for _ in range(resamples))
+        tail = resamples // 40
+        return cls(statistics.median(values), medians[tail], medians[-1 - tail])
+
+    def __str__(self) -> str:
+        return f"{self.value:8.3f}  ({self.lower:.3f} … {self.upper:.3f})"
+
+    def to_dict(self) -> dict[str, float]:
+        return {"median": round(self.value, 4), "lower": round(self.lower, 4), "upper": round(self.upper, 4)}
 
 
 @dataclass(frozen=True)

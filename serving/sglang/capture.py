@@ -2,13 +2,16 @@
 
 On the scheduler's thread: pick rows, reduce the logits to their top tokens, start copies to the host, queue. On a
 thread of its own, the assembler: wait for the copies, grow the spans, build the trace when the request ends, hand it
-to the recorder. A request's span hangs on SGLang's own request object, so whatever becomes of the request, nothing is
-left over.
+to the recorder. It takes the verifications of a moment together: each time it wakes, the two threads ask each other
+for the interpreter. A request's span hangs on SGLang's own request object, so whatever becomes of the request, nothing
+is left over.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -27,7 +30,7 @@ from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanRequest
 from serving.sglang.transfer import HostCopier, HostCopy
-from serving.sglang.verdicts import TopTokens, committed, in_order
+from serving.sglang.verdicts import TopTokens, committed, in_order, joined
 from speculator.errors import type_and_place
 from speculator.spans import Parent, record
 from speculator.trace import Trace
@@ -35,6 +38,8 @@ from speculator.trace import Trace
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_slipstream_ticket"
+_GATHER_S = 0.25
+"""How long verifications wait for more of their kind; the end of a request does not."""
 
 
 @dataclass(eq=False)
@@ -56,17 +61,29 @@ class _Prefill:
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """What verifications that are taken together have in common."""
+
+    num_nodes: int
+    draft_version: int
+    is_tree: bool
+
+
+@dataclass(frozen=True)
 class _Verified:
     copy: HostCopy
     tickets: tuple[Ticket, ...]
-    draft_version: int
-    is_tree: bool
+    kind: _Kind
 
 
 @dataclass(frozen=True)
 class _End:
     ticket: Ticket
     tokens: list[int]
+
+
+_Event = _Prefill | _Verified | _End
+_Addition = tuple[Ticket, Rows, Sequence[Round]]
 
 
 class Capture:
@@ -89,7 +106,8 @@ class Capture:
         self._copier, self._probe, self._budget, self._on_trace = HostCopier(device), probe, budget, on_trace
         self._sampler = sampler
         self._top_tokens = TopTokens(settings.capture_topk)
-        self._queue: queue.SimpleQueue[_Prefill | _Verified | _End | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._urgent = threading.Event()
         self._lock = threading.Lock()
         self._held_bytes = 0  # queued copies and the rows of open spans
         self.target_version = 0
@@ -118,7 +136,8 @@ class Capture:
                     last.append(index)
             offset += length
         if rows:
-            own = {"features": torch.cat(features).to(torch.bfloat16), **self._reduced(logits[last])}
+            captured = logits if len(last) == len(logits) else logits[last]
+            own = {"features": torch.cat(features).to(torch.bfloat16), **self._top_tokens(captured)}
             self._put(_Prefill(self._copier.start({}, own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
@@ -140,28 +159,29 @@ class Capture:
         num_nodes = verify.draft_token_num
         tensors = {
             "seq_lens": before["seq_lens"],
-            "accept_index": result.accept_index,
-            "accept_lens": result.accept_lens,
-            "draft_token": before["draft_token"].view(num_requests, num_nodes),
             "features": result.logits_output.hidden_states.view(num_requests, num_nodes, -1),
             "logits": result.logits_output.next_token_logits.view(num_requests, num_nodes, -1),
         }
         if num_nodes > 1:
-            tensors["draft_logprobs"] = self._probe.logprobs(batch.req_pool_indices, num_nodes - 1)
-            tensors["next_token"], tensors["next_sibling"] = verify.retrieve_next_token, verify.retrieve_next_sibling
+            tensors |= {
+                "accept_index": result.accept_index,
+                "accept_lens": result.accept_lens,
+                # Nodes are numbered over the whole batch.
+                "first_node": torch.arange(num_requests, device=result.accept_index.device) * num_nodes,
+                "draft_token": before["draft_token"].view(num_requests, num_nodes),
+                "draft_logprobs": self._probe.logprobs(batch.req_pool_indices, num_nodes - 1),
+                "next_token": verify.retrieve_next_token,
+                "next_sibling": verify.retrieve_next_sibling,
+            }
         if len(chosen) < num_requests:
             wanted = torch.tensor([index for index, _ in chosen], device=tensors["seq_lens"].device)
             tensors = {name: tensor[wanted] for name, tensor in tensors.items()}
-            # Nodes are numbered over the whole batch.
-            tensors["first_node"] = wanted * num_nodes
-        else:
-            tensors["first_node"] = torch.arange(num_requests, device=tensors["seq_lens"].device) * num_nodes
         tensors["features"] = tensors["features"].to(torch.bfloat16)
-        # On a CPU SGLang makes new logits in every step, and has done with these.
-        reduced = self._reduced(tensors.pop("logits"))
+        # At once, on a CPU as well: who holds on to SGLang's logits has it pay for fresh memory in every step.
+        reduced = self._top_tokens(tensors.pop("logits"))
         copy = self._copier.start(tensors, reduced)
         tickets = tuple(ticket for _, ticket in chosen)
-        self._put(_Verified(copy, tickets, draft_version, is_tree=verify.topk > 1))
+        self._put(_Verified(copy, tickets, _Kind(num_nodes, draft_version, is_tree=verify.topk > 1)))
 
     def on_release(self, request: Any) -> None:
         """The request gives up its cache: it has ended, was aborted, or was retracted and will be prefilled again."""
@@ -173,6 +193,7 @@ class Capture:
             ticket.dropped = ticket.dropped or ("retracted" if not request.finished() else "aborted")
         tokens = [*request.origin_input_ids, *request.output_ids_through_stop] if finished else []
         self._queue.put(_End(ticket, tokens))
+        self._urgent.set()
 
     def _ticket(self, request: Any) -> Ticket:
         ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
@@ -210,10 +231,6 @@ class Capture:
             target_version=self.target_version,
         )
 
-    def _reduced(self, logits: Tensor) -> dict[str, Tensor]:
-        """What to copy of logits [..., V]: on a GPU their top tokens; on a CPU all, and the assembler reduces them."""
-        return self._top_tokens(logits) if logits.is_cuda else {"logits": logits}
-
     def _put(self, event: _Prefill | _Verified) -> None:
         with self._lock:
             self._held_bytes += event.copy.num_bytes
@@ -224,42 +241,42 @@ class Capture:
     def close(self, timeout_s: float) -> None:
         """Assemble what is queued and end."""
         self._queue.put(None)
+        self._urgent.set()
         self._thread.join(timeout_s)
 
     def _assemble(self) -> None:
         """Waits for events; ends at None. A span that fails is dropped and counted; the thread goes on."""
-        while (event := self._queue.get()) is not None:
-            match event:
-                case _Prefill():
-                    self._grow(event.copy, self._prefill_rows(event))
-                case _Verified():
-                    self._grow(event.copy, self._verified_rows(event))
-                case _End():
-                    self._end(event)
+        while self._take(self._gather()):
+            pass
 
-    def _grow(self, copy: HostCopy, additions: Sequence[tuple[Ticket, Callable[[Span], None]]]) -> None:
-        grown = 0
-        for ticket, add in additions:
-            if ticket.span is None or ticket.dropped:
+    def _gather(self) -> list[_Event | None]:
+        """Waits for an event, and for more until a request ends or the time is over."""
+        gathered = [self._queue.get()]
+        self._urgent.wait(_GATHER_S)
+        self._urgent.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                gathered.append(self._queue.get_nowait())
+        return gathered
+
+    def _take(self, gathered: list[_Event | None]) -> bool:
+        """False where an end is among them."""
+        for kind, alike in itertools.groupby(gathered, _kind_of):
+            if kind is not None:
+                self._take_verified(kind, [event for event in alike if isinstance(event, _Verified)])
                 continue
-            before = ticket.span.num_bytes
-            try:
-                add(ticket.span)
-            except Exception as error:
-                self._fail(ticket, error)
-            grown += ticket.span.num_bytes - before
-        with self._lock:
-            self._held_bytes += grown - copy.num_bytes
-            too_much = self._held_bytes > self._settings.buffer_bytes
-        if too_much:
-            # The newest pay: what runs now. New requests are not opened until there is room again.
-            for ticket, _ in additions:
-                ticket.dropped = ticket.dropped or "buffer_full"
+            for event in alike:
+                match event:
+                    case _Prefill():
+                        self._take_prefill(event)
+                    case _End():
+                        self._end(event)
+        return None not in gathered
 
-    def _prefill_rows(self, event: _Prefill) -> list[tuple[Ticket, Callable[[Span], None]]]:
-        host = self._host(event.copy)
+    def _take_prefill(self, event: _Prefill) -> None:
+        host = event.copy.wait()
         ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
-        additions: list[tuple[Ticket, Callable[[Span], None]]] = []
+        additions: list[_Addition] = []
         offset = 0
         for index, (ticket, start, length) in enumerate(event.rows):
             rows = Rows(
@@ -269,19 +286,36 @@ class Capture:
                 topk_ids=ids[index : index + 1].copy(),
                 topk_logprobs=logprobs[index : index + 1].copy(),
             )
-            additions.append((ticket, _adder(rows, None)))
+            additions.append((ticket, rows, []))
             offset += length
-        return additions
+        self._grow(event.copy.num_bytes, additions)
 
-    def _verified_rows(self, event: _Verified) -> list[tuple[Ticket, Callable[[Span], None]]]:
-        verdicts = committed(self._host(event.copy), draft_version=event.draft_version, is_tree=event.is_tree)
-        return [(ticket, _adder(rows, round_)) for ticket, (rows, round_) in zip(event.tickets, verdicts, strict=True)]
+    def _take_verified(self, kind: _Kind, events: Sequence[_Verified]) -> None:
+        host = joined([event.copy.wait() for event in events])
+        owners = [ticket for event in events for ticket in event.tickets]
+        additions = committed(host, owners, draft_version=kind.draft_version, is_tree=kind.is_tree)
+        self._grow(sum(event.copy.num_bytes for event in events), list(additions))
 
-    def _host(self, copy: HostCopy) -> dict[str, Tensor]:
-        host = copy.wait()
-        if "logits" in host:
-            host |= self._top_tokens(host.pop("logits"))
-        return host
+    def _grow(self, arrived_bytes: int, additions: Sequence[_Addition]) -> None:
+        grown = 0
+        for ticket, rows, rounds in additions:
+            if ticket.span is None or ticket.dropped:
+                continue
+            before = ticket.span.num_bytes
+            try:
+                for round_ in rounds:
+                    ticket.span.add_round(round_)
+                ticket.span.add_rows(rows)
+            except Exception as error:
+                self._fail(ticket, error)
+            grown += ticket.span.num_bytes - before
+        with self._lock:
+            self._held_bytes += grown - arrived_bytes
+            too_much = self._held_bytes > self._settings.buffer_bytes
+        if too_much:
+            # The newest pay: what runs now. New requests are not opened until there is room again.
+            for ticket, _, _ in additions:
+                ticket.dropped = ticket.dropped or "buffer_full"
 
     def _end(self, event: _End) -> None:
         ticket, span = event.ticket, event.ticket.span
@@ -311,10 +345,5 @@ class Capture:
         log.error("a trace is dropped: %s", type_and_place(error))
 
 
-def _adder(rows: Rows, round_: Round | None) -> Callable[[Span], None]:
-    def add(span: Span) -> None:
-        if round_ is not None:
-            span.add_round(round_)
-        span.add_rows(rows)
-
-    return add
+def _kind_of(event: _Event | None) -> _Kind | None:
+    return event.kind if isinstance(event, _Verified) else None

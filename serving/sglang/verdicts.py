@@ -1,8 +1,9 @@
-"""From the tensors of a verification, on the host, to the rows and the round of each of its requests."""
+"""From the tensors of verifications, on the host, to the rows and the rounds of each of their requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,48 +11,78 @@ from torch import Tensor
 
 from serving.sglang.spans import Round, Rows
 
+T = TypeVar("T")
 
-def committed(host: Mapping[str, Tensor], *, draft_version: int, is_tree: bool) -> Iterator[tuple[Rows, Round | None]]:
-    """The committed rows of each request of a verification, and what it says about the proposals.
 
-    `host` holds, for B requests of N nodes: seq_lens, accept_lens, first_node [B], accept_index [B, A], draft_token,
-    next_token, next_sibling [B, N], features [B, N, w], topk_ids and topk_logprobs [B, N, K], and, for N > 1,
-    draft_logprobs [B, N − 1]. The round is None where nothing was proposed.
+def joined(hosts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Verifications of trees of the same size, one after another, as if they had been one."""
+    return hosts[0] if len(hosts) == 1 else {name: torch.cat([host[name] for host in hosts]) for name in hosts[0]}
+
+
+def committed(
+    host: Mapping[str, Tensor], owners: Sequence[T], *, draft_version: int, is_tree: bool
+) -> Iterator[tuple[T, Rows, list[Round]]]:
+    """The committed rows of each owner, and what the verifications say about its proposals.
+
+    `host` holds, for B trees of N nodes: seq_lens [B], features [B, N, w], topk_ids and topk_logprobs [B, N, K], and,
+    for N > 1, accept_lens, first_node [B], accept_index [B, A], draft_token, next_token, next_sibling [B, N] and
+    draft_logprobs [B, N − 1]. Where nothing was proposed (N = 1) there are no rounds. An owner of several trees in a
+    row gets their rows in one piece.
     """
-    num_kept = host["topk_ids"].shape[-1]
-    ids_NK, logprobs_NK = in_order(host["topk_ids"].view(-1, num_kept), host["topk_logprobs"].view(-1, num_kept))
-    positions, counts = host["seq_lens"].tolist(), host["accept_lens"].tolist()
-    index_BA = host["accept_index"].numpy() - host["first_node"].numpy()[:, None]
-    tokens_BN = host["draft_token"].numpy().astype(np.int32)
-    num_nodes = tokens_BN.shape[1]
-    for row, (position, num_committed) in enumerate(zip(positions, counts, strict=True)):
-        nodes = index_BA[row, :num_committed]
+    num_nodes, num_kept = host["features"].shape[1], host["topk_ids"].shape[-1]
+    ids, logprobs = in_order(host["topk_ids"].view(-1, num_kept), host["topk_logprobs"].view(-1, num_kept))
+    features = host["features"].flatten(0, 1)
+    positions, paths = host["seq_lens"].tolist(), _paths(host)
+    for owner, trees in _runs(owners, positions, [len(path) for path in paths]):
+        # SGLang has moved the accepted path's features to the front; its logits stay where the nodes are.
+        front = np.concatenate([tree * num_nodes + np.arange(len(paths[tree])) for tree in trees])
+        walked = np.concatenate([tree * num_nodes + paths[tree] for tree in trees])
         rows = Rows(
-            start=position,
-            # SGLang has moved the accepted path's features to the front; its logits stay where the nodes are.
-            features=host["features"][row, :num_committed].clone(),
-            topk_ids=ids_NK[row * num_nodes + nodes],
-            topk_logprobs=logprobs_NK[row * num_nodes + nodes],
+            start=positions[trees[0]],
+            features=features[torch.from_numpy(front)],
+            topk_ids=ids[walked],
+            topk_logprobs=logprobs[walked],
         )
-        if num_nodes == 1:
-            yield rows, None
-            continue
-        parents = np.array(tree_parents(host["next_token"][row].tolist(), host["next_sibling"][row].tolist()), np.int8)
-        logprobs = host["draft_logprobs"][row].float().numpy()
-        if is_tree:
-            # Of the whole path so far: the node's own is what its parent's lacks.
-            logprobs = logprobs - np.where(parents >= 0, logprobs[parents], 0)
-        yield (
-            rows,
-            Round(
-                position=position,
-                tokens=tokens_BN[row, 1:],
-                logprobs=np.minimum(logprobs, 0).astype(np.float16),
-                parents=parents,
-                path=tokens_BN[row, nodes[1:]],
-                draft_version=draft_version,
-            ),
-        )
+        rounds = [] if num_nodes == 1 else [_round(host, tree, paths[tree], draft_version, is_tree) for tree in trees]
+        yield owner, rows, rounds
+
+
+def _paths(host: Mapping[str, Tensor]) -> list[np.ndarray]:
+    """The nodes of each tree that were committed, numbered within it, the root first."""
+    if "accept_index" not in host:
+        return [np.zeros(1, np.int64)] * len(host["seq_lens"])
+    index_BA = host["accept_index"].numpy() - host["first_node"].numpy()[:, None]
+    return [index_A[:count] for index_A, count in zip(index_BA, host["accept_lens"].tolist(), strict=True)]
+
+
+def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) -> list[tuple[T, list[int]]]:
+    """Each owner's trees, as far as the positions of one follow those of the one before."""
+    runs: list[tuple[T, list[int]]] = []
+    current: dict[T, list[int]] = {}
+    for tree, owner in enumerate(owners):
+        run = current.get(owner)
+        if run is None or positions[run[-1]] + counts[run[-1]] != positions[tree]:
+            run = current[owner] = []
+            runs.append((owner, run))
+        run.append(tree)
+    return runs
+
+
+def _round(host: Mapping[str, Tensor], tree: int, path: np.ndarray, draft_version: int, is_tree: bool) -> Round:
+    tokens = host["draft_token"][tree].numpy().astype(np.int32)
+    parents = np.array(tree_parents(host["next_token"][tree].tolist(), host["next_sibling"][tree].tolist()), np.int8)
+    logprobs = host["draft_logprobs"][tree].float().numpy()
+    if is_tree:
+        # Of the whole path so far: the node's own is what its parent's lacks.
+        logprobs = logprobs - np.where(parents >= 0, logprobs[parents], 0)
+    return Round(
+        position=int(host["seq_lens"][tree]),
+        tokens=tokens[1:],
+        logprobs=np.minimum(logprobs, 0).astype(np.float16),
+        parents=parents,
+        path=tokens[path[1:]],
+        draft_version=draft_version,
+    )
 
 
 class TopTokens:
@@ -69,13 +100,31 @@ class TopTokens:
         """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
         out = None if logits.is_cuda else self._room(logits)
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
-        top = logprobs.topk(min(self._count, logits.shape[-1]), -1)
-        return {"topk_ids": top.indices.int(), "topk_logprobs": top.values}
+        values, ids = _largest(logprobs, min(self._count, logits.shape[-1]))
+        return {"topk_ids": ids.int(), "topk_logprobs": values}
 
     def _room(self, logits: Tensor) -> Tensor:
         if self._memory.numel() < logits.numel():
             self._memory = torch.empty(logits.numel())
         return self._memory[: logits.numel()].view(logits.shape)
+
+
+_BLOCK = 64
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of the last dimension and where they are.
+
+    They lie in the `count` blocks with the largest maxima. A CPU finds those first, and has all in a fifth of the time.
+    """
+    num_blocks, rest = divmod(values.shape[-1], _BLOCK)
+    if values.is_cuda or rest or num_blocks <= count:
+        top = values.topk(count, -1)
+        return top.values, top.indices
+    blocks = values.reshape(*values.shape[:-1], num_blocks, _BLOCK)
+    chosen = blocks.amax(-1).topk(count, -1, sorted=False).indices
+    top = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, _BLOCK)).flatten(-2).topk(count, -1)
+    return top.values, chosen.gather(-1, top.indices // _BLOCK) * _BLOCK + top.indices % _BLOCK
 
 
 def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -28,18 +28,23 @@ def request_table() -> Tensor:
 # --- the request table ---
 
 
-def test_slots_are_written_to_and_read_from_each_requests_range() -> None:
+@pytest.mark.parametrize("ends", [[4, 5, 2], [2, 6, 1], [3, 7, 2], [1, 5, 0]])
+def test_slots_are_written_to_and_read_from_each_requests_range(ends: list[int]) -> None:
+    """Ranges of different lengths, of the same, and empty ones."""
     table = torch.zeros(NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
-    rows, start, end = torch.tensor([2, 0, 3]), torch.tensor([1, 5, 0]), torch.tensor([4, 5, 2])
-    ops.assign_req_to_token_pool_cpu(rows, table, start, end, torch.tensor([11, 12, 13, 14, 15, 99]), NUM_COLUMNS)
-    expected = torch.zeros_like(table)
-    expected[2, 1:4] = torch.tensor([11, 12, 13])
-    expected[3, 0:2] = torch.tensor([14, 15])
+    rows, starts = [2, 0, 3], [1, 5, 0]
+    where = torch.tensor(rows), table, torch.tensor(starts), torch.tensor(ends)
+    ops.assign_req_to_token_pool_cpu(*where, torch.tensor([11, 12, 13, 14, 15, 16, 99]), NUM_COLUMNS)
+    slots, expected = itertools.count(11), torch.zeros_like(table)
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        for column in range(start, end):
+            expected[row, column] = next(slots)
     assert torch.equal(table, expected)
 
     out = torch.full((7,), -7)
-    ops.assign_extend_cache_locs_cpu(rows, table, start, end, out, NUM_COLUMNS)
-    assert out.tolist() == [11, 12, 13, 14, 15, -7, -7]
+    ops.assign_extend_cache_locs_cpu(*where, out, NUM_COLUMNS)
+    num_slots = next(slots) - 11
+    assert out.tolist() == [*range(11, 11 + num_slots), *[-7] * (7 - num_slots)]
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (2, 2), (3, 1)])
@@ -191,7 +196,7 @@ def different_among_siblings(tree: dict[str, Tensor], vocab_size: int) -> Tensor
     return tokens
 
 
-@pytest.mark.parametrize(("topk", "num_nodes"), [(1, 4), (2, 6), (4, 12)])
+@pytest.mark.parametrize(("topk", "num_nodes"), [(1, 1), (1, 4), (2, 6), (4, 12)])
 def test_verification_follows_the_longest_path_that_the_target_agrees_with(topk: int, num_nodes: int) -> None:
     """By brute force: of all nodes whose path holds only tokens that the target chose, the deepest one."""
     for _ in range(30):
@@ -300,6 +305,26 @@ def test_extend_attention_sees_the_prefix_and_its_own_kind(
             seen = table[rows[batch], columns].long()
             token = int(starts[batch]) + new
             torch.testing.assert_close(out[token], softmax_attention(query[token], keys[seen], values[seen]))
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5], [1, 7, 4]])
+def test_one_new_token_each_is_plain_decoding(lengths: list[int]) -> None:
+    """Bit for bit, whatever the tree's mask, which says nothing about a lone root; so a depth of 0 costs nothing."""
+    keys, values = kv_buffers()
+    table, num, none = request_table(), len(lengths), None
+    rows, seq_lens = torch.tensor([2, 0, 3][:num]), torch.tensor(lengths)
+    query = torch.randn(num, NUM_HEADS, HEAD_DIM, dtype=torch.float64)
+    ones, starts, slots = torch.ones(num).int(), torch.arange(num), table[rows, seq_lens - 1].long()
+    decoded, verified = torch.empty_like(query), torch.empty_like(query)
+    ops.decode_attention_cpu(
+        query, keys, values, 1.0, 1.0, decoded, none, none, slots, none, table, rows, seq_lens,
+        SCALE, 0.0, False, 0, none, none,
+    )  # fmt: skip
+    ops.extend_attention_cpu(
+        query, none, none, verified, keys, values, 1.0, 1.0, table, rows, seq_lens, ones, starts, 1,
+        SCALE, 0.0, False, 0, none, none, torch.zeros(num, dtype=torch.bool), True,
+    )  # fmt: skip
+    assert torch.equal(decoded, verified)
 
 
 def test_what_is_not_written_here_is_refused() -> None:

@@ -20,7 +20,7 @@ from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
-from serving.sglang.verdicts import in_order, tree_parents
+from serving.sglang.verdicts import TopTokens, in_order, tree_parents
 from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
@@ -95,7 +95,12 @@ def prefill(capture: Capture, requests: list[Request], starts: list[int] | None 
 
 
 def verify(
-    capture: Capture, requests: list[Request], positions: list[int], proposals: list[list[int]], accepted: list[int]
+    capture: Capture,
+    requests: list[Request],
+    positions: list[int],
+    proposals: list[list[int]],
+    accepted: list[int],
+    version: int = 7,
 ) -> None:
     """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
     num_nodes = 1 + len(proposals[0])
@@ -126,7 +131,7 @@ def verify(
             next_token_logits=torch.randn(len(requests) * num_nodes, VOCAB),
         ),
     )
-    capture.after_verify(batch, before, result, 7)
+    capture.after_verify(batch, before, result, version)
     for request, chain, count in zip(requests, proposals, accepted, strict=True):
         request.output_ids += [*chain[:count], 30]
 
@@ -158,6 +163,52 @@ def test_a_batch_of_two_becomes_two_traces() -> None:
     assert traces[1].token_ids.tolist() == [4, 5, 11, 30, 25]
     assert traces[1].rounds.num_accepted.tolist() == [0, 1]
     assert traces[0].rounds.draft_version.tolist() == [7]
+
+
+def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths in turn, one request beside another and alone, and a swap in the middle."""
+
+    def run(gather_s: float) -> list[Trace]:
+        monkeypatch.setattr("serving.sglang.capture._GATHER_S", gather_s)
+        torch.manual_seed(0)
+        traces: list[Trace] = []
+        capture = make_capture(traces)
+        first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+        prefill(capture, [first, second])
+        first.output_ids, second.output_ids = [10], [11]
+        verify(capture, [first, second], [3, 2], [[], []], [0, 0])
+        verify(capture, [first, second], [4, 3], [[], []], [0, 0])
+        verify(capture, [first, second], [5, 4], [[21, 22], [23, 24]], [2, 0])
+        verify(capture, [first, second], [8, 5], [[25, 26], [27, 28]], [0, 1])
+        verify(capture, [first, second], [9, 7], [[25, 26], [27, 28]], [0, 1], version=8)
+        verify(capture, [second], [9], [[29, 30]], [2], version=8)
+        end(capture, first)
+        end(capture, second)
+        settle(capture)
+        return traces
+
+    for alone, together in zip(run(0), run(10), strict=True):
+        check_trace(together)
+        assert together.token_ids.tolist() == alone.token_ids.tolist()
+        for name in ("position", "draft_tokens", "draft_logprobs", "num_accepted", "draft_version"):
+            assert getattr(together.rounds, name).tolist() == getattr(alone.rounds, name).tolist()
+        assert torch.equal(together.aux_hidden, alone.aux_hidden)
+        assert together.target_topk_ids.tolist() == alone.target_topk_ids.tolist()
+        assert together.target_topk_logprobs.tolist() == alone.target_topk_logprobs.tolist()
+        assert together.rounds.draft_version.tolist() == [7, 7, 8, 8][: len(together.rounds.position)]
+
+
+def test_positions_that_do_not_follow_drop_the_trace() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    for position in (3, 4, 6):
+        verify(capture, [request], [position], [[]], [0])
+    end(capture, request)
+    settle(capture)
+    assert (traces, capture.dropped) == ([], {"inconsistent": 1})
 
 
 def test_retracted_requests_start_again() -> None:
@@ -309,7 +360,7 @@ def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: py
     settle(capture)
     assert [trace.header.request_id for trace in traces] == ["0"]
     assert capture.dropped == {"sampled_stream": 1}
-    assert copied < 2 * 3 * WIDTH * 2 + 2 * VOCAB * 4
+    assert 0 < copied <= 3 * WIDTH * 2 + KEPT * (4 + 4)
 
 
 def test_no_budget_is_no_limit() -> None:
@@ -373,6 +424,18 @@ def test_equal_logits_are_in_the_order_of_argmax() -> None:
     ids, logprobs = in_order(torch.tensor([[9, 3, 7]], dtype=torch.int32), torch.tensor([[-1.0, -1.0, -0.5]]))
     assert ids.tolist() == [[7, 3, 9]]
     assert logprobs.tolist() == [[-0.5, -1.0, -1.0]]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 100, 1024, 1000])
+def test_the_likeliest_tokens_are_those_of_a_full_sort(vocab_size: int) -> None:
+    """Also where many are equal, as in bfloat16."""
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 2, vocab_size) * 3).bfloat16()
+    top = TopTokens(8)(logits)
+    expected = torch.log_softmax(logits.float(), -1)
+    assert torch.equal(top["topk_logprobs"], expected.sort(-1, descending=True).values[..., :8])
+    assert torch.equal(expected.gather(-1, top["topk_ids"].long()), top["topk_logprobs"])
+    assert all(len(set(row)) == 8 for row in top["topk_ids"].view(-1, 8).tolist())
 
 
 def test_greedy_is_top_k_1() -> None:

@@ -40,8 +40,8 @@ def decode_attention_cpu(
     if key is not None and value is not None:
         key_buffer_SGD[new_slots_T] = key.reshape(-1, *key_buffer_SGD.shape[1:])
         value_buffer_SGD[new_slots_T] = value.reshape(-1, *value_buffer_SGD.shape[1:])
-    slots_TL, mask_TQL = _keys_and_mask(req_to_token_RP, rows_T, seq_lens_T, 1, None)
-    _attend(query_THD[:, None], key_buffer_SGD, value_buffer_SGD, slots_TL, mask_TQL, scale, out_THD[:, None])
+    slots_TL, mask_T1L = _keys_and_mask(req_to_token_RP, rows_T, seq_lens_T, 1, None)
+    _attend(query_THD[:, None], key_buffer_SGD, value_buffer_SGD, slots_TL, mask_T1L, scale, out_THD[:, None])
 
 
 def extend_attention_cpu(
@@ -74,8 +74,11 @@ def extend_attention_cpu(
     among the new tokens. `start_B` is where each request's tokens begin in the batch.
     """
     _refuse_unsupported(key_scale, value_scale, logit_cap, is_cross_attention or not is_causal, sliding_window, sinks)
-    if max_num_new == 1:
-        tree_mask = None  # a tree of one node is a chain: a round at depth 0 is as cheap as plain decoding
+    if max_num_new == 1 and len(query_THD) == len(num_new_B):
+        # A tree of one node is a chain: a verification without proposals is plain decoding, and as cheap.
+        slots_BL, mask_B1L = _keys_and_mask(req_to_token_RP, rows_B, seq_lens_B, 1, None)
+        _attend(query_THD[:, None], key_buffer_SGD, value_buffer_SGD, slots_BL, mask_B1L, scale, out_THD[:, None])
+        return
     if len(query_THD) == max_num_new * len(num_new_B):
         # As many new tokens in each: the usual case, and its tensors are the same ones in every layer.
         parts = [(slice(0, len(query_THD)), max_num_new, rows_B, seq_lens_B)]

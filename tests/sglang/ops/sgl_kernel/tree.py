@@ -106,6 +106,11 @@ def verify_tree_greedy_cpu(
     `accept_index` [B, A], the global numbers of the nodes walked, root first; `accept_token_num` [B], how many of them
     are proposals; and in the flat `predicts` [B * N] the target's choice at each node walked. Other entries stay.
     """
+    if candidates.shape[1] == 1:  # roots alone: a step that decodes plainly
+        accept_index[:, :1] = retrive_index
+        accept_token_num.zero_()
+        predicts.copy_(target_predict.flatten())
+        return
     chosen = target_predict.flatten().tolist()
     walks = [
         _walk(*request)
