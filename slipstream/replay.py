@@ -13,10 +13,13 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.checkpoint import read_target_tensor, target_fingerprint
@@ -78,22 +81,25 @@ def replay(
     *,
     progress: Callable[[str], object] = lambda _: None,
     on_step: Callable[[int, int], object] = lambda _, __: None,
+    begin: Callable[..., Eagle3Draft] = fresh_draft,
+    learning: Callable[[Eagle3Draft, TrainerConfig], Learner] = Learner,
 ) -> dict[str, Any]:
     """The document of one run: the same for the same recordings, options and settings, `seconds` excepted. `progress`
-    hears a line at every point of the curve, `on_step` how many steps are done of how many.
+    hears a line at every point of the curve, `on_step` how many steps are done of how many. `begin` and `learning` are
+    there to compare another start, and another step, with the trainer's.
 
     Raises ConfigError where a recording is of another target, or holds too little; StoreError or DraftError where the
     store has no usable draft.
     """
     started_s = time.perf_counter()
     config = _config(options)
-    draft = _first_draft(options, config)
+    draft = _first_draft(options, config, begin)
     split = read_split(options.recordings, options.model_dir, draft, seed=options.seed, learn=options.num_steps != 0)
-    learner = Learner(draft, config)
+    learner = learning(draft, config)
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = max(PASSES * split.num_learnt_tokens // config.batch_tokens, 1)
-    curve = [_point(learner, split, options, step=0, trained_tokens=0)]
+    curve = [_point(learner, split, options, config, step=0, trained_tokens=0)]
     trained_tokens = num_skipped = 0
     losses: list[float] = []
     feed = Feed(split.learnt, config, num_steps=num_steps, seed=options.seed)
@@ -105,7 +111,9 @@ def replay(
         losses.append(report.loss)
         on_step(step + 1, num_steps)
         if (step + 1) * options.num_points // num_steps > step * options.num_points // num_steps:
-            curve.append(_point(learner, split, options, step=step + 1, trained_tokens=trained_tokens, losses=losses))
+            curve.append(
+                _point(learner, split, options, config, step=step + 1, trained_tokens=trained_tokens, losses=losses)
+            )
             progress(f"step {step + 1} of {num_steps}: {curve[-1]['accept_length']} tokens a verification")
             losses.clear()
     return {
@@ -138,9 +146,9 @@ def _config(options: ReplayOptions) -> TrainerConfig:
     return load_config(model_dir=options.model_dir, seed=options.seed, ttt_steps=max(options.depths), **values)
 
 
-def _first_draft(options: ReplayOptions, config: TrainerConfig) -> Eagle3Draft:
+def _first_draft(options: ReplayOptions, config: TrainerConfig, begin: Callable[..., Eagle3Draft]) -> Eagle3Draft:
     if options.store is None:
-        return fresh_draft(options.model_dir, draft_vocab_size=config.draft_vocab_size, seed=options.seed)
+        return begin(options.model_dir, draft_vocab_size=config.draft_vocab_size, seed=options.seed)
     store = DraftStore(options.store)
     version = store.lifecycle.newest_servable()
     if version is None:
@@ -227,25 +235,39 @@ class Feed:
         return [cut(self._examples[index], max_bases=self._max_bases, rng=self._rng) for index in drawn]
 
 
+@contextmanager
+def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
+    """Matrices are multiplied as the gate does it (trainer/shadow.py), in bfloat16 by default."""
+    # Autocast converts each weight once, and not for every answer, where it might have a gradient.
+    draft.requires_grad_(True)
+    try:
+        with torch.autocast(draft.embed.device.type, torch.bfloat16, enabled=config.autocast):
+            yield draft
+    finally:
+        draft.requires_grad_(False)
+
+
 def _point(
     learner: Learner,
     split: Split,
     options: ReplayOptions,
+    config: TrainerConfig,
     *,
     step: int,
     trained_tokens: int,
     losses: Sequence[float] = (),
 ) -> dict[str, Any]:
     """A point of the curve: acceptance on the held-out traces now, and the mean loss since the point before."""
-    found = {
-        domain: predict_acceptance(
-            learner.averaged,
-            [example for example in split.held_out if example.domain == domain],
-            depths=options.depths,
-            min_confidence=options.min_confidence,
-        )
-        for domain in dict.fromkeys(example.domain for example in split.held_out)
-    }
+    with _as_the_gate(learner.averaged, config) as draft:
+        found = {
+            domain: predict_acceptance(
+                draft,
+                [example for example in split.held_out if example.domain == domain],
+                depths=options.depths,
+                min_confidence=options.min_confidence,
+            )
+            for domain in dict.fromkeys(example.domain for example in split.held_out)
+        }
     total = {depth: sum((row[depth] for row in found.values()), Acceptance()) for depth in options.depths}
     deepest = max(options.depths)
     return {
