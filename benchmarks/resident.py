@@ -32,7 +32,7 @@ from trainer.run import run_trainer  # noqa: F401 - the service's own modules ta
 from trainer.step import Learner
 
 # What the launcher and trainer/run.py set for the service.
-SERVICE_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+SERVICE_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
 
 _GB = 1e9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,9 @@ from speculator.spans import configure_spans
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
 """Of the trainer's settings: an option stands before its variable."""
+_SPINNING = ("GOMP_SPINCOUNT", "10000")
+"""For 0.1 ms a second thread waits awake for its share of the next operation, of which a step has hundreds: to wake it
+takes as long as it would save. There is one only while no engine works. Read when PyTorch is imported."""
 
 
 def train(
@@ -57,6 +61,8 @@ def train(
     """
     configure_logs()
     configure_spans("slipstream-trainer")
+    if pulse_dir is not None and threads == 1:
+        os.environ.setdefault(*_SPINNING)
     from speculator.checkpoint import model_key, target_fingerprint
     from speculator.lineages import below, name_of
     from trainer.config import load_config

@@ -22,9 +22,9 @@ from trainer.yielding import give_way_in_the_kernel, yielding
 
 log = structlog.get_logger()
 
-# Every batch has other shapes, and oneDNN keeps compiled kernels for the last 1,024 of them: more than a gigabyte that
-# is hardly used again. Read when the first matrix is multiplied, so it is in time here.
-_KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+# oneDNN keeps compiled kernels for the last 1,024 shapes, 0.7 MB each, and steps have fewer that come again
+# (trainer/unroll.py). Read when the first matrix is multiplied, so it is in time here.
+_KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 

@@ -5,17 +5,19 @@ While no engine works, always. While one does, in slices with rests between them
     slowdown = Σ (time of a step − time of such a step alone) / Σ (time that the trainer computed during it)
 
 over the steps of late, where "alone" are the steps during rests, with the same batch and number of tokens. After a
-slice, slowdown ≤ budget doubles the next one and halves the rest; else the next slice is the shortest again and the
-rest doubles. So where cores, caches and memory are enough for both, the trainer soon computes nearly all the time, and
-where they are not, it touches one step in hundreds: too rare for the 99th percentile. It is slow start (RFC 5681) for
-what a best-effort job may take from a latency-critical one, with the latter's own latency as the signal (Heracles, Lo
-et al., ISCA 2015). While requests queue there are no slices: what slows a step then delays all that wait behind it.
+slice, where it is within the budget by its standard error, the next one doubles and the rest halves. Where it is over
+the budget by two, the next slice is the shortest again and the rest doubles; else all stays, and more steps will say.
+So where cores, caches and memory are enough for both, the trainer soon computes nearly all the time, and where they are
+not, it touches one step in hundreds: too rare for the 99th percentile. It is slow start (RFC 5681) for what a
+best-effort job may take from a latency-critical one, with the latter's own latency as the signal (Heracles, Lo et al.,
+ISCA 2015). While requests queue there are no slices: what slows a step then delays all that wait behind it.
 
 Nothing here reads a clock or talks to anybody.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -28,7 +30,9 @@ SHORTEST_REST_S, FIRST_REST_S, LONGEST_REST_S = 0.5, 20.0, 40.0
 _REST_AFTER_HARM_S = 5.0
 """At least: what slows serving now was no slowdown a moment ago."""
 LEAST_EVIDENCE_S = 0.2
-"""Computing beside serving before anything is concluded from it: steps vary by more than the budget."""
+"""Computing beside serving before anything is concluded from it."""
+_MARGIN, _SURE = 1.0, 2.0
+"""Standard errors below the budget to take more, and above it to take less: steps vary by more than the budget."""
 _MEMORY_S = 2.0
 """Computing beside serving that the slowdown is about; it forgets by halves."""
 _LEAST_ALONE = 5
@@ -43,16 +47,19 @@ _OUTLIER = 4.0
 
 @dataclass
 class _Alone:
-    """Mean time of a shape's steps while the trainer rested."""
+    """Mean time of a shape's steps while the trainer rested, and their variance."""
 
     seconds: float = 0.0
+    variance: float = 0.0
     count: int = 0
 
     def add(self, seconds: float) -> None:
         self.count += 1
         if self.count > _LEAST_ALONE:
             seconds = min(seconds, _OUTLIER * self.seconds)
-        self.seconds += (seconds - self.seconds) / min(self.count, _MAX_ALONE)
+        share, off = 1 / min(self.count, _MAX_ALONE), seconds - self.seconds
+        self.seconds += share * off
+        self.variance += share * (off * (seconds - self.seconds) - self.variance)
 
 
 @dataclass
@@ -61,12 +68,19 @@ class Slowdown:
 
     beside_s: float = 0.0
     excess_s: float = 0.0
+    variance: float = 0.0
+    """Of `excess_s`."""
     _alone: dict[Hashable, _Alone] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
         """0 while nothing is known."""
         return self.excess_s / self.beside_s if self.beside_s else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of `ratio`."""
+        return math.sqrt(self.variance) / self.beside_s if self.beside_s else 0.0
 
     def add(self, shape: Hashable, seconds: float, beside_s: float) -> None:
         """A step of an engine, during `beside_s` seconds of which the trainer computed."""
@@ -79,10 +93,14 @@ class Slowdown:
         elif alone.count >= _LEAST_ALONE:
             self.beside_s += beside_s
             self.excess_s += min(seconds, _OUTLIER * alone.seconds) - alone.seconds
+            self.variance += alone.variance
 
     def fade(self) -> None:
         while self.beside_s > _MEMORY_S:
-            self.beside_s, self.excess_s = self.beside_s / 2, self.excess_s / 2
+            self.beside_s, self.excess_s, self.variance = self.beside_s / 2, self.excess_s / 2, self.variance / 4
+
+    def forget(self) -> None:
+        self.beside_s = self.excess_s = self.variance = 0.0
 
 
 class Sharing:
@@ -124,7 +142,11 @@ class Sharing:
     @property
     def _hurts(self) -> bool:
         learnt_s = self.slowdown.beside_s - self._beside_before_s
-        return learnt_s >= LEAST_EVIDENCE_S and self.slowdown.ratio > self.budget
+        return learnt_s >= LEAST_EVIDENCE_S and self._is_over_budget
+
+    @property
+    def _is_over_budget(self) -> bool:
+        return self.slowdown.ratio - _SURE * self.slowdown.error > self.budget
 
     def _turn(self, *, in_slice: bool) -> None:
         self._in_slice, self._spent_s = in_slice, 0.0
@@ -138,11 +160,11 @@ class Sharing:
         if known_s == self._beside_before_s or known_s < LEAST_EVIDENCE_S:
             return
         self.found = self.slowdown.ratio
-        if self.found <= self.budget:
+        if self.found + _MARGIN * self.slowdown.error <= self.budget:
             self.slice_s = min(2 * self.slice_s, LONGEST_SLICE_S)
             self.rest_s = max(self.rest_s / 2, SHORTEST_REST_S)
-        else:
+        elif self._is_over_budget:
             self.slice_s = SHORTEST_SLICE_S
             self.rest_s = min(max(2 * self.rest_s, _REST_AFTER_HARM_S), LONGEST_REST_S)
             # The next conclusion is not to be drawn from the same steps, which may have been slow by chance.
-            self.slowdown.beside_s = self.slowdown.excess_s = 0.0
+            self.slowdown.forget()

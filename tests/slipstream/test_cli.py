@@ -143,3 +143,16 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SLIPSTREAM_TRAINER_NUM_THREADS", "2")
     context = train.make_context("train", ["--model", "m", "--seed", "8"])
     assert (context.params["seed"], context.params["threads"]) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays_awake"),
+    [(["--pulse-dir", "p"], True), ([], False), (["--pulse-dir", "p", "--threads", "2"], False)],
+)
+def test_a_thread_stays_awake_only_where_no_engine_wants_its_core(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], stays_awake: bool
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "to be as it was afterwards")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    refused("train", "--model", tmp_path, *options)
+    assert ("GOMP_SPINCOUNT" in os.environ) is stays_awake

@@ -16,10 +16,10 @@ STEP_S, LOOKS = 0.02, 4
 class Machine:
     """An engine that is always busy, and a trainer that computes whenever it may."""
 
-    def __init__(self, slowdown: float, *, noise: float = 0.0) -> None:
+    def __init__(self, slowdown: float, *, noise: float = 0.0, seed: int = 0) -> None:
         self.slowdown, self.noise, self.now_s = slowdown, noise, 0.0
         self.sharing = Sharing(budget=0.03)
-        self._rng = random.Random(0)
+        self._rng = random.Random(seed)
 
     def run(self, num_steps: int, serving: Serving = BUSY) -> float:
         """The share of the steps' time in which the trainer computed."""
@@ -69,6 +69,37 @@ def test_where_serving_is_slowed_less_than_one_step_in_a_hundred_is_touched(nois
     assert machine.sharing.slice_s == SHORTEST_SLICE_S
     assert machine.sharing.rest_s == LONGEST_REST_S
     assert machine.sharing.found == pytest.approx(0.4, abs=0.2)
+
+
+@pytest.mark.parametrize(("slowdown", "least", "most"), [(0.015, 0.7, 1.0), (0.06, 0.0, 0.03)])
+def test_chance_hides_neither_side_of_the_budget(slowdown: float, least: float, most: float) -> None:
+    """Steps vary by 10%, three times as much as the budget."""
+    for seed in range(3):
+        machine = Machine(slowdown, noise=0.1, seed=seed)
+        machine.run(14_500)
+        assert least <= machine.run(20_000) <= most
+
+
+def test_what_may_be_chance_changes_nothing_yet() -> None:
+    sharing = Sharing(budget=0.03)
+    for took_s in (0.9, 1.1) * 10:
+        sharing.observe(1, took_s, 0.0)
+    slice_s = sharing.slice_s
+    now_s = 0.0
+    while not sharing.may_compute(now_s, BUSY):
+        now_s += 0.1
+    sharing.observe(1, 1.08, 1.0)
+    assert sharing.slowdown.ratio > sharing.budget
+    assert sharing.slowdown.error == pytest.approx(0.1, rel=0.1)
+    assert sharing.may_compute(now_s + 0.1, BUSY), "one step, and no slower than some alone"
+    while sharing.may_compute(now_s, BUSY):
+        now_s += 0.1
+    while not sharing.may_compute(now_s, BUSY):
+        now_s += 0.1
+    assert (sharing.slice_s, sharing.rest_s) == (slice_s, FIRST_REST_S)
+    for _ in range(100):
+        sharing.observe(1, 1.08, 1.0)
+    assert not sharing.may_compute(now_s + 0.1, BUSY), "a hundred such steps are no chance"
 
 
 def test_a_slice_that_begins_to_hurt_is_cut_short() -> None:

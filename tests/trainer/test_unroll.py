@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.errors import TraceError
 from speculator.model import Eagle3Draft
@@ -160,3 +162,32 @@ def test_traces_that_teach_nothing_are_refused() -> None:
         example_of(dataclasses.replace(trace, token_ids=trace.token_ids + 20), draft)
     with pytest.raises(TraceError, match="no position"):
         example_of(dataclasses.replace(trace, constrained=np.ones(24, np.bool_)), draft)
+
+
+class Products(TorchDispatchMode):
+    """The shapes of the matrix products that are computed within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[object, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.shapes.add((func, *(argument.shape for argument in args)))
+        return func(*args, **kwargs or {})
+
+
+def test_batches_of_other_sizes_multiply_matrices_of_the_same_shapes() -> None:
+    """Each new shape would be a kernel to compile."""
+    draft = make_draft()
+    found = []
+    for lengths in ((24, 30), (19, 22, 27), (40,)):
+        traces = [draftable_trace(seed, T=T, num_prompt_tokens=3 + seed) for seed, T in enumerate(lengths)]
+        batch = batch_of(traces, draft)
+        wanted_NK = torch.ones(len(batch.rows), DEPTH, dtype=torch.bool)
+        with Products() as products:
+            chains = list(unroll(draft, batch, num_steps=DEPTH, wanted_NK=wanted_NK))
+            sum(proposals.logits.sum() for proposals in chains).backward()
+        found.append((len(batch.rows), products.shapes))
+    assert len({num_bases for num_bases, _ in found}) == len(found)
+    assert found[0][1] == found[1][1] == found[2][1] != set()
