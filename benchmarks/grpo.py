@@ -40,6 +40,8 @@ from speculator.fresh import fresh_draft
 CLIP = 0.2
 BATCH = 8
 """Samples of one optimiser step."""
+MEASURED = 16
+"""Samples from which the policy's distance is measured."""
 ENGINE: dict[str, Any] = {"num_slots": 16, "max_waiting": 4096, "suffix_depth": 0, "context_length": 512}
 # One step for each new answer, beside older ones, and none without: a step of the policy does not wait for more.
 TRAINER: dict[str, Any] = {"publish_min_tokens": 200, "max_passes": 0.01, "max_tenant_share": 1.0}
@@ -49,6 +51,8 @@ TRAINER: dict[str, Any] = {"publish_min_tokens": 200, "max_passes": 0.01, "max_t
 class Sample:
     prompt: tuple[int, ...]
     answer: list[int]
+    logprobs: list[float]
+    """Of the answer's tokens, as the engine sampled them: the behaviour policy's."""
     reward: float
     advantage: float
     """The reward, less the mean of its group, over the group's standard deviation."""
@@ -71,14 +75,14 @@ class Policy:
         self._start = [weight.detach().clone() for weight in self._learning]
         self._optimizer = torch.optim.AdamW(self._learning, lr=learning_rate, weight_decay=0.0)
 
-    def update(self, samples: Sequence[Sample], sampled: Sequence[Tensor]) -> None:
-        """One pass over the samples, drawn with the log-probabilities `sampled`: the clipped objective of GRPO
-        (arXiv 2402.03300), without its term for the distance.
+    def update(self, samples: Sequence[Sample]) -> None:
+        """One pass over the samples: the clipped objective of GRPO (arXiv 2402.03300), without its term for the
+        distance.
         """
         for part in _batches(len(samples)):
             losses = []
-            for sample, now_T, old_T in zip(samples[part], self.logprobs(samples[part]), sampled[part], strict=True):
-                ratio_T = (now_T - old_T).exp()
+            for sample, now_T in zip(samples[part], self.logprobs(samples[part]), strict=True):
+                ratio_T = (now_T - torch.tensor(sample.logprobs)).exp()
                 clipped_T = ratio_T.clamp(1 - CLIP, 1 + CLIP)
                 losses.append(-torch.minimum(ratio_T * sample.advantage, clipped_T * sample.advantage).mean())
             self._optimizer.zero_grad()
@@ -102,14 +106,14 @@ class Policy:
         return found
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> tuple[list[Tensor], float]:
-        """Log-probabilities of the policy's own samples; from them KL(policy ‖ policy of the start) in nats a token."""
+    def distance(self, samples: Sequence[Sample]) -> float:
+        """KL(policy ‖ policy of the start) in nats a token, from samples of the policy."""
         now = [one for part in _batches(len(samples)) for one in self.logprobs(samples[part])]
         newest = [weight.clone() for weight in self._learning]
         self._put(self._start)
         start = [one for part in _batches(len(samples)) for one in self.logprobs(samples[part])]
         self._put(newest)
-        return now, float((torch.cat(now) - torch.cat(start)).mean())
+        return float((torch.cat(now) - torch.cat(start)).mean())
 
     def save(self, folder: Path) -> Path:
         """As an RL library would hand it over: safetensors in bfloat16, under the names of the base model."""
@@ -148,7 +152,7 @@ def sample_groups(
         for number in range(size)
     ]
     answers = served.sample(requests)
-    rewards = [reward(served.engine.tokenizer.decode(answer)) for answer in answers]
+    rewards = [reward(served.engine.tokenizer.decode(answer.tokens)) for answer in answers]
     samples = []
     for first in range(0, len(requests), size):
         group = rewards[first : first + size]
@@ -157,7 +161,8 @@ def sample_groups(
             samples.append(
                 Sample(
                     prompt=requests[index].prompt_token_ids,
-                    answer=answers[index],
+                    answer=answers[index].tokens,
+                    logprobs=answers[index].logprobs,
                     reward=rewards[index],
                     advantage=(rewards[index] - mean) / (deviation + 1e-4),
                 )
@@ -182,7 +187,7 @@ def train(
         started_s = time.perf_counter()
         samples = sample_groups(served, prompts(step), size=size, max_tokens=max_tokens, seed=step, reward=reward)
         sampled_s = time.perf_counter() - started_s
-        logprobs, distance = policy.score(samples)
+        distance = policy.distance(samples[:: max(1, len(samples) // MEASURED)])
         yield {
             "step": step,
             "target_version": served.engine.target_version,
@@ -194,7 +199,7 @@ def train(
             "stall_ms": round(stall_ms, 1),
         }
         served.learn()
-        policy.update(samples, logprobs)
+        policy.update(samples)
         written = policy.save(folder / f"step-{step + 1}")
         stall_ms = served.engine.move_target(step + 1, written).stall_ms
         shutil.rmtree(written)

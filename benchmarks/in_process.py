@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -38,6 +38,12 @@ from trainer.service import Trainer
 _STREAM_BYTES = 512 * 1024 * 1024
 
 
+class Answer(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    """Of the tokens, under the distribution that they were sampled from."""
+
+
 class Loop:
     """One engine and one trainer around a store; see `loop`."""
 
@@ -56,8 +62,8 @@ class Loop:
         self.traces = traces
         """Of the answers that were sampled last, as they were recorded."""
 
-    def sample(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
-        """The answers' tokens; their traces go to the stream."""
+    def sample(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
+        """The answers; their traces go to the stream."""
         answers = self._answers(requests)
         for trace in self.traces:
             self._stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
@@ -68,11 +74,15 @@ class Loop:
         self._answers(requests)
         return list(self.traces)
 
-    def _answers(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
-        async def one(request: GenerateRequest) -> list[int]:
-            return [token async for chunk in self.engine.generate(request) for token in chunk.token_ids]
+    def _answers(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
+        async def one(request: GenerateRequest) -> Answer:
+            answer = Answer([], [])
+            async for chunk in self.engine.generate(request):
+                answer.tokens.extend(chunk.token_ids)
+                answer.logprobs.extend(chunk.logprobs)
+            return answer
 
-        async def every() -> list[list[int]]:
+        async def every() -> list[Answer]:
             return await asyncio.gather(*map(one, requests))
 
         self.traces.clear()
@@ -145,7 +155,7 @@ def loop(
 def request_for(
     engine: LocalEngine, request_id: str, text: str, *, max_tokens: int, seed: int, domain: str, group_id: str
 ) -> GenerateRequest:
-    """A sample at temperature 1 of a chat's first answer."""
+    """A sample at temperature 1 of a chat's first answer, with its log-probabilities."""
     tokens = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
     return GenerateRequest(
         request_id=request_id,
@@ -153,5 +163,6 @@ def request_for(
         max_tokens=max_tokens,
         sampling=SamplingParams(temperature=1.0),
         seed=seed,
+        logprobs=True,
         policy=CapturePolicy(domain=domain, group_id=group_id),
     )

@@ -31,11 +31,12 @@ from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, record
 from benchmarks.common import Target, fill_in, finish, parser, pick_prompts
 from benchmarks.grpo import ENGINE, TRAINER, Policy, capitals, sample_groups, train
 from benchmarks.in_process import Loop, loop, request_for
+from serving.local.text import LocalTokenizer
 from slipstream.models import cache_root, resolve_model
 from slipstream.topics import Prompt
 from speculator.acceptance import Acceptance
 from speculator.checkpoint import apply_state, draft_state
-from speculator.errors import TraceError
+from speculator.errors import ConfigError, TraceError
 from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
 from speculator.model import Eagle3Draft
@@ -142,13 +143,24 @@ def fitted(
     return learnt(draft, examples_of(served.traces, static), config, passes=arguments.fit_passes)
 
 
+def short_prompts(arguments: argparse.Namespace, model_dir: Path, count: int) -> list[Prompt]:
+    """Different ones, each read by the policy several times. Raises ConfigError where there are too few."""
+    tokenizer, found = LocalTokenizer(model_dir), dict[str, Prompt]()
+    for prompt in pick_prompts(arguments.prompts, 20 * count):
+        if len(tokenizer.encode(prompt.text)) <= arguments.prompt_tokens:
+            found.setdefault(prompt.text, prompt)
+    if len(found) < count:
+        raise ConfigError(f"{count} different prompts of {arguments.prompt_tokens} tokens are needed, not {len(found)}")
+    return list(found.values())[:count]
+
+
 def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, Any]]:
     """A row for each version of the target; the last one has the fitted draft as well."""
     unused = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
     config = load_config(model_dir=model_dir, **unused)
     static = trained_draft(arguments, model_dir, config)
     num_taught = arguments.steps * arguments.groups
-    prompts = pick_prompts(arguments.prompts, num_taught + arguments.fit_groups + arguments.exam)
+    prompts = short_prompts(arguments, model_dir, num_taught + arguments.fit_groups + arguments.exam)
     policy = Policy(model_dir, num_layers=arguments.layers, learning_rate=arguments.learning_rate)
     rows = []
     with (
@@ -159,7 +171,7 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, An
             draft=static,
             threads=arguments.threads,
             engine=ENGINE,
-            trainer=TRAINER,
+            trainer=TRAINER | {"max_passes": arguments.live_passes},
         ) as served,
     ):
         exam = Exam(served, prompts[-arguments.exam :], static, max_tokens=arguments.sample_tokens)
@@ -222,10 +234,12 @@ def main() -> None:
     options.add_argument("--steps", type=int, help="updates of the target; default 8, quick 3")
     options.add_argument("--groups", type=int, help="prompts a step; default 4, quick 3")
     options.add_argument("--size", type=int, default=8, help="answers to a prompt")
+    options.add_argument("--prompt-tokens", type=int, default=96, help="of a prompt, at most")
     options.add_argument("--sample-tokens", type=int, default=32, help="of an answer")
     options.add_argument("--learning-rate", type=float, default=1.5e-4)
     options.add_argument("--layers", type=int, default=8, help="of the policy that learn, from the last one on")
     options.add_argument("--passes", type=float, help="over the recording, before step 0; default 1.5, quick 1")
+    options.add_argument("--live-passes", type=float, default=0.1, help="of the live draft over its replay, a version")
     options.add_argument("--exam", type=int, help="prompts that every version is asked; default 16, quick 6")
     options.add_argument("--fit-groups", type=int, help="prompts that the fitted draft learns from; default 4, quick 2")
     options.add_argument("--fit-passes", type=float, default=4.0)

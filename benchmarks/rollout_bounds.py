@@ -5,8 +5,9 @@
 
 Nothing decodes here. Recorded answers go through the real scheduler and the real suffix drafter; a round takes what
 benchmarks/rollout_costs.py measured on an otherwise idle machine for so many requests, tokens each and keys, and
-verifies as many proposals as earn most by that. Missing: the planner's errors, the learned head, everything that is not
-the target's own time but `--sample-ms` for each token that is sampled.
+verifies as many proposals as earn most by that. Engines side by side do not slow each other, and see each other's text
+at once. Missing: the planner's errors, the learned head, everything that is not the target's own time but `--sample-ms`
+for each token that is sampled.
 
 `--copies` takes every group so many times, as tokens of another vocabulary: as many groups as a rollout has, from fewer
 that were recorded. What groups could find in each other is left out thereby.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,12 @@ import msgspec
 from benchmarks.common import finish, parser
 from benchmarks.rollout_model import Costs
 from benchmarks.rollout_sim import TABLE
-from benchmarks.rollout_ways import Way, ways
+from benchmarks.rollout_ways import Way, dealt_batches, ways
 from benchmarks.suffix import MAX_PROPOSALS, Answer, count_accepted
 from serving.rollout.scheduler import Scheduler
 from serving.rollout.work import GroupRequest, Lease, SampleId
 from speculator.suffix import SuffixDrafter, SuffixProposal, SuffixRequest
 
-_ENGINE = "engine"
 _OTHER_VOCABULARY = 1 << 20
 
 
@@ -52,6 +52,16 @@ class _Run:
     def context(self) -> int:
         return len(self.lease.prompt_token_ids) - self.lease.num_generated + self.done
 
+    def next_tokens(self, proposed: Sequence[int]) -> list[int]:
+        """What a verification of these proposals commits."""
+        num_accepted = count_accepted(proposed, self.text[self.done :])
+        return list(self.text[self.done : self.done + num_accepted + 1])
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.done += len(tokens)
+        if self.suffix is not None:
+            self.suffix.commit(tokens)
+
     def propose(self) -> SuffixProposal:
         if self.suffix is None:
             return SuffixProposal()
@@ -61,18 +71,22 @@ class _Run:
 
 @dataclass
 class Spent:
-    """Seconds of a rollout, and what its rounds did."""
+    """Seconds of a rollout, and what the rounds of all engines did."""
 
-    total_s: float = 0.0
     reading_s: float = 0.0
     num_rounds: int = 0
     num_rows: int = 0
     num_accepted: int = 0
-    ends_s: tuple[float, ...] = ()
+    ends_s: list[float] = field(default_factory=list)
+    """Of the samples."""
+
+    @property
+    def total_s(self) -> float:
+        return max(self.ends_s)
 
     @property
     def tail_s(self) -> float:
-        return self.total_s - self.ends_s[(9 * len(self.ends_s) + 9) // 10 - 1]
+        return self.total_s - sorted(self.ends_s)[(9 * len(self.ends_s) + 9) // 10 - 1]
 
     def to_dict(self) -> dict[str, float]:
         return {
@@ -84,33 +98,44 @@ class Spent:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The engines, what they serve, and what that takes."""
+
+    num_engines: int
+    slots: int
+    costs: Costs
+    sample_s: float
+    texts: dict[SampleId, list[int]]
+
+
 class _Engine:
-    def __init__(
-        self, way: Way, texts: dict[SampleId, list[int]], costs: Costs, *, slots: int, sample_s: float
-    ) -> None:
-        self.scheduler, self.spent = Scheduler(way.policy), Spent()
-        self._way, self._texts, self._costs, self._slots, self._sample_s = way, texts, costs, slots, sample_s
-        self._drafter = SuffixDrafter()
+    """One engine and its clock: rounds of what it runs, one after another."""
+
+    def __init__(self, name: str, way: Way, setup: Setup, drafter: SuffixDrafter, spent: Spent) -> None:
+        self.name, self._way, self._setup, self._drafter, self._spent = name, way, setup, drafter, spent
         self._running: list[_Run] = []
+        self._committed: list[list[int]] = []
+        """What the round under way will commit, by request."""
+        self.ends_s: float | None = None
+        """Of the round under way."""
 
-    def run(self, groups: Sequence[GroupRequest]) -> None:
-        for group in groups:
-            self.scheduler.submit(group)
-        self._admit()
-        while self._running:
-            self._round()
-            self._admit()
+    def begin(self, scheduler: Scheduler, now_s: float) -> None:
+        """Fill the free slots; a round, if anything runs."""
+        free = self._setup.slots - len(self._running)
+        for lease in scheduler.next_for(self.name, free, 1 << 30) if free else ():
+            seconds = self._setup.costs.read_s(self._unread(lease))
+            now_s += seconds
+            self._spent.reading_s += seconds
+            self._running.append(_Run(lease, self._setup.texts[lease.sample_id], self._suffix(lease)))
+        if self._running:
+            self.ends_s = now_s + self._round_s()
 
-    def _admit(self) -> None:
-        free = self._slots - len(self._running)
-        for lease in self.scheduler.next_for(_ENGINE, free, 1 << 30) if free else ():
-            group_id, unread = lease.sample_id.group_id, len(lease.prompt_token_ids)
-            if self._way.copies_prompts and any(one.lease.sample_id.group_id == group_id for one in self._running):
-                unread = lease.num_generated
-            seconds = self._costs.read_s(unread)
-            self.spent.total_s += seconds
-            self.spent.reading_s += seconds
-            self._running.append(_Run(lease, self._texts[lease.sample_id], self._suffix(lease)))
+    def _unread(self, lease: Lease) -> int:
+        group_id = lease.sample_id.group_id
+        if self._way.copies_prompts and any(one.lease.sample_id.group_id == group_id for one in self._running):
+            return lease.num_generated
+        return len(lease.prompt_token_ids)
 
     def _suffix(self, lease: Lease) -> SuffixRequest | None:
         if not self._way.drafts:
@@ -118,23 +143,28 @@ class _Engine:
         group_id = lease.sample_id.group_id if self._way.is_grouped else ""
         return self._drafter.start(lease.prompt_token_ids, tenant="t", group_id=group_id, shared=self._way.is_grouped)
 
-    def _round(self) -> None:
+    def _round_s(self) -> float:
         proposals = [one.propose() for one in self._running]
         width, verify_s = self._best_width(proposals)
-        committed = [
-            self._commit(one, proposal.tokens[:width]) for one, proposal in zip(self._running, proposals, strict=True)
-        ]
-        self.spent.num_rounds += 1
-        self.spent.num_rows += len(self._running)
-        self.spent.num_accepted += sum(map(len, committed)) - len(committed)
-        self.spent.total_s += verify_s + self._sample_s * sum(map(len, committed))
-        for one, tokens in zip(list(self._running), committed, strict=True):
+        pairs = zip(self._running, proposals, strict=True)
+        self._committed = [one.next_tokens(proposal.tokens[:width]) for one, proposal in pairs]
+        return verify_s + self._setup.sample_s * sum(map(len, self._committed))
+
+    def finish(self, scheduler: Scheduler) -> None:
+        """The round under way is over: tell the scheduler."""
+        assert self.ends_s is not None
+        self._spent.num_rounds += 1
+        self._spent.num_rows += len(self._running)
+        for one, tokens in zip(list(self._running), self._committed, strict=True):
+            one.commit(tokens)
+            self._spent.num_accepted += len(tokens) - 1
             if one.done == len(one.text):
-                self.scheduler.finished(one.lease, tokens, "stop")
-                self.spent.ends_s += (self.spent.total_s,)
+                scheduler.finished(one.lease, tokens, "stop")
+                self._spent.ends_s.append(self.ends_s)
                 self._running.remove(one)
-            elif self.scheduler.progressed(one.lease, tokens) == "stop":
+            elif scheduler.progressed(one.lease, tokens) == "stop":
                 self._running.remove(one)
+        self.ends_s = None
 
     def _best_width(self, proposals: Sequence[SuffixProposal]) -> tuple[int, float]:
         """Proposals of each request whose round commits most a second, and what verifying them takes."""
@@ -143,18 +173,25 @@ class _Engine:
         gains = [sum(column) for column in itertools.zip_longest(*(one.reaches for one in proposals), fillvalue=0.0)]
         rates = {}
         for width, tokens in enumerate(itertools.accumulate(gains, initial=float(batch))):
-            verify_s = self._costs.round_s(batch, width + 1, context)
-            rates[tokens / (verify_s + self._sample_s * tokens)] = width, verify_s
+            verify_s = self._setup.costs.round_s(batch, width + 1, context)
+            rates[tokens / (verify_s + self._setup.sample_s * tokens)] = width, verify_s
         return rates[max(rates)]
 
-    @staticmethod
-    def _commit(one: _Run, proposed: Sequence[int]) -> list[int]:
-        num_accepted = count_accepted(proposed, one.text[one.done :])
-        tokens = list(one.text[one.done : one.done + num_accepted + 1])
-        one.done += len(tokens)
-        if one.suffix is not None:
-            one.suffix.commit(tokens)
-        return tokens
+
+def _run(scheduler: Scheduler, engines: Sequence[_Engine], groups: Sequence[GroupRequest], now_s: float) -> float:
+    """These groups, to the end of the last sample: when that is."""
+    for group in groups:
+        scheduler.submit(group)
+    while True:
+        for engine in engines:
+            if engine.ends_s is None:
+                engine.begin(scheduler, now_s)
+        busy = [(engine.ends_s, number) for number, engine in enumerate(engines) if engine.ends_s is not None]
+        if not busy:
+            scheduler.check()
+            return now_s
+        now_s, first = min(busy)
+        engines[first].finish(scheduler)
 
 
 def read_groups(path: Path, copies: int) -> list[list[Answer]]:
@@ -176,32 +213,33 @@ def read_groups(path: Path, copies: int) -> list[list[Answer]]:
     return groups
 
 
-def spent(groups: Sequence[Sequence[Answer]], way: Way, costs: Costs, *, slots: int, sample_s: float) -> Spent:
-    """What a rollout of these groups takes on one engine."""
-    requests, texts = [], dict[SampleId, list[int]]()
-    for group in groups:
-        first = group[0]
-        request = GroupRequest(
-            group_id=first.group,
-            prompt_token_ids=tuple(first.prompt),
-            seeds=tuple(range(len(group))),
-            max_tokens=first.limit,
-        )
-        requests.append(request)
-        texts |= {SampleId(first.group, index): answer.tokens for index, answer in enumerate(group)}
-    engine = _Engine(way, texts, costs, slots=slots, sample_s=sample_s)
-    batch = max(1, slots // len(groups[0])) if way.has_barrier else len(requests)
-    for start in range(0, len(requests), batch):
-        engine.run(requests[start : start + batch])
-    engine.scheduler.check()
-    return engine.spent
+def spent(groups: Sequence[Sequence[Answer]], way: Way, setup: Setup) -> Spent:
+    """What a rollout of these groups takes. With a barrier, every engine has its share of them, and its own batches."""
+    requests = [_request(group) for group in groups]
+    found, drafter = Spent(), SuffixDrafter()
+    engines = [_Engine(f"engine-{number}", way, setup, drafter, found) for number in range(setup.num_engines)]
+    if not way.has_barrier:
+        _run(Scheduler(way.policy), engines, requests, 0.0)
+        return found
+    for engine, batches in zip(engines, dealt_batches(requests, setup.num_engines, setup.slots), strict=True):
+        now_s = 0.0
+        for batch in batches:
+            now_s = _run(Scheduler(way.policy), [engine], batch, now_s)
+    return found
+
+
+def _request(group: Sequence[Answer]) -> GroupRequest:
+    first = group[0]
+    seeds = tuple(range(len(group)))
+    return GroupRequest(group_id=first.group, prompt_token_ids=tuple(first.prompt), seeds=seeds, max_tokens=first.limit)
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0], has_prompts=False, has_model=False)
     options.add_argument("answers", type=Path, help="of benchmarks.rollouts --answers")
     options.add_argument("--costs", type=Path, default=TABLE, metavar="FILE.json", help="of benchmarks.rollout_costs")
-    options.add_argument("--slots", type=int, nargs="+", default=[4, 8, 16])
+    options.add_argument("--engines", type=int, default=1, help="each on a core of its own, with text in common")
+    options.add_argument("--slots", type=int, nargs="+", default=[4, 8, 16], help="of each engine")
     options.add_argument("--copies", type=int, default=1)
     options.add_argument("--groups", type=int, help="of all copies; all where it is left out")
     options.add_argument("--chunk", type=int, default=128, help="tokens of a chunk")
@@ -218,11 +256,17 @@ def main() -> None:
         ("COMPUTED", "s, ÷ fifo, requests a round, accepted a verification, s of reading, s of the last tenth"),
     ]
     document: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(arguments).items()}}
+    texts = {SampleId(group[0].group, row): answer.tokens for group in groups for row, answer in enumerate(group)}
     for slots in arguments.slots:
+        setup = Setup(
+            num_engines=arguments.engines,
+            slots=slots,
+            costs=costs,
+            sample_s=arguments.sample_ms / 1000,
+            texts=texts,
+        )
         found = {
-            name: spent(groups, way, costs, slots=slots, sample_s=arguments.sample_ms / 1000)
-            for name, way in ways(arguments.chunk).items()
-            if not way.uses_head
+            name: spent(groups, way, setup) for name, way in ways(arguments.chunk, costs).items() if not way.uses_head
         }
         for name, one in found.items():
             figures = one.to_dict()

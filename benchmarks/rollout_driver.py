@@ -49,13 +49,20 @@ class Rollout:
         return self.wall_s - self.ends_s[(9 * len(self.ends_s) + 9) // 10 - 1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Engines, and the batches that they answer one after another."""
+
+    engines: Mapping[str, LocalEngine]
+    batches: Sequence[Sequence[GroupRequest]]
+
+
 class _Driver:
-    def __init__(self, engines: Mapping[str, LocalEngine], policy: Policy, setting: Setting) -> None:
+    def __init__(self, share: Share, policy: Policy, setting: Setting, outcome: Rollout, started_s: float) -> None:
         self.scheduler = Scheduler(policy)
-        self._engines, self._setting = engines, setting
-        self._running: dict[str, set[asyncio.Task[None]]] = {name: set() for name in engines}
-        self._started_s = time.perf_counter()
-        self.outcome = Rollout()
+        self._engines, self._setting = share.engines, setting
+        self._running: dict[str, set[asyncio.Task[None]]] = {name: set() for name in share.engines}
+        self._outcome, self._started_s = outcome, started_s
 
     async def run(self, groups: Sequence[GroupRequest]) -> None:
         """Until all of these have ended."""
@@ -71,7 +78,7 @@ class _Driver:
             for index in range(len(group.seeds)):
                 sample = self.scheduler.sample(SampleId(group.group_id, index))
                 assert sample.state.has_ended, f"{sample.sample_id} was left over"
-                self.outcome.texts[sample.sample_id] = list(sample.tokens)
+                self._outcome.texts[sample.sample_id] = list(sample.tokens)
 
     def _admit(self) -> None:
         for name, engine in self._engines.items():
@@ -83,7 +90,7 @@ class _Driver:
                 running.add(task)
 
     async def _serve(self, engine: LocalEngine, lease: Lease) -> None:
-        self.outcome.num_leases += 1
+        self._outcome.num_leases += 1
         group_id = lease.sample_id.group_id if self._setting.names_groups else ""
         request = GenerateRequest(
             request_id=f"{self._setting.tenant}-{lease.number}",
@@ -98,7 +105,7 @@ class _Driver:
                 if chunk.finish_reason is not None:
                     reason = "stop" if chunk.finish_reason == "stop" else "length"
                     self.scheduler.finished(lease, chunk.token_ids, reason)
-                    self.outcome.ends_s.append(time.perf_counter() - self._started_s)
+                    self._outcome.ends_s.append(time.perf_counter() - self._started_s)
                 elif self.scheduler.progressed(lease, chunk.token_ids) == "stop":
                     break
         current = asyncio.current_task()
@@ -107,18 +114,20 @@ class _Driver:
         self._admit()
 
 
-def drive(
-    engines: Mapping[str, LocalEngine], batches: Sequence[Sequence[GroupRequest]], policy: Policy, setting: Setting
-) -> Rollout:
-    """Every batch begins when the one before has ended."""
+def drive(shares: Sequence[Share], policy: Policy, setting: Setting) -> Rollout:
+    """All shares side by side; in each, every batch begins when the one before has ended."""
+
+    async def one(share: Share, outcome: Rollout, started_s: float) -> None:
+        driver = _Driver(share, policy, setting, outcome, started_s)
+        for batch in share.batches:
+            await driver.run(batch)
 
     async def run() -> Rollout:
-        driver, cpu_s = _Driver(engines, policy, setting), time.process_time()
-        for batch in batches:
-            await driver.run(batch)
-        outcome = driver.outcome
-        outcome.wall_s = time.perf_counter() - driver._started_s
+        outcome, started_s, cpu_s = Rollout(), time.perf_counter(), time.process_time()
+        await asyncio.gather(*(one(share, outcome, started_s) for share in shares))
+        outcome.wall_s = time.perf_counter() - started_s
         outcome.cpu_s = time.process_time() - cpu_s
+        outcome.ends_s.sort()
         return outcome
 
     return asyncio.run(run())

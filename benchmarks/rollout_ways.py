@@ -18,9 +18,10 @@ from serving.group_text import GroupSharing
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.metrics import GroupTextMetrics
-from serving.rollout.division import Division
+from serving.rollout.division import Division, EngineCosts
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.scheduler import Policy
+from serving.rollout.work import GroupRequest
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.group_store import GroupTexts
 from speculator.model import Eagle3Draft
@@ -41,9 +42,9 @@ class Way:
     uses_head: bool = False
 
 
-def ways(chunk_tokens: int) -> dict[str, Way]:
+def ways(chunk_tokens: int, costs: EngineCosts) -> dict[str, Way]:
     fifo = Policy(order=Fifo())
-    aware = Policy(order=ContextAware(), division=Division(chunk_tokens=chunk_tokens))
+    aware = Policy(order=ContextAware(), division=Division(chunk_tokens=chunk_tokens, costs=costs))
     return {
         "plain": Way(policy=fifo, has_barrier=True, drafts=False),
         "fifo": Way(policy=fifo, has_barrier=True),
@@ -53,6 +54,15 @@ def ways(chunk_tokens: int) -> dict[str, Way]:
         "grouped": Way(policy=aware, copies_prompts=True, is_grouped=True),
         "everything": Way(policy=aware, copies_prompts=True, is_grouped=True, uses_head=True),
     }
+
+
+def dealt_batches(groups: Sequence[GroupRequest], num_engines: int, slots: int) -> list[list[Sequence[GroupRequest]]]:
+    """For each engine the batches that it answers one after another: whole groups, dealt to engines in turn, as many
+    as fill the slots.
+    """
+    size = max(1, slots // len(groups[0].seeds))
+    shares = [groups[number::num_engines] for number in range(num_engines)]
+    return [[share[first : first + size] for first in range(0, len(share), size)] for share in shares]
 
 
 class _Planner(RoundPlanner):

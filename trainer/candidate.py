@@ -112,8 +112,10 @@ class Candidates:
         with training.learner.whole_average() as averaged:
             try:
                 incumbent = self._ranks.lead(lambda: publisher.incumbent(training.version))
+                newest = self._intake.target_version
+                has_moved = bool(self._ranks.lead(lambda: publisher.target_version_of(incumbent) < newest))
                 with span("gate", incumbent=incumbent) as judging:
-                    decision = self._shadow.judge(averaged, incumbent=incumbent)
+                    decision = self._shadow.judge(averaged, incumbent=incumbent, has_moved=has_moved)
                     if decision is not None:
                         judging.set(outcome=decision.outcome.value)
             except StoreError as error:

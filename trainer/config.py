@@ -107,8 +107,10 @@ class TrainerConfig(BaseSettings):
     """Proposals a round at which drafts are compared."""
     gate_epsilon: float = Field(default=0.02, gt=0)
     """Relative loss of acceptance length on held-out traces that the gate must exclude."""
+    moved_epsilon: float = Field(default=0.05, gt=0)
+    """The same where the target has moved since the incumbent was published."""
     golden_epsilon: float = Field(default=0.05, gt=0)
-    """The same on golden traces, above which the gate refuses."""
+    """Relative loss on golden traces, above which the gate refuses."""
     golden_patience_s: float = Field(default=24 * 3600.0, ge=0)
     """Without a version because of the golden set alone, after which it is filled anew; a recording is not."""
     review_traces: int = Field(default=100, ge=0)

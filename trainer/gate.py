@@ -12,6 +12,10 @@ Student's t: four traces decide only what is plain.
     refuse    worse, or worse by more than the golden ε on the golden set, in all but one case of twenty
     hold      anything else: the incumbent stays, training goes on, and the next interval asks again
 
+When the target has moved since the incumbent was published, that was fitted to a target that is gone, and the candidate
+has learnt what the new one says: better in expectation before any trace is asked, and traces of the new target are few.
+Then ε is wider (`moved_epsilon`); what is promoted must still come out better on them.
+
 The golden set is old traffic, which a legitimate shift may serve a little worse; so it has a wider ε and only a veto,
 and a veto that lasts too long ends with a new golden set (trainer/golden.py).
 `benchmarks/gate.py` measures how often the gate is wrong.

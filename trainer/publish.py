@@ -71,6 +71,10 @@ class Publisher:
             return published
         return states.last_good() or version
 
+    def target_version_of(self, version: int) -> int:
+        """Which target a version was fitted to. Raises StoreError."""
+        return self._store.manifest(version).target_version
+
     def carry_out(
         self,
         decision: GateDecision,

@@ -57,8 +57,8 @@ class Shadow:
         self._scores: Scores = {}
         self._candidate_scores: Scores = {}
 
-    def judge(self, candidate: Eagle3Draft, *, incumbent: int) -> GateDecision | None:
-        """The decision about a candidate, on rank 0; None elsewhere.
+    def judge(self, candidate: Eagle3Draft, *, incumbent: int, has_moved: bool = False) -> GateDecision | None:
+        """The decision about a candidate, on rank 0; None elsewhere. `has_moved`: the target, since the incumbent came.
 
         Raises StoreError, on all ranks, where one of them cannot load the incumbent.
         """
@@ -70,9 +70,10 @@ class Shadow:
         self._incumbent, self._scores = incumbent, {one: score for one, score in known.items() if one in here}
         self._candidate_scores = {}
         fresh = self._compare(candidate, self._fresh())
-        decision = self._decide(fresh, None)
+        epsilon = self._config.moved_epsilon if has_moved else self._config.gate_epsilon
+        decision = self._decide(fresh, None, epsilon)
         if self._ranks.any(decision is not None and decision.outcome is Outcome.PROMOTE):
-            decision = self._decide(fresh, self._compare(candidate, list(self._golden)))
+            decision = self._decide(fresh, self._compare(candidate, list(self._golden)), epsilon)
         if decision is None:
             return None
         return msgspec.structs.replace(decision, seconds=time.monotonic() - start_s)
@@ -115,13 +116,13 @@ class Shadow:
         for stored in unknown:
             scores[stored.trace_id] = score(draft, stored, self._config)
 
-    def _decide(self, fresh: Comparison | None, golden: Comparison | None) -> GateDecision | None:
+    def _decide(self, fresh: Comparison | None, golden: Comparison | None, epsilon: float) -> GateDecision | None:
         if fresh is None:
             return None
         return decide(
             fresh,
             golden,
             incumbent=self._incumbent,
-            epsilon=self._config.gate_epsilon,
+            epsilon=epsilon,
             golden_epsilon=self._config.golden_epsilon,
         )

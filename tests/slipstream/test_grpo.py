@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -55,17 +56,17 @@ def test_the_policy_moves_and_everything_follows(toy_model: Path, tmp_path: Path
 def test_an_update_makes_what_was_better_than_its_group_more_likely(toy_model: Path, tmp_path: Path) -> None:
     policy = Policy(toy_model, num_layers=2, learning_rate=1e-3)
     samples = [
-        Sample(prompt=(1, 7, 8), answer=[20, 21, 22], reward=1.0, advantage=1.0),
-        Sample(prompt=(1, 7, 8), answer=[30, 31], reward=0.0, advantage=-1.0),
+        Sample(prompt=(1, 7, 8), answer=[20, 21, 22], logprobs=[], reward=1.0, advantage=1.0),
+        Sample(prompt=(1, 7, 8), answer=[30, 31], logprobs=[], reward=0.0, advantage=-1.0),
     ]
     whole = policy.model(torch.tensor([[1, 7, 8, 20, 21, 22]])).logits.log_softmax(-1)
     better, worse = policy.logprobs(samples)
     expected = whole[0, torch.arange(2, 5), torch.tensor([20, 21, 22])]
     assert torch.allclose(better, expected, atol=0.05), "in bfloat16, beside a longer answer"
-    scored, distance = policy.score(samples)
-    assert distance == 0
-    assert torch.allclose(scored[0], better)
-    policy.update(samples, scored)
+    assert policy.distance(samples) == 0
+    sampled = zip(samples, (better, worse), strict=True)
+    policy.update([dataclasses.replace(one, logprobs=logprobs.tolist()) for one, logprobs in sampled])
+    assert policy.distance(samples) != 0
     after = policy.logprobs(samples)
     assert after[0].sum() > better.sum()
     assert after[1].sum() < worse.sum()

@@ -8,13 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.rollout_bounds import read_groups, spent
+from benchmarks.rollout_bounds import Setup, read_groups, spent
 from benchmarks.rollout_model import Costs
 from benchmarks.rollout_ways import ways
 from benchmarks.suffix import Answer
+from serving.rollout.work import SampleId
 from tests.slipstream.test_rollout_sim import table
 
-WAYS = ways(chunk_tokens=1000)
+WAYS = ways(1000, Costs(table()))
+
+
+def setup_of(groups: list[list[Answer]], costs: Costs, *, slots: int, engines: int = 1, sample_s: float = 0.0) -> Setup:
+    texts = {SampleId(group[0].group, row): answer.tokens for group in groups for row, answer in enumerate(group)}
+    return Setup(num_engines=engines, slots=slots, costs=costs, sample_s=sample_s, texts=texts)
 
 
 def answers(group: str, *lengths: int, alike: bool = False) -> list[Answer]:
@@ -39,17 +45,34 @@ def answers(group: str, *lengths: int, alike: bool = False) -> list[Answer]:
 def test_seconds_are_those_of_the_schedule(way: str, total_s: float, reading_s: float) -> None:
     groups = [answers("a", 8, 2), answers("b", 7, 3)]
     costs = Costs(table(read_ms=1000))
-    found = spent(groups, WAYS[way], costs, slots=2, sample_s=0.0)
+    found = spent(groups, WAYS[way], setup_of(groups, costs, slots=2))
     assert (found.total_s, found.reading_s) == (pytest.approx(total_s), pytest.approx(reading_s))
     assert len(found.ends_s) == 4
     assert found.num_accepted == 0, "no word comes twice"
-    sampled = spent(groups, WAYS[way], costs, slots=2, sample_s=0.5)
+    sampled = spent(groups, WAYS[way], setup_of(groups, costs, slots=2, sample_s=0.5))
     assert sampled.total_s == pytest.approx(total_s + 0.5 * 20)
+
+
+@pytest.mark.parametrize(
+    ("way", "total_s", "reading_s"),
+    [
+        # One engine has a and c: 8 s, then 4. The other has b, and rests for the other 9.
+        ("plain", 40 + 8 + 4, 60),
+        # a's and b's, then c's where b's end.
+        ("queue", 20 + 3 + 20 + 4, 60),
+    ],
+)
+def test_engines_have_a_clock_each(way: str, total_s: float, reading_s: float) -> None:
+    groups = [answers("a", 8, 8), answers("b", 3, 3), answers("c", 4, 4)]
+    costs = Costs(table(read_ms=1000))
+    found = spent(groups, WAYS[way], setup_of(groups, costs, slots=2, engines=2))
+    assert (found.total_s, found.reading_s) == (pytest.approx(total_s), pytest.approx(reading_s))
 
 
 def test_siblings_that_say_the_same_draft_for_each_other() -> None:
     groups, costs = [answers("a", 40, 40, 40, alike=True)], Costs(table())
-    alone, together = (spent(groups, WAYS[way], costs, slots=1, sample_s=0.0) for way in ("context_aware", "grouped"))
+    setup = setup_of(groups, costs, slots=1)
+    alone, together = (spent(groups, WAYS[way], setup) for way in ("context_aware", "grouped"))
     assert (alone.num_rounds, alone.num_accepted) == (120, 0)
     assert together.num_rounds < 70
     assert together.num_accepted == 120 - together.num_rounds

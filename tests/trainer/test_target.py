@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from tests.trainer.examples import config_for, promote, record
 from tests.trainer.stored import stored_of
 from tests.trainer.test_replay import BASES, draw, fill, ids, replay_of
 from trainer.checkpoint import load_checkpoint
+from trainer.gate import Comparison, GateDecision
 from trainer.replay import Admission
 from trainer.service import Trainer
 
@@ -215,3 +217,27 @@ def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_le
     again = start(**settings)
     assert (again.intake.target_version, again.intake.golden.trace_ids) == (1, recorded)
     again.close()
+
+
+def test_an_incumbent_of_an_older_target_is_given_up_on_less_evidence(
+    start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epsilons: list[float] = []
+
+    def decide(fresh: Comparison, golden: Comparison | None, *, epsilon: float, **asked: Any) -> GateDecision:
+        epsilons.append(epsilon)
+        return promote(fresh, golden, **asked)
+
+    monkeypatch.setattr("trainer.shadow.decide", decide)
+    trainer = start()
+    for version in (0, 1, 1):
+        send(stream, of_version(traces, version))
+        trainer.read(block_ms=0)
+        trainer.step()
+        assert trainer._candidates.publish()
+        trainer._candidates.announce()
+    config = config_for(tmp_path, tmp_path)
+    # Each candidate is asked about twice: with held-out traces, and with golden ones too.
+    wanted = [config.gate_epsilon, config.moved_epsilon, config.gate_epsilon]
+    assert epsilons == [epsilon for epsilon in wanted for _ in range(2)]
+    trainer.close()
