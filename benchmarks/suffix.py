@@ -64,6 +64,8 @@ class Replay:
 
     rounds: int = 0
     committed: int = 0
+    expected: float = 0.0
+    """Tokens, by the proposals' own probabilities."""
     proposed: int = 0
     accepted: Counter[Source] = field(default_factory=Counter)
     verdicts: list[tuple[float, bool]] = field(default_factory=list)
@@ -83,15 +85,20 @@ class Replay:
     def __str__(self) -> str:
         sources = "  ".join(f"{source.name.lower()} {self.accepted[source] / self.rounds:.2f}" for source in Source)
         rate = (self.committed - self.rounds) / max(self.proposed, 1)
+        expected = f"   expected {self.expected / self.committed:.2f} ×" if self.expected else ""
         return (
             f"{self.accept_length:6.3f}   {self.proposed / self.rounds:5.2f} a round, {rate:4.0%} accepted"
-            f"   speed {self.speeds[0]:.3f} {self.speeds[1]:.3f}   {sources}"
+            f"{expected}   speed {self.speeds[0]:.3f} {self.speeds[1]:.3f}   {sources}"
         )
 
     def to_dict(self) -> dict[str, float]:
         accepted = {f"accepted_{source.name.lower()}": self.accepted[source] / self.rounds for source in Source}
         speeds = {f"speed_at_{price:.0%}": speed for price, speed in zip(PRICES, self.speeds, strict=True)}
-        figures = {"accept_length": self.accept_length, "proposed": self.proposed / self.rounds}
+        figures = {
+            "accept_length": self.accept_length,
+            "proposed": self.proposed / self.rounds,
+            "expected_over_committed": self.expected / self.committed,
+        }
         return {name: round(value, 4) for name, value in {**figures, **speeds, **accepted}.items()}
 
 
@@ -120,6 +127,7 @@ class Running:
         replay.propose_us.append(1e6 * (proposed - started))
         replay.rounds += 1
         replay.committed += self.done - done
+        replay.expected += 1 + sum(proposal.reaches)
         replay.proposed += len(proposal.tokens)
         replay.accepted[proposal.source] += accepted
         reached = proposal.probabilities[: accepted + 1]
@@ -268,6 +276,7 @@ def total(replays: Iterable[Replay]) -> Replay:
     for one in replays:
         result.rounds += one.rounds
         result.committed += one.committed
+        result.expected += one.expected
         result.proposed += one.proposed
         result.accepted += one.accepted
         result.verdicts += one.verdicts

@@ -54,6 +54,8 @@ class Run:
     wall_s: float
     cpu_s: float
     rounds: tuple[Round, ...] = ()
+    planning_s: float = 0.0
+    """Of that, what the planner took."""
 
 
 @dataclass
@@ -84,6 +86,8 @@ class _Planners:
     """The way of the round under way: the last chunk of an answer comes before the end of its last round."""
     rounds: list[Round] = field(default_factory=list)
     """Those of the answers under way."""
+    planning_s: float = 0.0
+    """In all rounds so far."""
 
     def __post_init__(self) -> None:
         self.plans = {way: RoundPlanner(max_depth=self.max_depth) for way in WAYS}
@@ -105,7 +109,14 @@ class _Planners:
         if self.way == "head":
             suffixes = [()] * len(suffixes)
         depth = 0 if self.planned == "suffix" else head_depth
-        return self._current.plan(domains, num_keys, suffixes, head_depth=depth, unread=unread)
+        with self._timed():
+            return self._current.plan(domains, num_keys, suffixes, head_depth=depth, unread=unread)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self.planning_s += time.perf_counter() - started_s
 
     def head_probability(self, step: int, probability: float) -> float:
         return self._current.head_probability(step, probability)
@@ -121,17 +132,19 @@ class _Planners:
     ) -> None:
         self.last = plan
         self.rounds.append(Round(plan.batch, num_proposals, num_steps, num_pairs, verify_s, draft_s))
-        self._current.observe(
-            plan,
-            num_proposals=num_proposals,
-            num_steps=num_steps,
-            num_pairs=num_pairs,
-            draft_s=draft_s,
-            verify_s=verify_s,
-        )
+        with self._timed():
+            self._current.observe(
+                plan,
+                num_proposals=num_proposals,
+                num_steps=num_steps,
+                num_pairs=num_pairs,
+                draft_s=draft_s,
+                verify_s=verify_s,
+            )
 
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
-        self._current.observe_head(verdicts)
+        with self._timed():
+            self._current.observe_head(verdicts)
 
     def renew(self) -> None:
         for planner in self.plans.values():
@@ -155,9 +168,10 @@ class Ways:
         self._planners.way = way
         self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
         rounds = self._planners.rounds = []
-        started_s, cpu_s = time.perf_counter(), time.process_time()
+        started_s, cpu_s, planned_s = time.perf_counter(), time.process_time(), self._planners.planning_s
         num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way))
-        return Run(num_tokens, time.perf_counter() - started_s, time.process_time() - cpu_s, tuple(rounds))
+        wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        return Run(num_tokens, wall_s, cpu_s, tuple(rounds), self._planners.planning_s - planned_s)
 
 
 @contextlib.contextmanager

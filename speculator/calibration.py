@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 
-_MEMORY = 0.995
-"""What an observed proposal still weighs after another of its kind."""
 _PRIOR_WEIGHT = 8.0
 _MOST_CERTAIN = 0.998
 
 
 class Calibration:
-    """Accepted over predicted proposals by kind, fading; a kind that nobody has seen is believed."""
+    """Accepted over predicted proposals by kind, fading; a kind that nobody has seen is believed.
 
-    def __init__(self) -> None:
+    `memory` is what an observed proposal still weighs after another of its kind.
+    """
+
+    def __init__(self, memory: float = 0.995) -> None:
+        self._memory = memory
         self._predicted: defaultdict[Hashable, float] = defaultdict(lambda: _PRIOR_WEIGHT)
         self._accepted: defaultdict[Hashable, float] = defaultdict(lambda: _PRIOR_WEIGHT)
 
@@ -26,5 +28,5 @@ class Calibration:
 
     def add(self, kind: Hashable, predicted: float, *, accepted: bool) -> None:
         """A proposal that verification reached."""
-        self._predicted[kind] = _MEMORY * self._predicted[kind] + predicted
-        self._accepted[kind] = _MEMORY * self._accepted[kind] + accepted
+        self._predicted[kind] = self._memory * self._predicted[kind] + predicted
+        self._accepted[kind] = self._memory * self._accepted[kind] + accepted

@@ -29,6 +29,8 @@ _SIZE_MEMORY = 0.95
 _SIZE_PRIOR = 4.0
 """Rounds of a size after which its own factor counts as much as that of the coarser size, or the line."""
 
+_KNOWN_AFTER = 4.0
+
 Sizes = Sequence[Hashable]
 """Names of a measurement's size, from the coarsest to the finest."""
 
@@ -82,6 +84,10 @@ class FittedTime:
             factor = (total + _SIZE_PRIOR * factor) / (weight + _SIZE_PRIOR)
         return factor * self._dot(self._weights, features)
 
+    def weight(self, size: Hashable) -> float:
+        """Of what was measured of a size: about the number of its rounds."""
+        return self._factors.get(size, (0.0, 0.0))[1]
+
     def _fit(self) -> None:
         prior = np.array(self._slopes) * (self._seconds / self._assumed)
         # Where the measurements leave slopes open, all of them give way in proportion to what is assumed of each.
@@ -127,6 +133,10 @@ class RoundTimes:
             return self.verify_s(batch, 0, 0) * (0.05 + 0.08 * num_steps)
         sizes = batch, (batch, num_steps)
         return self._draft.seconds([1.0, num_steps, num_steps * batch + num_pairs], sizes=sizes)
+
+    def is_known(self, batch: int, num_proposals: int) -> bool:
+        """Whether a verification of this size was run often enough to be judged by its own time."""
+        return self._verify.weight((batch, num_proposals)) > _KNOWN_AFTER
 
     def add_verification(self, batch: int, num_proposals: int, num_keys: int, seconds: float) -> None:
         rows = num_proposals + 1

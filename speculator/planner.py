@@ -14,6 +14,7 @@ is the stationarity condition of the ratio that is maximised (Dinkelbach, Manage
 A head that does not pay is looked at all the same, since it may have learned: now and then it is asked for one token of
 one request, which the round does not verify; what the target emits says whether it would have been accepted. Looks have
 a budget of seconds, a share of the time that rounds take, since most of a look is reading what the head has not read.
+It is halved where many looks in a row were in vain, until one is not or another version comes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from speculator.depth import PositionAcceptance
 _MEMORY = 0.98
 """What a verification still weighs after another: half after 34."""
 _PRIOR_WEIGHT = 2.0
-_FIRST_GAIN = 1.0
-"""Accepted proposals of a head that nobody has seen: it is tried before it is judged."""
 _RENEWED_WEIGHT = 0.25
 """What evidence about the previous version is worth for the next, which is mostly like it."""
+_FIRST_LOOKS_S = 0.1
+"""For a head that nobody has seen: looks are cheaper than the chains that a useless one would have verified in vain."""
 _LOOKS_AFTER_RENEWAL_S = 0.25
 """For a new version, whatever the last one was worth: enough for the watch to see a useless one."""
+_VAIN_LOOKS = 24
+"""After so many in a row that found nothing, looks get half their share: enough to read text as fast as it grows."""
 _MAX_LOOK_S = 0.25
 """A request whose prompt would take longer to read is not looked at."""
 _AWAKE_ROUNDS = 100
@@ -59,6 +62,32 @@ class _Mean:
     @property
     def value(self) -> float:
         return self._sum / self._weight
+
+
+class _Record:
+    """What the head has lately earned, in one domain or in all."""
+
+    def __init__(self, guess: float) -> None:
+        self._gain = _Mean(guess)
+        self._num_vain = 0
+
+    @property
+    def gain(self) -> float:
+        """Accepted proposals of a chain."""
+        return self._gain.value
+
+    @property
+    def look_share(self) -> float:
+        """Of the full budget of looks."""
+        return 0.5 if self._num_vain >= _VAIN_LOOKS else 1.0
+
+    def add(self, gain: int, *, is_vain: bool) -> None:
+        self._gain.add(gain)
+        self._num_vain = self._num_vain + 1 if is_vain else 0
+
+    def renew(self) -> None:
+        self._gain.fade()
+        self._num_vain = 0
 
 
 @dataclass(frozen=True)
@@ -107,12 +136,15 @@ class RoundPlanner:
         self.times = RoundTimes()
         self.confidence = Calibration()
         self._positions = PositionAcceptance(max_depth)
-        self._gains: dict[str, _Mean] = {}
-        self._gain = _Mean(_FIRST_GAIN)
+        self._records: dict[str, _Record] = {}
+        self._overall = _Record(0.0)
         self._proposals: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
         self._steps: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
         self._look_share, self._random = look_share, random.Random(seed)
-        self._looks_left_s = 0.0
+        self._look_budget = look_share
+        self._looks_left_s = _FIRST_LOOKS_S
+        self._dismissed: tuple[str, ...] = ()
+        """Those of requests for which a head that sleeps did not pay, until something is heard of it."""
         self._num_plans = self._last_use = 0
 
     # -- choosing ---------------------------------------------------------------------------------------------------
@@ -136,11 +168,14 @@ class RoundPlanner:
             return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         if not head_depth:
             return without
-        from_suffix = tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
-        plan = self._with_head(domains, num_keys, suffixes, from_suffix, head_depth)
-        if plan.rate > without.rate:
-            self._last_use = self._num_plans
-            return replace(plan, plain_s=without.plain_s)
+        self._look_budget = self._look_share * max(self._look_share_of(domain) for domain in set(domains))
+        if self._dismissed != tuple(domains):
+            plan = self._with_head(domains, num_keys, suffixes, head_depth)
+            if plan.rate > without.rate:
+                self._last_use = self._num_plans
+                return replace(plan, plain_s=without.plain_s)
+            if not self.is_awake and not self._beats_plain(domains, num_keys, head_depth, without.plain_s):
+                self._dismissed = tuple(domains)
         look = self._look(unread)
         if look is None:
             return without
@@ -157,7 +192,7 @@ class RoundPlanner:
 
     def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
         """Whether one more token than `num_proposals`, reached and accepted `reach` times in all requests, pays."""
-        return reach > plan.rate * self._more_s(plan, num_proposals)
+        return self._is_trial(plan, num_proposals, reach) or reach > plan.rate * self._more_s(plan, num_proposals)
 
     def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
         """Whether the head shall compute a step after `num_steps`, whose proposals are reached `reach` times."""
@@ -165,20 +200,24 @@ class RoundPlanner:
             plan.batch, num_steps, plan.batch
         )
         expected = reach * self._positions.rate(num_steps + 1)
-        return expected > plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
+        price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
+        return self._is_trial(plan, num_steps, expected) or expected > price
 
     def gain(self, domain: str) -> float:
         """Accepted proposals of the head's chains, the empty ones included, in one verification."""
-        found = self._gains.get(domain)
-        return (found or self._gain).value
+        return self._records.get(domain, self._overall).gain
+
+    def _look_share_of(self, domain: str) -> float:
+        found = self._records.get(domain) or self._records.get(_REST)
+        return found.look_share if found else 1.0
 
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix chains; with none of them it is plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
         plain_s = self.times.verify_s(batch, 0, num_keys)
         depth, tokens, seconds = 0, float(batch), plain_s
-        for more, total in enumerate(itertools.accumulate(gains, initial=float(batch))):
-            more_s = self.times.verify_s(batch, more, num_keys)
+        for more, total in enumerate(itertools.accumulate(gains, initial=tokens)):
+            more_s = self.times.verify_s(batch, more, num_keys) if more else plain_s
             if total * seconds > tokens * more_s:
                 depth, tokens, seconds = more, total, more_s
         return Plan(
@@ -195,11 +234,11 @@ class RoundPlanner:
         domains: Sequence[str],
         num_keys: int,
         suffixes: Sequence[Sequence[float]],
-        from_suffix: tuple[bool, ...],
         head_depth: int,
     ) -> Plan:
         """A round that asks the head, if it goes like its last ones."""
         batch = len(domains)
+        from_suffix = tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
         depth = min(round(self._proposals[batch].value), head_depth)
         steps = min(max(round(self._steps[batch].value), 1), head_depth)
         tokens = batch + sum(
@@ -215,6 +254,15 @@ class RoundPlanner:
             expected_tokens=tokens,
             expected_s=seconds,
         )
+
+    def _is_trial(self, plan: Plan, num_proposals: int, reach: float) -> bool:
+        """What is likelier than not to be accepted is tried until it is known what one more token costs."""
+        likely = plan.uses_head and 2 * reach > plan.batch
+        return likely and not self.times.is_known(plan.batch, num_proposals + 1)
+
+    def _beats_plain(self, domains: Sequence[str], num_keys: int, head_depth: int, plain_s: float) -> bool:
+        """Whether the head would pay where there are no suffixes: there it is compared with least."""
+        return self._with_head(domains, num_keys, [()] * len(domains), head_depth).rate * plain_s > len(domains)
 
     def _more_s(self, plan: Plan, num_proposals: int) -> float:
         more_s = self.times.verify_s(plan.batch, num_proposals + 1, plan.num_keys) - self.times.verify_s(
@@ -237,7 +285,7 @@ class RoundPlanner:
         """What a round took: its verification of so many proposals, and the head's part where it was asked."""
         self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
         if plan.expected_s:
-            self._looks_left_s = min(self._looks_left_s + self._look_share * verify_s, _LOOKS_AFTER_RENEWAL_S)
+            self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, _LOOKS_AFTER_RENEWAL_S)
         if plan.look is not None:
             self._looks_left_s -= draft_s
             self.times.add_drafting(1, num_steps, num_pairs, draft_s)
@@ -251,27 +299,29 @@ class RoundPlanner:
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
         """What a round earned with the head's chains."""
         for verdict in verdicts:
+            self._dismissed = ()
             self._positions.add(len(verdict.probabilities), verdict.num_accepted)
             gain = verdict.num_accepted if verdict.is_worth_it else 0
-            self._gain_of(verdict.domain).add(gain)
-            self._gain.add(gain)
+            for record in (self._record_of(verdict.domain), self._overall):
+                record.add(gain, is_vain=verdict.num_accepted == 0)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
     def renew(self) -> None:
         """Another draft version is in service: look at it even where the last one did not pay."""
         self._positions.fade(_RENEWED_WEIGHT)
-        for gain in (self._gain, *self._gains.values()):
-            gain.fade()
+        for record in (self._overall, *self._records.values()):
+            record.renew()
+        self._dismissed = ()
         self._looks_left_s = _LOOKS_AFTER_RENEWAL_S
         # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
         self._last_use = self._num_plans
 
-    def _gain_of(self, domain: str) -> _Mean:
-        if domain not in self._gains:
-            domain = domain if len(self._gains) < _MAX_DOMAINS else _REST
-            self._gains.setdefault(domain, _Mean(self._gain.value))
-        return self._gains[domain]
+    def _record_of(self, domain: str) -> _Record:
+        if domain not in self._records:
+            domain = domain if len(self._records) < _MAX_DOMAINS else _REST
+            self._records.setdefault(domain, _Record(self._overall.gain))
+        return self._records[domain]
 
 
 class FixedPlanner:

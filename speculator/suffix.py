@@ -17,7 +17,8 @@ went on with it, is taken to be accepted with probability
     p = r · n / (N + 3.5 / L)
 
 The frequency is held back by imaginary places that went on otherwise, fewer the longer the match. r is what was
-accepted lately over what was predicted, by source and by length, which keeps the estimate honest whatever the traffic.
+accepted lately over what was predicted, by source and by length for the tenant's requests together, times the same for
+the request alone: an answer that copies its prompt copies on.
 The expected number of accepted tokens of a chain is Σ_k Π_{i≤k} p_i.
 
 Why not `arctic_inference.suffix_decoding`: it is published as source only, and to install it takes a C++ compiler,
@@ -45,6 +46,8 @@ T = TypeVar("T")
 
 _DOUBT = 3.5
 """Imaginary places that disagree, at a match of one token."""
+_REQUEST_MEMORY = 0.97
+"""What a proposal still says about its request after another one."""
 
 
 class Source(IntEnum):
@@ -193,6 +196,8 @@ class SuffixRequest:
         self._guess: list[Vote] = []
         """The newest chain and the vote at which it was cut."""
         self._guess_of = Source.OWN, 0
+        self._calibration = Calibration(_REQUEST_MEMORY)
+        """Of what is predicted for the tenant's requests together, in this one."""
 
     @property
     def group(self) -> SuffixIndex | None:
@@ -250,14 +255,19 @@ class SuffixRequest:
 
     def _probability(self, source: Source, length: int, vote: Vote) -> float:
         """Of a proposal at effective match length `length` to be accepted, if those before it in its chain are."""
+        return self._calibration.probability(None, self._usual_probability(source, length, vote))
+
+    def _usual_probability(self, source: Source, length: int, vote: Vote) -> float:
+        """The same in any of the tenant's requests."""
         return self._tenant.calibration.probability(_kind(source, length), _frequency(vote, length))
 
     def _judge(self, committed: Sequence[int]) -> None:
         source, match_length = self._guess_of
         for length, (vote, token) in enumerate(zip(self._guess, committed, strict=False), match_length):
-            kind = _kind(source, length)
-            self._tenant.calibration.add(kind, _frequency(vote, length), accepted=vote.token == token)
-            if vote.token != token:
+            accepted = vote.token == token
+            self._calibration.add(None, self._usual_probability(source, length, vote), accepted=accepted)
+            self._tenant.calibration.add(_kind(source, length), _frequency(vote, length), accepted=accepted)
+            if not accepted:
                 break
         self._guess = []
 

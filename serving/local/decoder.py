@@ -2,7 +2,7 @@
 
 A step of one token reads every weight once and otherwise only pays for calls, so calls are what this saves: one
 projection for queries, keys and values and one for gate and up, rotary embedding over all heads in three operations,
-keys and values stored in one.
+keys and values stored in one. None goes through nn.Module, whose detours take as long as a small operation.
 
 Shape letters: B batch, T new tokens, M = B × T, d hidden size, H query heads, G key heads, N = H + 2G, h head size.
 """
@@ -10,6 +10,7 @@ Shape letters: B batch, T new tokens, M = B × T, d hidden size, H query heads, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
+from serving.local.packed import linear, pack_linears, parameters_of
 
 _SAME_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 """Hugging Face layers whose forward pass `FusedLayer` repeats. Others may look the same and compute differently."""
@@ -34,13 +36,17 @@ def fusible(model: Any) -> bool:
 
 
 class Decoder:
-    """Embedding, layers and final norm of a fusible model, whose layers it replaces by fused ones."""
+    """Embedding, layers and final norm of a fusible model, whose layers it replaces by fused and maybe packed ones."""
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], *, packed: bool) -> None:
         layers = model.model.layers
         for index in range(len(layers)):
             layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
+        if packed:
+            pack_linears(model)
         self._layers: list[FusedLayer] = list(layers)
+        for layer in self._layers:
+            layer.bind()
         self._embed: Tensor = model.model.embed_tokens.weight
         self._norm = model.model.norm = RMSNorm(model.model.norm)
         self._rotary = model.model.rotary_emb
@@ -54,7 +60,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if index in self._aux_layers:
                 aux.append(x_Md)
-            x_Md = layer(x_Md, rotation, window, cache, index)
+            x_Md = layer.run(x_Md, rotation, window, cache, index)
         return self._norm(x_Md).view(*tokens_BT.shape, -1), torch.cat(aux, -1).view(*tokens_BT.shape, -1)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,27 +101,34 @@ class FusedLayer(nn.Module):
         self.query_norm = RMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = RMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
 
-    def forward(
+    def bind(self) -> None:
+        """Look up once what `run` reads; after this, weights only change in place."""
+        self._qkv, self._out = parameters_of(self.qkv), parameters_of(self.out)
+        self._gate_up, self._down = parameters_of(self.gate_up), parameters_of(self.down)
+        self._act: Callable[[Tensor], Tensor] = self.act.forward
+        self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
+
+    def run(
         self, x_Md: Tensor, rotation: tuple[Tensor, Tensor], window: SlotWindow, cache: KVSlots, index: int
     ) -> Tensor:
-        x_Md = x_Md + self.out(self._attend(self.attention_norm(x_Md), rotation, window, cache, index))
-        gate, up = self.gate_up(self.mlp_norm(x_Md)).chunk(2, -1)
-        return x_Md + self.down(self.act(gate).mul_(up))  # type: ignore[no-any-return]
+        attended_Mw = self._attend(self._first_norm(x_Md), rotation, window, cache, index)
+        x_Md = x_Md + linear(attended_Mw, *self._out)
+        gate, up = linear(self._second_norm(x_Md), *self._gate_up).chunk(2, -1)
+        return x_Md + linear(self._act(gate).mul_(up), *self._down)
 
     def _attend(
         self, x_Md: Tensor, rotation: tuple[Tensor, Tensor], window: SlotWindow, cache: KVSlots, index: int
     ) -> Tensor:
-        batch, num_new = window.positions_BT.shape
-        qkv_MNh = self.qkv(x_Md).view(len(x_Md), -1, self.head_dim)
+        qkv_MNh = linear(x_Md, *self._qkv).view(x_Md.shape[0], -1, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             q, k, v = qkv_MNh.split_with_sizes([self.num_queries, self.num_groups, self.num_groups], 1)
             qkv_MNh = torch.cat([self.query_norm(q), self.key_norm(k), v], 1)
         cos, signed_sin = rotation
-        swapped = qkv_MNh.view(*qkv_MNh.shape[:2], 2, -1).flip(2).view_as(qkv_MNh)
-        rotated_BTNh = torch.addcmul(qkv_MNh * cos, swapped, signed_sin).view(batch, num_new, -1, self.head_dim)
-        q_BTHh, kv_BTNh = rotated_BTNh.split_with_sizes([self.num_queries, 2 * self.num_groups], 2)
-        q_BRGh = q_BTHh.reshape(batch, -1, self.num_groups, self.head_dim)
-        return window.attend_rows(cache, index, q_BRGh, kv_BTNh, self.scale).reshape(len(x_Md), -1)
+        swapped = qkv_MNh.roll(self.head_dim // 2, -1)
+        rotated_MNh = torch.addcmul(qkv_MNh * cos, swapped, signed_sin)
+        q_MHh, kv_MNh = rotated_MNh.split_with_sizes([self.num_queries, 2 * self.num_groups], 1)
+        q_BRGh = q_MHh.reshape(window.batch, -1, self.num_groups, self.head_dim)
+        return window.attend_rows(cache, index, q_BRGh, kv_MNh, self.scale).reshape(x_Md.shape[0], -1)
 
 
 class RMSNorm(nn.Module):

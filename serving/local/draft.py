@@ -123,7 +123,7 @@ class ServingDraft:
     def _layer(self, feature_Bd: Tensor, qkv_BHh: Tensor, first_slot: int, lengths: Sequence[int]) -> Tensor:
         """The layer's output for the newest position of slots that hold `lengths` of them."""
         longest = max(lengths)
-        keys, values = self.cache.read(0, slice(first_slot, first_slot + len(lengths)), longest)
+        ((keys, values),) = self.cache.read(slice(first_slot, first_slot + len(lengths)), longest)
         mask_B11L = None
         if min(lengths) < longest:
             length_B111 = torch.tensor(lengths, device=feature_Bd.device)[:, None, None, None]

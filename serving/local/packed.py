@@ -45,6 +45,11 @@ class PackedLinear(nn.Module):
         return linear(x, self.packed, self.bias)
 
 
+def parameters_of(layer: nn.Linear | PackedLinear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as `linear` takes them."""
+    return layer.packed if isinstance(layer, PackedLinear) else layer.weight, layer.bias
+
+
 def pack_linears(model: nn.Module) -> None:
     """Replace every bfloat16 nn.Linear of a model on the CPU; a no-op where oneDNN is missing."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

@@ -78,14 +78,14 @@ class Target:
         aux_layers = aux_layer_ids(num_layers)
         self._run: Decoder | _HuggingFaceDecoder
         if fused and fusible(self._model):
-            self._run = Decoder(self._model, aux_layers)
+            self._run = Decoder(self._model, aux_layers, packed=device == "cpu")
         else:
             log.info(
                 "the target runs through Hugging Face modelling", layers=type(self._model.model.layers[0]).__name__
             )
             self._run = _HuggingFaceDecoder(self._model, aux_layers)
-        if device == "cpu":
-            pack_linears(self._model)
+            if device == "cpu":
+                pack_linears(self._model)
         self._tensors = list(all_tensors(self._model))
         self.cache = KVSlots(
             num_layers=num_layers,
@@ -122,9 +122,10 @@ class Target:
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
         model = bare_copy(self._model, read_weights(folder, self._layout), self.embed.dtype)
+        packed = self.device.type == "cpu"
         if isinstance(self._run, Decoder):
-            Decoder(model, ())  # fuses its layers
-        if self.device.type == "cpu":
+            Decoder(model, (), packed=packed)  # fuses its layers
+        elif packed:
             pack_linears(model)
         return StagedTarget(tuple(all_tensors(model)))
 

@@ -33,7 +33,7 @@ def test_ratios_are_by_prompt() -> None:
 
 def test_the_wrong_draft_says_other_tokens_as_surely(toy_model: Path) -> None:
     draft = random_draft(toy_model, seed=1)
-    wrong = useless(draft, toy_model)["sure and wrong"]
+    wrong = useless("wrong", draft, toy_model)
     assert set(wrong.target_ids.tolist()) == set(draft.target_ids.tolist())
     assert (wrong.target_ids != draft.target_ids).all()
     assert torch.equal(wrong.lm_head.weight, draft.lm_head.weight)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from speculator.calibration import Calibration
 from speculator.suffix import (
     Source,
     SuffixConfig,
@@ -317,6 +318,19 @@ def test_useless_proposals_stop_and_come_back_when_they_would_have_been_right() 
     assert min(proposed(truth_is_repeated=True, rounds=500)[-50:]) > 0
 
 
+def test_a_request_that_copies_is_expected_to_copy_on() -> None:
+    drafter, text = SuffixDrafter(), list(range(100, 200))
+    copying, new = (drafter.start(text, tenant="a") for _ in range(2))
+    for start in range(0, 60, 10):
+        copying.commit(text[start : start + 10])
+        ask(copying)
+    new.commit(text[50:60])
+    assert copying._usual_probability(Source.OWN, 10, Vote(0, 1, 1)) == new._usual_probability(
+        Source.OWN, 10, Vote(0, 1, 1)
+    )
+    assert copying._probability(Source.OWN, 10, Vote(0, 1, 1)) > new._probability(Source.OWN, 10, Vote(0, 1, 1))
+
+
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_only_proposals_that_were_reached_are_judged(accepted: int) -> None:
     """Matches of 7 and of 8 tokens are of different kinds: a rejected first proposal says nothing about the second."""
@@ -326,6 +340,7 @@ def test_only_proposals_that_were_reached_are_judged(accepted: int) -> None:
     before = ask(request).probabilities[:2]
     request.commit([*passages[0][7 : 7 + accepted], 99])
     request.commit([6, *passages[1][:7]])
+    request._calibration = Calibration()  # what the request itself has shown is of all kinds
     after = ask(request).probabilities[:2]
     if accepted:
         assert after[0] > before[0]
