@@ -220,6 +220,8 @@ def main() -> None:
     options.add_argument("--window", type=float, help="seconds, of useless drafts; default 30, quick 2")
     options.add_argument("--count", type=int, help="prompts of each workload that are timed; default 6, quick 1")
     arguments = options.parse_args()
+    if "hugging_face" in arguments.parts and "workloads" not in arguments.parts:
+        options.error("hugging_face is timed beside workloads")
     fill_in(arguments, {"train_steps": (40, 300), "count": (1, 6), "window": (2.0, 30.0)})
     count, window_s = arguments.count, arguments.window
     torch.set_num_threads(arguments.threads)

@@ -93,8 +93,13 @@ class DraftFollower:
         self._thread.start()
 
     def stop(self) -> None:
+        """End, and give the place back that this engine has."""
         self._stop.set()
         self._thread.join()
+        try:
+            self._place.leave()
+        except StreamError as error:
+            log.warning("others were not told that this engine stops: %s", error)
 
     def _run(self) -> None:
         pause_s = self._poll_s

@@ -52,6 +52,9 @@ class Alone:
     def give_up(self) -> None:
         """There is no use for the place any more."""
 
+    def leave(self) -> None:
+        """The engine stops. Raises StreamError."""
+
     def want_nothing(self) -> None:
         """No version is desired that is not in service."""
 
@@ -111,6 +114,9 @@ class InWaves(Alone):
     def give_up(self) -> None:
         self._kept = None
         self._turn.give_up()
+
+    def leave(self) -> None:
+        self._turn.leave()
 
     def want_nothing(self) -> None:
         self._turn.wants = 0

@@ -18,7 +18,19 @@ import msgspec
 
 from serving.versions import VersionRecord
 from speculator.fleet import ChangesSpread, Views
-from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look, succeed
+from speculator.waves import (
+    EngineView,
+    Spread,
+    Standing,
+    WaveRules,
+    admit,
+    begin,
+    is_complete,
+    keep,
+    look,
+    succeed,
+    withdraw,
+)
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +115,12 @@ class Turn:
     def give_up(self) -> None:
         """This engine has no use for its place any more; others see by its report that it is free."""
         self.place = self.wants = 0
+
+    def leave(self) -> None:
+        """This engine stops: what it was trying is not to be blamed for that. Raises StreamError."""
+        if self.place:
+            self._fleet.change_spread(lambda spread, _: spread and withdraw(spread, self._engine_id))
+            self.give_up()
 
     def lost_contact(self) -> None:
         """Redis could not be asked, so the reports of others may have expired."""

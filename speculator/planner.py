@@ -168,7 +168,7 @@ class RoundPlanner:
             return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         if not head_depth:
             return without
-        self._look_budget = self._look_share * max(self._look_share_of(domain) for domain in set(domains))
+        self._look_budget = self._look_share * max(self._record(domain).look_share for domain in set(domains))
         if self._dismissed != tuple(domains):
             plan = self._with_head(domains, num_keys, suffixes, head_depth)
             if plan.rate > without.rate:
@@ -205,11 +205,11 @@ class RoundPlanner:
 
     def gain(self, domain: str) -> float:
         """Accepted proposals of the head's chains, the empty ones included, in one verification."""
-        return self._records.get(domain, self._overall).gain
+        return self._record(domain).gain
 
-    def _look_share_of(self, domain: str) -> float:
-        found = self._records.get(domain) or self._records.get(_REST)
-        return found.look_share if found else 1.0
+    def _record(self, domain: str) -> _Record:
+        """The evidence about a domain: that of all where there is none of its own, nor of the rest."""
+        return self._records.get(domain) or self._records.get(_REST) or self._overall
 
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix chains; with none of them it is plain decoding."""

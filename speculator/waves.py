@@ -165,7 +165,7 @@ def admit(
 def succeed(spread: Spread, engine_id: str, *, life: str, rules: WaveRules) -> Spread:
     """A process speaks for this engine: where another one had its place, that has ended."""
     member = spread.members.get(engine_id)
-    if member is None or member.life == life:
+    if member is None or member.life == life or member.standing is not Standing.TRYING:
         return spread
     members = {**spread.members, engine_id: msgspec.structs.replace(member, life=life)}
     num_early = spread.num_early + _ended_early(spread, member, rules)
@@ -178,7 +178,18 @@ def keep(spread: Spread, engine_id: str, *, target: int) -> Spread:
     if member is None or member.standing in (Standing.LEAVING, Standing.GONE):
         return spread
     kept = Member(standing=Standing.KEPT, since_s=member.since_s, target=target, wave=member.wave)
-    return _for_newest_target(msgspec.structs.replace(spread, members={**spread.members, engine_id: kept}))
+    members = {**spread.members, engine_id: kept}
+    # Engines that ended before ended with a version that others can serve with.
+    return _for_newest_target(msgspec.structs.replace(spread, members=members, num_early=0))
+
+
+def withdraw(spread: Spread, engine_id: str) -> Spread:
+    """It stops in order, or is stopped: its trial ends without a verdict, and says nothing about the version."""
+    member = spread.members.get(engine_id)
+    if member is None or member.standing is not Standing.TRYING:
+        return spread
+    others = {each: one for each, one in spread.members.items() if each != engine_id}
+    return msgspec.structs.replace(spread, members=others)
 
 
 def look(spread: Spread, engines: Mapping[str, EngineView], *, now_s: float, rules: WaveRules) -> Spread:
@@ -201,7 +212,7 @@ def look(spread: Spread, engines: Mapping[str, EngineView], *, now_s: float, rul
 def is_complete(spread: Spread, engines: Mapping[str, EngineView], *, now_s: float, rules: WaveRules) -> bool:
     """Whether the version is confirmed for all engines: the last wave has ended, and somebody kept it."""
     confirmed, able = spread.confirmed, _able(spread, engines)
-    if not confirmed:
+    if not confirmed or spread.num_early >= rules.most_early:
         return False
     if able <= confirmed:
         return True

@@ -36,7 +36,8 @@ def run_trainer(config: TrainerConfig) -> None:
     says that one was killed.
 
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
-    takes more from the engine beside it than training does.
+    takes more from the engine beside it than training does. (Where the trainer yields, slipstream/train_cli.py lets the
+    second thread spin for a moment: it runs while no engine works.)
     Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError when it cannot start, and
     StoreError when it cannot save its checkpoint.
     """

@@ -70,7 +70,8 @@ class Shadow:
         self._incumbent, self._scores = incumbent, {one: score for one, score in known.items() if one in here}
         self._candidate_scores = {}
         fresh = self._compare(candidate, self._fresh())
-        epsilon = self._config.moved_epsilon if has_moved else self._config.gate_epsilon
+        config = self._config
+        epsilon = max(config.gate_epsilon, config.moved_epsilon) if has_moved else config.gate_epsilon
         decision = self._decide(fresh, None, epsilon)
         if self._ranks.any(decision is not None and decision.outcome is Outcome.PROMOTE):
             decision = self._decide(fresh, self._compare(candidate, list(self._golden)), epsilon)

@@ -25,7 +25,7 @@ from speculator.model import Eagle3Draft
 from trainer.batch import Batch, Context
 
 _CHAINS, _CONTEXT, _KEYS = 64, 128, 256
-"""Their numbers are filled up to multiples of these: 300 kernels or so, 0.7 MB each."""
+"""Their numbers are filled up to multiples of these: a few hundred kernels, most steps with fewer of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

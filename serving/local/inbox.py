@@ -36,7 +36,7 @@ class Move:
 
 
 class Inbox:
-    """Of one engine. Once it is closed it takes nothing, and raises EngineDeadError."""
+    """Of one engine. Once it is closed it takes nothing: what has an answer to wait for raises EngineDeadError."""
 
     def __init__(self, max_waiting: int) -> None:
         """More than `max_waiting` requests are refused with EngineBusyError."""
@@ -62,11 +62,6 @@ class Inbox:
     def is_closed(self) -> bool:
         return self._is_closed
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether a target waits to be installed, or is being installed."""
-        return self._move is not None
-
     def submit(self, generation: Generation) -> None:
         with self._changed:
             self._refuse_if_closed()
@@ -76,9 +71,12 @@ class Inbox:
             self._changed.notify()
 
     def offer_draft(self, staged: StagedDraft) -> Future[SwapReport]:
+        """Raises EngineBusyError while another one waits."""
         swap = Swap(staged, Future())
         with self._changed:
             self._refuse_if_closed()
+            if self._swap is not None:
+                raise EngineBusyError("a draft is being installed already")
             self._swap = swap
             self._changed.notify()
         return swap.report

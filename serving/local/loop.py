@@ -140,8 +140,9 @@ class DecodeLoop:
         while self._slots.can_admit:
             if (generation := self._inbox.next_request()) is None:
                 return
-            generation.suffix = self.texts.begin(generation.request)
+            # It has its place before anything can fail, or nobody would tell its client.
             self._slots.admit(generation)
+            generation.suffix = self.texts.begin(generation.request)
 
     def _prefill(self) -> None:
         if (generation := self._slots.prefilling) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import Future
 
 from serving.engine import GenerateRequest
@@ -43,13 +43,15 @@ class RecentTexts:
         if self._sharing is not None:
             self._sharing.set_target_version(version)
 
-    def run(self, errands: Iterable[tuple[Errand, Future[None]]]) -> None:
-        for errand, done in errands:
-            try:
-                if self.drafter is not None:
+    def run(self, errands: Collection[tuple[Errand, Future[None]]]) -> None:
+        """All of them are told that they are done, also those behind one that fails."""
+        try:
+            if self.drafter is not None:
+                for errand, _ in errands:
                     errand(self.drafter)
-                    self.count()
-            finally:
+                self.count()
+        finally:
+            for _, done in errands:
                 done.set_result(None)
 
     def count(self) -> None:

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,7 +245,7 @@ class Capture:
         self._thread.join(timeout_s)
 
     def _assemble(self) -> None:
-        """Waits for events; ends at None. A span that fails is dropped and counted; the thread goes on."""
+        """Waits for events; ends at None. What fails costs its own spans, counted; the thread goes on."""
         while self._take(self._gather()):
             pass
 
@@ -263,17 +263,30 @@ class Capture:
         """False where an end is among them."""
         for kind, alike in itertools.groupby(gathered, _kind_of):
             if kind is not None:
-                self._take_verified(kind, [event for event in alike if isinstance(event, _Verified)])
+                verified = [event for event in alike if isinstance(event, _Verified)]
+                with self._failing([ticket for event in verified for ticket in event.tickets]):
+                    self._take_verified(kind, verified)
                 continue
             for event in alike:
                 match event:
                     case _Prefill():
-                        self._take_prefill(event)
+                        with self._failing([ticket for ticket, _, _ in event.rows]):
+                            self._take_prefill(event)
                     case _End():
                         self._end(event)
         return None not in gathered
 
+    @contextlib.contextmanager
+    def _failing(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """What cannot be read ends the traces that it belongs to, and no others."""
+        try:
+            yield
+        except Exception as error:
+            for ticket in tickets:
+                self._fail(ticket, error)
+
     def _take_prefill(self, event: _Prefill) -> None:
+        self._give_back(event.copy.num_bytes)
         host = event.copy.wait()
         ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
         additions: list[_Addition] = []
@@ -288,15 +301,21 @@ class Capture:
             )
             additions.append((ticket, rows, []))
             offset += length
-        self._grow(event.copy.num_bytes, additions)
+        self._grow(additions)
 
     def _take_verified(self, kind: _Kind, events: Sequence[_Verified]) -> None:
+        self._give_back(sum(event.copy.num_bytes for event in events))
         host = joined([event.copy.wait() for event in events])
         owners = [ticket for event in events for ticket in event.tickets]
         additions = committed(host, owners, draft_version=kind.draft_version, is_tree=kind.is_tree)
-        self._grow(sum(event.copy.num_bytes for event in events), list(additions))
+        self._grow(list(additions))
 
-    def _grow(self, arrived_bytes: int, additions: Sequence[_Addition]) -> None:
+    def _give_back(self, num_bytes: int) -> None:
+        """Of a copy that is being read; what is kept of it counts as its span's."""
+        with self._lock:
+            self._held_bytes -= num_bytes
+
+    def _grow(self, additions: Sequence[_Addition]) -> None:
         grown = 0
         for ticket, rows, rounds in additions:
             if ticket.span is None or ticket.dropped:
@@ -310,7 +329,7 @@ class Capture:
                 self._fail(ticket, error)
             grown += ticket.span.num_bytes - before
         with self._lock:
-            self._held_bytes += grown - arrived_bytes
+            self._held_bytes += grown
             too_much = self._held_bytes > self._settings.buffer_bytes
         if too_much:
             # The newest pay: what runs now. New requests are not opened until there is room again.

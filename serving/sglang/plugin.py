@@ -137,10 +137,10 @@ def _around_steps(run: Any, params: Any, batch_size: int) -> int:
 
 def _before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
     """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
-    if raw_request is None or (header := raw_request.headers.get(HEADER)) is None:
-        return
-    mark(request, header)
-    if is_for_another_target(request.custom_params, _target):
+    if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
+        mark(request, header)
+    # A router may have lost the header; the body has the same.
+    if is_for_another_target(getattr(request, "custom_params", None), _target):
         from fastapi import HTTPException
 
         raise HTTPException(503, OTHER_TARGET)

@@ -230,6 +230,18 @@ def test_a_version_that_an_operator_releases_is_tried_again(scene: Scene) -> Non
     assert alone.draft == 2
 
 
+def test_engines_that_stop_in_order_are_not_held_against_the_version(scene: Scene) -> None:
+    scene.pointer.publish(2)
+    for _ in range(3):
+        (alone,) = scene.start("a")
+        scene.follow()
+        assert alone.draft == 2
+        alone.follower.start()
+        alone.follower.stop()
+        scene.die(alone)
+    assert scene.states.state(2) is State.LIVE
+
+
 def test_an_engine_that_ends_for_other_reasons_is_not_held_against_the_version(scene: Scene) -> None:
     scene.pointer.publish(2)
     for _ in range(3):

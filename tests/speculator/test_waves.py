@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from speculator.waves import EngineView, Spread, Standing, WaveRules, admit, begin, is_complete, keep, look, succeed
+from speculator.waves import (
+    EngineView,
+    Spread,
+    Standing,
+    WaveRules,
+    admit,
+    begin,
+    is_complete,
+    keep,
+    look,
+    succeed,
+    withdraw,
+)
 
 RULES = WaveRules()
 IDS = [f"engine-{number}" for number in range(5)]
@@ -151,6 +164,31 @@ def test_an_engine_that_ends_later_or_with_a_good_verdict_is_not_counted(is_kept
     spread = look(spread, {"a": EngineView(draft=2)}, now_s=seen_s, rules=RULES)
     assert succeed(spread, "a", life="second", rules=RULES).num_early == 0
     assert look(spread, {}, now_s=seen_s + 1, rules=RULES).num_early == 0
+
+
+def test_what_ends_other_engines_is_not_for_all_although_one_kept_it() -> None:
+    engines = {"a": EngineView(draft=2), "b": EngineView(draft=2), "c": EngineView(draft=2)}
+    spread = begin(2, "a", target=0, now_s=0, life="1")
+    spread = keep(spread, "a", target=0)
+    for one in ("b", "c"):
+        admitted = admit(msgspec.structs.replace(spread, wave=1), one, target=0, now_s=1, rules=RULES, life=one)
+        assert admitted is not None
+        spread = admitted
+    spread = look(spread, engines, now_s=2, rules=RULES)
+    alone = {"a": engines["a"]}
+    spread = look(spread, alone, now_s=40, rules=RULES)
+    assert (spread.num_early, set(spread.members)) == (RULES.most_early, {"a"})
+    assert not is_complete(spread, alone, now_s=40, rules=RULES)
+    assert is_complete(keep(spread, "a", target=0), alone, now_s=40, rules=RULES), "who keeps it speaks for it"
+
+
+def test_an_engine_that_stops_in_order_gives_its_place_back() -> None:
+    spread = begin(2, "a", target=0, now_s=0, life="1")
+    assert look(withdraw(spread, "a"), {}, now_s=1, rules=RULES).num_early == 0
+    assert not withdraw(spread, "a").is_under_way
+    assert withdraw(spread, "b") == spread
+    kept = keep(spread, "a", target=0)
+    assert withdraw(kept, "a") == kept
 
 
 def test_targets_do_not_mix() -> None:

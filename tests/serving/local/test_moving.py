@@ -104,7 +104,7 @@ class MovesAt:
         self._has_begun = True
         engine = self.engine.result()
         threading.Thread(target=lambda: self.report.set_result(engine.move_target(1, self._folder))).start()
-        wait_until(lambda: engine._inbox.is_moving)
+        wait_until(lambda: engine._inbox.staged_move() is not None)
 
 
 def test_running_requests_go_on_and_their_traces_end_at_the_change(

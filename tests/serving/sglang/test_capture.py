@@ -20,10 +20,12 @@ from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
+from serving.sglang.transfer import HostCopy
 from serving.sglang.verdicts import TopTokens, in_order, tree_parents
 from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
+from tests.waiting import wait_until
 
 WIDTH, VOCAB, KEPT = 6, 32, 4
 
@@ -196,6 +198,25 @@ def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest
         assert together.target_topk_ids.tolist() == alone.target_topk_ids.tolist()
         assert together.target_topk_logprobs.tolist() == alone.target_topk_logprobs.tolist()
         assert together.rounds.draft_version.tolist() == [7, 7, 8, 8][: len(together.rounds.position)]
+
+
+def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    read = HostCopy.wait
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: {})
+    prefill(capture, [first])
+    end(capture, first)
+    wait_until(lambda: capture.dropped)
+    monkeypatch.setattr(HostCopy, "wait", read)
+    prefill(capture, [second])
+    second.output_ids = [11]
+    verify(capture, [second], [2], [[23, 24]], [0])
+    end(capture, second)
+    settle(capture)
+    assert [trace.header.request_id for trace in traces] == ["b"]
+    assert (capture.dropped, capture._held_bytes) == ({"failed": 1}, 0)
 
 
 def test_positions_that_do_not_follow_drop_the_trace() -> None:
