@@ -1,12 +1,14 @@
 """The loop through real SGLang on a machine without a GPU: what it costs on day 0, what it learns, what a swap does.
 
-.venv-sglang/bin/python -m benchmarks.sglang_cpu [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 15 | --day-0]
+.venv-sglang/bin/python -m benchmarks.sglang_cpu [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 15]
+                                                  [--parts day_0 swaps capture unseen]
 
 Two servers stand side by side and are asked in short turns, so that a slow second of the machine meets both: one
 without speculation and without the plugin, one with the plugin, adaptive depth 0 … 3, capture, and a fresh random
-draft. That is all with `--day-0`, which takes six minutes. Then a trainer learns beside the second one under live
-traffic, and a third server with the last version and a fixed depth of 3 answers prompts that nobody has learnt from.
-It shows the integration, not SGLang's speed: its CPU operators here are the project's own in plain PyTorch.
+draft (`day_0`, six minutes). Then a trainer learns beside the second one under live traffic. It goes to and fro between
+its first version and the last one (`swaps`). A third server with the last version and a fixed depth of 3 answers with
+capture and without in turns (`capture`), and prompts that nobody has learnt from (`unseen`). It shows the integration,
+not SGLang's speed: its CPU operators here are the project's own in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,8 +44,11 @@ from tests.sglang.server import SglangServer, speculative_flags
 CLIENTS = 4
 TURN_TOKENS = 48
 DEPTH = 3
-ENGINE_ID = "benchmark"
+PARTS = ("day_0", "swaps", "capture", "unseen")
+ENGINE_ID, FIXED_ID = "benchmark", "fixed"
 SILENT = {"slipstream": {"capture": False}}
+Kind = tuple[SglangServer, dict[str, Any]]
+"""A server, and the sampling parameters that make the difference."""
 
 
 @dataclass
@@ -68,8 +73,8 @@ class Bench:
     def pointer(self) -> DraftPointer:
         return DraftPointer(connect(self.redis_url), self.key)
 
-    def report(self) -> dict[str, str]:
-        return self.pointer().engines().get(ENGINE_ID, {})
+    def report(self, engine_id: str = ENGINE_ID) -> dict[str, str]:
+        return self.pointer().engines().get(engine_id, {})
 
     def plain_server(self) -> SglangServer:
         return SglangServer(self.model_dir, log_path=self.work / "plain.log")
@@ -84,15 +89,7 @@ class Bench:
                 *speculative_flags(self.draft_dir(1), num_steps=DEPTH),
                 *("--speculative-adaptive", "--speculative-adaptive-config", str(config)),
             ],
-            env={
-                "SLIPSTREAM_ENABLED": "1",
-                "SLIPSTREAM_REDIS_URL": self.redis_url,
-                "SLIPSTREAM_STORE": str(self.store.root),
-                "SLIPSTREAM_ENGINE_ID": ENGINE_ID,
-                "SLIPSTREAM_CAPTURE": "1",
-                # Swaps are measured here, and come in quick succession.
-                "SLIPSTREAM_WATCH": "0",
-            },
+            env=self._plugin(ENGINE_ID),
         )
 
     def fixed_server(self, version: int) -> SglangServer:
@@ -100,33 +97,53 @@ class Bench:
             self.model_dir,
             log_path=self.work / "fixed.log",
             flags=speculative_flags(self.draft_dir(version), num_steps=DEPTH),
+            env=self._plugin(FIXED_ID),
         )
+
+    def _plugin(self, engine_id: str) -> dict[str, str]:
+        return {
+            "SLIPSTREAM_ENABLED": "1",
+            "SLIPSTREAM_REDIS_URL": self.redis_url,
+            "SLIPSTREAM_STORE": str(self.store.root),
+            "SLIPSTREAM_ENGINE_ID": engine_id,
+            "SLIPSTREAM_CAPTURE": "1",
+            # Swaps are measured here, and come in quick succession.
+            "SLIPSTREAM_WATCH": "0",
+        }
 
 
 def main() -> None:
     options = parser("The loop through real SGLang on a CPU")
     options.add_argument("--minutes", type=float, default=15, help="live learning, without --quick")
-    options.add_argument("--day-0", action="store_true", help="only what a draft costs that has learnt nothing")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default all")
     arguments = options.parse_args()
     rows: list[tuple[str, object]] = []
     targets: list[Target] = []
     document: dict[str, Any] = {"clients": CLIENTS, "depth": DEPTH}
+    parts = set(arguments.parts)
+    if arguments.quick:
+        parts -= {"capture", "unseen"}
+    turns = 8 if arguments.quick else 30
     with (
         _bench(arguments.model, arguments.prompts) as bench,
         bench.live_server() as live,
         bench.plain_server() as plain,
     ):
-        _day_0(bench, plain, live, 8 if arguments.quick else 30, rows, targets, document)
-        if arguments.day_0:
-            finish(rows, targets, document, arguments.json)
-        if arguments.quick:
-            version = _another_random_version(bench)
-        else:
-            version = _learn(bench, live, arguments.minutes, document)
-        _swaps_under_load(bench, live, version, 20.0 if arguments.quick else 60.0, rows, targets, document)
-        if not arguments.quick:
+        if "day_0" in parts:
+            _day_0(bench, plain, live, turns, rows, targets, document)
+        if parts - {"day_0"}:
+            version = (
+                _another_random_version(bench) if arguments.quick else _learn(bench, live, arguments.minutes, document)
+            )
+        if "swaps" in parts:
+            _swaps_under_load(bench, live, version, 20.0 if arguments.quick else 60.0, rows, targets, document)
+        if parts & {"capture", "unseen"}:
+            bench.pointer().publish(version)
             with bench.fixed_server(version) as fixed:
-                _unseen(bench, plain, fixed, live, rows, targets, document)
+                if "capture" in parts:
+                    _capture(bench, fixed, turns, rows, targets, document)
+                if "unseen" in parts:
+                    _unseen(bench, plain, fixed, live, rows, targets, document)
     finish(rows, targets, document, arguments.json)
 
 
@@ -152,39 +169,20 @@ def _day_0(
     targets: list[Target],
     document: dict[str, Any],
 ) -> None:
-    """Token/s without speculation, with a random draft and capture, and with capture off.
-
-    In a turn all three are asked the same, with another number in front, so that no server has read it before.
-    """
-    kinds: dict[str, tuple[SglangServer, dict[str, Any]]] = {
+    """Token/s without speculation, with a random draft and capture, and with capture off."""
+    kinds: dict[str, Kind] = {
         "plain": (plain, {}),
         "captured": (live, {}),
         "silent": (live, {"custom_params": SILENT}),
     }
-    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(-2, turns):  # the first ones warm up
-        first = CLIENTS * (turn + 2) % 100  # those behind are learnt from, or asked unseen
-        prompts = bench.prompts[first : first + CLIENTS]
-        order = [*list(kinds)[turn % 3 :], *list(kinds)[: turn % 3]]
-        for kind in order if turn % 2 else reversed(order):
-            server, params = kinds[kind]
-            number = f"{turn + 2:03d}{order.index(kind)}"
-            texts = [f"Question {number}: {prompt.text[:1500]}" for prompt in prompts]
-            batch = [bench.ids(replace(prompt, text=text)) for prompt, text in zip(prompts, texts, strict=True)]
-            rate = _tokens_per_s(server, batch, params, max_new_tokens=TURN_TOKENS)
-            if turn >= 0:
-                rates[kind].append(rate)
+    rates = _in_turns(bench, kinds, turns)
     ratios = {
-        name: Median.of([above / below for above, below in zip(rates[numerator], rates[denominator], strict=True)])
-        for name, numerator, denominator in (
-            ("day_0_ratio", "captured", "plain"),
-            ("day_0_without_capture_ratio", "silent", "plain"),
-            ("capture_ratio", "captured", "silent"),
-        )
+        "day_0_ratio": _ratio(rates, "captured", "plain"),
+        "day_0_without_capture_ratio": _ratio(rates, "silent", "plain"),
+        "capture_ratio": _ratio(rates, "captured", "silent"),
     }
-    for kind, values in rates.items():
-        rows.append((f"day 0, {kind}: token/s", Spread.of(values)))
     rows += [
+        *((f"day 0, {kind}: token/s", Spread.of(values)) for kind, values in rates.items()),
         ("day 0 / no speculation", ratios["day_0_ratio"]),
         ("day 0 without capture / no speculation", ratios["day_0_without_capture_ratio"]),
         ("capture on / off", ratios["capture_ratio"]),
@@ -198,6 +196,58 @@ def _day_0(
         **{name: ratio.to_dict() for name, ratio in ratios.items()},
         "report": bench.report(),
     }
+
+
+def _capture(
+    bench: Bench,
+    fixed: SglangServer,
+    turns: int,
+    rows: list[tuple[str, object]],
+    targets: list[Target],
+    document: dict[str, Any],
+) -> None:
+    """Token/s with capture and without, of one server that drafts in every round."""
+    rates = _in_turns(bench, {"captured": (fixed, {}), "silent": (fixed, {"custom_params": SILENT})}, turns)
+    ratio = _ratio(rates, "captured", "silent")
+    rows += [
+        *((f"fixed depth {DEPTH}, {kind}: token/s", Spread.of(values)) for kind, values in rates.items()),
+        (f"fixed depth {DEPTH}: capture on / off", ratio),
+    ]
+    targets.append(Target("capture_ratio_drafting", ratio.value, 0.98))
+    document["capture"] = {
+        "turns": turns,
+        "turn_tokens": TURN_TOKENS,
+        "tokens_per_s": {kind: Spread.of(values).to_dict() for kind, values in rates.items()},
+        "capture_ratio_drafting": ratio.to_dict(),
+        "report": bench.report(FIXED_ID),
+    }
+
+
+def _in_turns(bench: Bench, kinds: Mapping[str, Kind], turns: int) -> dict[str, list[float]]:
+    """Token/s of each kind in each turn.
+
+    In a turn all are asked the same, with another number in front, so that no server has read it before.
+    """
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(-2, turns):  # the first ones warm up
+        first = CLIENTS * (turn + 2) % 100  # those behind are learnt from, or asked unseen
+        prompts = bench.prompts[first : first + CLIENTS]
+        shift = turn % len(kinds)
+        order = [*list(kinds)[shift:], *list(kinds)[:shift]]
+        for kind in order if turn // len(kinds) % 2 else reversed(order):
+            server, params = kinds[kind]
+            number = f"{turn + 2:03d}{order.index(kind)}"
+            texts = [f"Question {number}: {prompt.text[:1500]}" for prompt in prompts]
+            batch = [bench.ids(replace(prompt, text=text)) for prompt, text in zip(prompts, texts, strict=True)]
+            rate = _tokens_per_s(server, batch, params, max_new_tokens=TURN_TOKENS)
+            if turn >= 0:
+                rates[kind].append(rate)
+    return rates
+
+
+def _ratio(rates: Mapping[str, Sequence[float]], above: str, below: str) -> Median:
+    """Of the rates of the same turn."""
+    return Median.of([first / second for first, second in zip(rates[above], rates[below], strict=True)])
 
 
 def _tokens_per_s(

@@ -1,10 +1,10 @@
 """Hop 3 inside SGLang: prefills and verifications of running requests become spans, and spans become traces.
 
-On the scheduler's thread: pick rows, reduce the logits to their top tokens, start copies to the host, queue. On a
-thread of its own, the assembler: wait for the copies, grow the spans, build the trace when the request ends, hand it
-to the recorder. It takes the verifications of a moment together: each time it wakes, the two threads ask each other
-for the interpreter. A request's span hangs on SGLang's own request object, so whatever becomes of the request, nothing
-is left over.
+On the scheduler's thread: pick rows, start copies to the host, queue. On a thread of its own, the assembler: wait for
+the copies, grow the spans, build the trace when the request ends, hand it to the recorder. Logits are reduced to their
+top tokens where that costs the scheduler least: on a GPU before the copy, on a CPU by the assembler, on another core.
+It takes the verifications of a moment together: each time it wakes, the two threads ask each other for the interpreter.
+A request's span hangs on SGLang's own request object, so whatever becomes of the request, nothing is left over.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from speculator.trace import Trace
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_slipstream_ticket"
-_GATHER_S = 0.25
-"""How long verifications wait for more of their kind; the end of a request does not."""
+_GATHER_S, _GATHER_BYTES = 1.0, 16 << 20
+"""How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""
 
 
 @dataclass(eq=False)
@@ -105,11 +105,12 @@ class Capture:
         self._engine_id, self._fingerprint = engine_id, target_fingerprint
         self._copier, self._probe, self._budget, self._on_trace = HostCopier(device), probe, budget, on_trace
         self._sampler = sampler
-        self._top_tokens = TopTokens(settings.capture_topk)
+        self._top_tokens, self._reduces_first = TopTokens(settings.capture_topk), device.type != "cpu"
         self._queue: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._lock = threading.Lock()
         self._held_bytes = 0  # queued copies and the rows of open spans
+        self._queued_bytes = 0  # of them the copies
         self.target_version = 0
         """Set when a new target is announced: what was begun under another is not recorded."""
         self.dropped: collections.Counter[str] = collections.Counter()
@@ -137,8 +138,8 @@ class Capture:
             offset += length
         if rows:
             captured = logits if len(last) == len(logits) else logits[last]
-            own = {"features": torch.cat(features).to(torch.bfloat16), **self._top_tokens(captured)}
-            self._put(_Prefill(self._copier.start({}, own), tuple(rows)))
+            copy = self._copy({}, {"features": torch.cat(features).to(torch.bfloat16)}, captured)
+            self._put(_Prefill(copy, tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
         """What only the input of a verification tells; give it to `after_verify`."""
@@ -177,11 +178,16 @@ class Capture:
             wanted = torch.tensor([index for index, _ in chosen], device=tensors["seq_lens"].device)
             tensors = {name: tensor[wanted] for name, tensor in tensors.items()}
         tensors["features"] = tensors["features"].to(torch.bfloat16)
-        # At once, on a CPU as well: who holds on to SGLang's logits has it pay for fresh memory in every step.
-        reduced = self._top_tokens(tensors.pop("logits"))
-        copy = self._copier.start(tensors, reduced)
+        logits = tensors.pop("logits")
+        copy = self._copy(tensors, {}, logits)
         tickets = tuple(ticket for _, ticket in chosen)
         self._put(_Verified(copy, tickets, _Kind(num_nodes, draft_version, is_tree=verify.topk > 1)))
+
+    def _copy(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], logits: Tensor) -> HostCopy:
+        """On a CPU, too, logits are copied: who holds on to SGLang's has it pay for fresh memory in every step."""
+        if self._reduces_first:
+            return self._copier.start(shared, {**own, **self._top_tokens(logits)})
+        return self._copier.start({**shared, "logits": logits}, own)
 
     def on_release(self, request: Any) -> None:
         """The request gives up its cache: it has ended, was aborted, or was retracted and will be prefilled again."""
@@ -234,7 +240,11 @@ class Capture:
     def _put(self, event: _Prefill | _Verified) -> None:
         with self._lock:
             self._held_bytes += event.copy.num_bytes
+            self._queued_bytes += event.copy.num_bytes
+            is_much = self._queued_bytes >= _GATHER_BYTES
         self._queue.put(event)
+        if is_much:
+            self._urgent.set()
 
     # -- on the assembler's thread ----------------------------------------------------------------------------------
 
@@ -250,7 +260,7 @@ class Capture:
             pass
 
     def _gather(self) -> list[_Event | None]:
-        """Waits for an event, and for more until a request ends or the time is over."""
+        """Waits for an event, and for more until a request ends, there is much, or the time is over."""
         gathered = [self._queue.get()]
         self._urgent.wait(_GATHER_S)
         self._urgent.clear()
@@ -287,7 +297,7 @@ class Capture:
 
     def _take_prefill(self, event: _Prefill) -> None:
         self._give_back(event.copy.num_bytes)
-        host = event.copy.wait()
+        host = self._arrived(event.copy)
         ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
         additions: list[_Addition] = []
         offset = 0
@@ -305,15 +315,22 @@ class Capture:
 
     def _take_verified(self, kind: _Kind, events: Sequence[_Verified]) -> None:
         self._give_back(sum(event.copy.num_bytes for event in events))
-        host = joined([event.copy.wait() for event in events])
+        host = joined([self._arrived(event.copy) for event in events])
         owners = [ticket for event in events for ticket in event.tickets]
         additions = committed(host, owners, draft_version=kind.draft_version, is_tree=kind.is_tree)
         self._grow(list(additions))
+
+    def _arrived(self, copy: HostCopy) -> dict[str, Tensor]:
+        """What was copied, its logits reduced."""
+        host = dict(copy.wait())
+        logits = host.pop("logits", None)
+        return host if logits is None else {**host, **self._top_tokens(logits)}
 
     def _give_back(self, num_bytes: int) -> None:
         """Of a copy that is being read; what is kept of it counts as its span's."""
         with self._lock:
             self._held_bytes -= num_bytes
+            self._queued_bytes -= num_bytes
 
     def _grow(self, additions: Sequence[_Addition]) -> None:
         grown = 0

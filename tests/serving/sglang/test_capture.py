@@ -381,7 +381,7 @@ def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: py
     settle(capture)
     assert [trace.header.request_id for trace in traces] == ["0"]
     assert capture.dropped == {"sampled_stream": 1}
-    assert 0 < copied <= 3 * WIDTH * 2 + KEPT * (4 + 4)
+    assert 0 < copied <= 3 * WIDTH * 2 + VOCAB * 4
 
 
 def test_no_budget_is_no_limit() -> None:
