@@ -10,7 +10,6 @@ from benchmarks.pool_scene import CLIENTS, Scene
 from benchmarks.pool_traffic import CUT, OK, REFUSED
 from tests.sglang.pooled import ENGINES
 
-KILLED = ("trainer", "redis", "router", "gateway", "engine")
 Figures = dict[str, Any]
 
 
@@ -63,15 +62,25 @@ def kill_redis(scene: Scene) -> Figures:
 
 
 def kill_front(scene: Scene, name: str) -> Figures:
-    """The gateway, or the router behind it: there is one of each, so clients wait until it is back."""
-    scene.pool.wait_for(lambda: scene.load.num_under_way == CLIENTS, "requests under way")
-    in_flight, killed_s = scene.load.num_under_way, time.monotonic()
-    scene.pool.kill(name)
-    scene.pool.start(name)
-    scene.answered(1, f"an answer through the new {name}")
-    served_s = min(each.ended_s for each in list(scene.load.asked) if each.started_s > killed_s and each.outcome == OK)
+    """A gateway, or the router that every gateway asks first; the other ones answer until it is back."""
+    pool, load = scene.pool, scene.load
+    pool.wait_for(lambda: load.num_under_way == CLIENTS, "requests under way")
+    with load.held():
+        in_flight = load.num_under_way if name in pool.routers else load.num_at(pool.url_of(name))
+        killed_s = time.monotonic()
+        pool.kill(name)
+    pool.start(name)
+    scene.answered(1, f"an answer without {name}")
+    pool.wait_for(lambda: pool.serves(name), f"{name} to be back")
+    back_s = time.monotonic() - killed_s
     scene.answered(4, "more of them")
-    return {**_since(scene, killed_s, in_flight), "answered_again_s": served_s - killed_s}
+    later = [each for each in list(load.asked) if each.started_s > killed_s]
+    return {
+        **_since(scene, killed_s, in_flight),
+        "asked_elsewhere": sum(each.asked_elsewhere for each in later),
+        "answered_again_s": min(each.ended_s for each in later if each.outcome == OK) - killed_s,
+        "back_s": back_s,
+    }
 
 
 def kill_engine(scene: Scene) -> Figures:
@@ -97,7 +106,7 @@ def kill_engine(scene: Scene) -> Figures:
 
     scene.pool.wait_for(is_back, "the engine to converge")
     converged_s = time.monotonic() - killed_s
-    scene.pool.wait_for(lambda: scene.pool.healthy_workers() == len(ENGINES), "the router to see it")
+    scene.pool.wait_for(lambda: all(map(scene.pool.serves, scene.pool.routers)), "the routers to see it")
     traced = scene.witness.num_of(name)
     scene.pool.wait_for(lambda: scene.witness.num_of(name) > traced, "its traces again")
     since = _since(scene, killed_s, running[name])
@@ -105,12 +114,14 @@ def kill_engine(scene: Scene) -> Figures:
 
 
 def _since(scene: Scene, killed_s: float, in_flight: int) -> Figures:
-    outcomes = scene.load.since(killed_s)
-    late = [each for each in list(scene.load.asked) if each.started_s >= killed_s]
+    """What had begun before the kill and failed was cut, even where no answer to it had begun."""
+    ended = [each for each in list(scene.load.asked) if each.ended_s >= killed_s]
+    failed = [each for each in ended if each.outcome != OK]
+    late = [each.outcome for each in failed if each.started_s >= killed_s]
     return {
         "in_flight": in_flight,
-        "answered": outcomes[OK],
-        "cut": outcomes[CUT],
-        "refused": outcomes[REFUSED],
-        "cut_that_began_after": sum(each.outcome == CUT for each in late),
+        "answered": len(ended) - len(failed),
+        "cut": len(failed) - late.count(REFUSED),
+        "refused": late.count(REFUSED),
+        "cut_that_began_after": late.count(CUT),
     }

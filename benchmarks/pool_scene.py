@@ -64,7 +64,7 @@ def learnt(model_dir: Path, prompts: Sequence[Prompt], num_steps: Sequence[int])
 
 
 class Scene:
-    """Redis, two SGLang servers, router, gateway, trainer, clients and a witness. Use with `running`."""
+    """Redis, two SGLang servers, two routers, two gateways, trainer, clients and a witness. Use with `running`."""
 
     def __init__(self, folder: Path, model_dir: Path, prompts: Sequence[Prompt], first: Eagle3Draft) -> None:
         """`first` is the draft in service."""
@@ -78,8 +78,9 @@ class Scene:
         self.pointer = DraftPointer(connect(self.redis.url), self._key)
         self.pointer.publish(self.first)
         self._stream = TraceStream(connect(self.redis.url), self._key, max_bytes=STREAM_MAX_BYTES, consumer="benchmark")
-        self.pool = Pooled(folder, model_dir, self.store.root, self.redis.url, settings={"POLL_S": "0.5"})
-        self.load = Load(self.pool.url, MODEL, prompts, num_clients=CLIENTS, max_tokens=MAX_TOKENS)
+        self.pool = Pooled(folder, model_dir, self.store.root, self.redis.url, settings={"POLL_S": "0.5"}, num_fronts=2)
+        gateways = [self.pool.url_of(name) for name in self.pool.gateways]
+        self.load = Load(gateways, MODEL, prompts, num_clients=CLIENTS, max_tokens=MAX_TOKENS)
         self.witness = Witness(self.redis.url, self._key)
         places = ["--redis-url", self.redis.url, "--store", str(self.store.root), "--state", str(folder / "state")]
         self.trainer = Service(folder, "trainer", ["train", "--model", str(model_dir), *places])

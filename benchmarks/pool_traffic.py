@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,23 +32,32 @@ class Asked:
     ended_s: float
     outcome: str
     request_id: str
+    asked_elsewhere: bool
+    """Its first gateway refused the connection, and another one was asked at once."""
 
 
 class Load:
-    """Clients that stream one greedy answer after another to the same questions."""
+    """Clients that stream one greedy answer after another to the same questions.
 
-    def __init__(self, url: str, model: str, prompts: Sequence[Prompt], *, num_clients: int, max_tokens: int) -> None:
-        self._url, self._model, self._prompts = url, model, itertools.cycle(prompts)
+    Each keeps to one of the gateways at `urls`, as a connection through a load balancer does, and goes on to another
+    where it is refused the connection.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], model: str, prompts: Sequence[Prompt], *, num_clients: int, max_tokens: int
+    ) -> None:
+        self._urls, self._model, self._prompts = urls, model, itertools.cycle(prompts)
         self._num_clients, self._max_tokens = num_clients, max_tokens
         self._stopping, self._threads = threading.Event(), list[threading.Thread]()
         self._may_ask, self._lock = threading.Event(), threading.Lock()
         self._may_ask.set()
         self.asked: list[Asked] = []
-        self.num_under_way = 0
+        self._under_way: dict[int, str] = {}
+        """The gateway that each client asks now."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        self._threads = [threading.Thread(target=self._client) for _ in range(self._num_clients)]
+        self._threads = [threading.Thread(target=self._client, args=[number]) for number in range(self._num_clients)]
         for thread in self._threads:
             thread.start()
         try:
@@ -73,27 +82,61 @@ class Load:
         finally:
             self._may_ask.set()
 
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    def num_at(self, url: str) -> int:
+        """Requests under way through this gateway."""
+        with self._lock:
+            return list(self._under_way.values()).count(url)
+
     def since(self, started_s: float) -> Counter[str]:
         """Outcomes of what ended since then."""
         return Counter(each.outcome for each in list(self.asked) if each.ended_s >= started_s)
 
-    def _client(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
+    def _client(self, number: int) -> None:
+        urls = deque(self._urls)
+        urls.rotate(number)
+        with httpx.Client(timeout=120, trust_env=False) as client:
             while not self._stopping.is_set():
                 self._may_ask.wait()
                 with self._lock:
                     if not self._may_ask.is_set():
                         continue
-                    self.num_under_way += 1
+                    self._under_way[number] = urls[0]
                     prompt = next(self._prompts)
-                done = self._ask(client, prompt)
+                done = self._ask(client, urls, prompt, number)
                 with self._lock:
-                    self.num_under_way -= 1
+                    del self._under_way[number]
                     self.asked.append(done)
                 if done.outcome == REFUSED:
                     self._stopping.wait(_PAUSE_S)
 
-    def _ask(self, client: httpx.Client, prompt: Prompt) -> Asked:
+    def _ask(self, client: httpx.Client, urls: deque[str], prompt: Prompt, number: int) -> Asked:
+        """`urls` begin with the client's gateway, here and afterwards."""
+        started_s, outcome, request_id, num_refused = time.monotonic(), REFUSED, "", 0
+        while num_refused < len(urls):
+            self._under_way[number] = urls[0]
+            try:
+                outcome, request_id = self._stream(client, urls[0], prompt)
+                break
+            except httpx.ConnectError:
+                num_refused += 1
+                urls.rotate(-1)
+            except httpx.TransportError:
+                outcome = CUT
+                break
+        return Asked(
+            started_s=started_s,
+            ended_s=time.monotonic(),
+            outcome=outcome,
+            request_id=request_id,
+            asked_elsewhere=0 < num_refused < len(urls),
+        )
+
+    def _stream(self, client: httpx.Client, url: str, prompt: Prompt) -> tuple[str, str]:
+        """Its outcome and the id of the request. Raises httpx.TransportError."""
         fields = {"max_tokens": self._max_tokens, "temperature": 0, "slipstream": {"domain": prompt.domain}}
         body = {
             "model": self._model,
@@ -101,18 +144,11 @@ class Load:
             "stream": True,
             **fields,
         }
-        started_s, outcome, request_id = time.monotonic(), CUT, ""
-        try:
-            with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                request_id = response.headers.get("x-request-id", "")
-                lines = [line for line in response.iter_lines() if line]
-            is_whole = lines[-1:] == ["data: [DONE]"] and not any(line.startswith('data: {"error"') for line in lines)
-            outcome = OK if is_whole else CUT if response.status_code == 200 else REFUSED
-        except httpx.ConnectError:
-            outcome = REFUSED
-        except httpx.TransportError:
-            pass  # it had begun: CUT
-        return Asked(started_s=started_s, ended_s=time.monotonic(), outcome=outcome, request_id=request_id)
+        with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+            lines = [line for line in response.iter_lines() if line]
+        is_whole = lines[-1:] == ["data: [DONE]"] and not any(line.startswith('data: {"error"') for line in lines)
+        outcome = OK if is_whole else CUT if response.status_code == 200 else REFUSED
+        return outcome, response.headers.get("x-request-id", "")
 
 
 class Witness:

@@ -1,18 +1,19 @@
-"""Two real SGLang servers behind the real sglang-router: how drafts reach both, and what becomes of requests in a kill.
+"""Two real SGLang servers behind real sglang-routers: how drafts reach both, and what becomes of requests in a kill.
 
 .venv-sglang/bin/python -m benchmarks.sglang_pool [--quick] [--json FILE] [--prompts FILE.jsonl]
 
-Redis, two SGLang servers with the plugin and its watch, sglang-router, `slipstream gateway --pool` and `slipstream
-train`, under clients that ask the same eight questions again and again. Before they start, two drafts learn the
+Redis, two SGLang servers with the plugin and its watch, two sglang-routers, two `slipstream gateway --pool` that know
+both and `slipstream train`, under clients that know both gateways and ask the same eight questions again and again: a
+client that a gateway refuses the connection asks the other at once. Before they start, two drafts learn the
 target's answers to these: one a little, which is in service at first, and one well. Then, in this order:
 
 * the trainer is killed with SIGKILL and started again, and so is Redis, which stays away for some answers;
 * random weights are published: how many engines ever run them, seconds until they are barred and gone;
 * the draft that has learnt well is published: seconds until a canary has it, both do, and it is promoted;
 * versions that were promoted before are published in turn: seconds until both engines run them;
-* the router, the gateway and an engine are killed and started again.
+* each router, each gateway and an engine are killed and started again, the router that is asked first at first.
 
-With --quick only the router and the gateway are killed, and engines know less of what they run: on two cores the two
+With --quick only routers and gateways are killed, and engines know less of what they run: on two cores the two
 servers take two minutes to start, and one that starts again beside the other takes as long. The other kills are in
 tests/sglang/test_pool.py and benchmarks/kills.py.
 
@@ -37,7 +38,7 @@ from typing import Any
 
 from benchmarks.common import Target, finish, parser, pick_prompts
 from benchmarks.faults.accounts import Accounts
-from benchmarks.pool_kills import KILLED, Figures, kill_engine, kill_front, kill_redis, kill_trainer
+from benchmarks.pool_kills import Figures, kill_engine, kill_front, kill_redis, kill_trainer
 from benchmarks.pool_scene import CLIENTS, MAX_TOKENS, TRAINER_ENVIRONMENT, Scene, learnt
 from benchmarks.pool_traffic import OK
 from benchmarks.rollback import noisy
@@ -80,7 +81,7 @@ def main() -> None:
             _say(figures, "bad", bad)
             _say(figures, "good", _try_good(scene, better))
             _say(figures, "switched", _switch(scene, (scene.first, figures["good"]["version"]), arguments.quick))
-            for name in ("router", "gateway"):
+            for name in scene.pool.routers + scene.pool.gateways:
                 _say(figures, name, kill_front(scene, name))
             killed_s = None
             if not arguments.quick:
@@ -95,7 +96,7 @@ def main() -> None:
             figures["requests"], figures["seconds"] = dict(scene.load.since(0)), time.monotonic() - started_s
             scene.trainer.end(signal.SIGTERM)
             accounts = scene.accounts()
-    _finish(figures, accounts, arguments.json)
+    _finish(figures, accounts, scene.pool.routers + scene.pool.gateways, arguments.json)
 
 
 def _say(figures: Figures, name: str, what: Any) -> None:
@@ -215,9 +216,9 @@ def _counts(text: str) -> Counter[str]:
 # -- the end
 
 
-def _finish(figures: Figures, accounts: Accounts, path: Path | None) -> None:
+def _finish(figures: Figures, accounts: Accounts, fronts: Sequence[str], path: Path | None) -> None:
     bad, good, switched, books = (figures[name] for name in ("bad", "good", "switched", "books"))
-    kills = {name: figures[name] for name in KILLED if name in figures}
+    kills = {name: figures[name] for name in ("trainer", "redis", *fronts, "engine") if name in figures}
 
     def slowest(name: str) -> float:
         return float(max(each[name] for each in bad))
@@ -247,9 +248,10 @@ def _finish(figures: Figures, accounts: Accounts, path: Path | None) -> None:
         "slowest_switch_to_both_s": (max(switched["all_s"]), 5),
         "failed_while_versions_came": (calm.total() - calm[OK], 0),
         "cut_beyond_in_flight_at_router_or_gateway": (
-            max(kills[name]["cut"] - kills[name]["in_flight"] for name in ("router", "gateway")),
+            max(kills[name]["cut"] - kills[name]["in_flight"] for name in fronts),
             0,
         ),
+        "refused_at_router_or_gateway": (sum(kills[name]["refused"] for name in fronts), 0),
         "cut_that_began_after_a_kill": (sum(each["cut_that_began_after"] for each in kills.values()), 0),
         "answers_without_trace_or_count": (max(unaccounted, 0), 0),
         "traces_lost_silently": (accounts.silently_lost, 0),

@@ -53,7 +53,7 @@ def check_lineages(settings: GatewaySettings, model: str, target: str) -> None:
 
 
 async def serve_in_front(
-    url: str,
+    urls: tuple[str, ...],
     listener: socket.socket,
     client: SglangClient,
     *,
@@ -62,8 +62,8 @@ async def serve_in_front(
     target: str,
     beside: Coroutine[Any, Any, None] | None = None,
 ) -> None:
-    """Serve on `listener` what the SGLang at `url` answers, until a signal or the end of `beside`; `target` is the
-    fingerprint of what it serves.
+    """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
+    `beside`; `target` is the fingerprint of what it serves.
 
     Raises ConfigError where this process may not have so many connections, and what `beside` raises.
     """
@@ -72,7 +72,7 @@ async def serve_in_front(
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
     if isinstance(client, PoolClient):
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
-    upstream = Upstream(url, max_connections=settings.max_in_flight)
+    upstream = Upstream(*urls, max_connections=settings.max_in_flight)
     lineages = {
         name: Upstream(address, max_connections=settings.max_in_flight)
         for name, address in lineage_urls(settings.lineages).items()

@@ -1,6 +1,6 @@
-"""`slipstream gateway`: the gateway as a service of its own, in front of an SGLang, or of a router before several.
+"""`slipstream gateway`: the gateway as a service of its own, in front of an SGLang, or of routers before several.
 
-Start: port → store → Redis → SGLang's health and the plugin's first report → what a router lets through → client →
+Start: port → store → Redis → SGLang's health and the plugin's first report → what the routers let through → client →
 gateway.
 Stop:  gateway drains → client → Redis connection closes. While SGLang is away, requests get 503 and /ready says so;
 when it is back, they are served again.
@@ -23,10 +23,10 @@ import structlog
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
 from serving.sglang.client import SglangClient
-from serving.sglang.pool import READINESS, PoolClient
+from serving.sglang.pool import PoolClient, is_ready
 from serving.sglang.pooled import commonest
 from serving.sglang.report import EngineReport
-from serving.sglang.router import check_router
+from serving.sglang.router import check_routers
 from slipstream.exposure import check_exposure
 from slipstream.front import check_lineages, check_settings, serve_in_front
 from speculator.checkpoint import model_key
@@ -44,10 +44,10 @@ _HTTP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
-    sglang_url: str
+    sglang_urls: tuple[str, ...]
     engine_id: str | None
-    """The one that SGLang was given: its report is found by it. None: an sglang-router is there, and behind it every
-    engine that reports."""
+    """The one that SGLang was given: its report is found by it. None: an sglang-router is at each address, and behind
+    each of them every engine that reports."""
     model_dir: Path
     """Only its name is used; weights are not read."""
     store: Path
@@ -82,7 +82,7 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         check_lineages(settings, client.info.model, fingerprint)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         front = serve_in_front(
-            options.sglang_url, listener, client, settings=settings, drafts=drafts, target=fingerprint
+            options.sglang_urls, listener, client, settings=settings, drafts=drafts, target=fingerprint
         )
         asyncio.run(front)
 
@@ -91,19 +91,20 @@ def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> S
     """Once SGLang serves and its plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
     depth: int | None = None
     version: int | None = None
-    for sglang in _until_timeout(options):
-        depth = depth or _depth(sglang)
+    [url] = options.sglang_urls
+    for http in _until_timeout(options):
+        depth = depth or _depth(http, url)
         if depth is not None and (version := _versions(pointer).get(engine_id)) is not None:
             break
     if depth is None:
-        raise ConfigError(f"no SGLang answers at {options.sglang_url}: start it, or check --sglang")
+        raise ConfigError(f"no SGLang answers at {url}: start it, or check --sglang")
     if version is None:
         raise ConfigError(
             f"SGLang answers, but no engine {engine_id!r} reports to Redis: start SGLang with `slipstream sglang`, "
             "and both with the same --engine-id, --model and --redis-url"
         )
     return SglangClient(
-        options.sglang_url,
+        url,
         pointer,
         engine_id=engine_id,
         max_depth=depth,
@@ -114,22 +115,23 @@ def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> S
 
 
 def _pool(options: GatewayOptions, pointer: DraftPointer, fingerprint: str) -> PoolClient:
-    """Once the router has an engine and a plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
-    is_ready = False
+    """Once a router has an engine and a plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
+    serves = False
     version: int | None = None
-    for router in _until_timeout(options):
-        is_ready = is_ready or _answers(router, READINESS)
-        if is_ready and (version := commonest(_versions(pointer).values())) is not None:
+    for http in _until_timeout(options):
+        serves = serves or any(is_ready(http, router) for router in options.sglang_urls)
+        if serves and (version := commonest(_versions(pointer).values())) is not None:
             break
-    if not is_ready:
-        raise ConfigError(f"no sglang-router with an engine answers at {options.sglang_url}: check --sglang")
+    if not serves:
+        places = " or ".join(options.sglang_urls)
+        raise ConfigError(f"no sglang-router with an engine answers at {places}: check --sglang")
     if version is None:
         raise ConfigError(
             "the router has engines, but none reports to Redis: start them with `slipstream sglang`, and with the "
             "same --model and --redis-url"
         )
-    pool = PoolClient(options.sglang_url, pointer, draft_version=version)
-    check_router(options.sglang_url, pool.info.model, fingerprint)
+    pool = PoolClient(options.sglang_urls, pointer, draft_version=version)
+    check_routers(options.sglang_urls, pool.info.model, fingerprint)
     return pool
 
 
@@ -142,21 +144,15 @@ def _versions(pointer: DraftPointer) -> dict[str, int]:
 def _until_timeout(options: GatewayOptions) -> Iterator[httpx.Client]:
     """The same client again and again."""
     deadline = time.monotonic() + options.start_timeout_s
-    with httpx.Client(base_url=options.sglang_url, timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
         while time.monotonic() < deadline:
             yield client
             time.sleep(_POLL_S)
 
 
-def _answers(client: httpx.Client, path: str) -> bool:
-    with suppress(httpx.TransportError):
-        return client.get(path).status_code == 200
-    return False
-
-
-def _depth(sglang: httpx.Client) -> int | None:
-    """None while it does not serve."""
+def _depth(http: httpx.Client, url: str) -> int | None:
+    """Of the SGLang there; None while it does not serve."""
     with suppress(httpx.TransportError, ValueError, KeyError, TypeError):
-        if _answers(sglang, "/health"):
-            return int(sglang.get("/server_info").json()["speculative_num_steps"])
+        if http.get(f"{url}/health").status_code == 200:
+            return int(http.get(f"{url}/server_info").json()["speculative_num_steps"])
     return None

@@ -92,7 +92,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         ended = _until_ended(process)
         front = serve_in_front(
-            process.url, listener, client, settings=settings, drafts=drafts, target=fingerprint, beside=ended
+            (process.url,), listener, client, settings=settings, drafts=drafts, target=fingerprint, beside=ended
         )
         asyncio.run(front)
 

@@ -92,7 +92,11 @@ def gateway(
     model: Model,
     context: typer.Context,
     sglang: Annotated[
-        str, typer.Option(help="Address of an SGLang that `slipstream sglang` started, or of a router before several.")
+        list[str],
+        typer.Option(
+            help="Address of an SGLang that `slipstream sglang` started, or of a router before several. With --pool "
+            "once for each router before the same engines: the first that can be reached is asked."
+        ),
     ],
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
@@ -100,7 +104,8 @@ def gateway(
     port: options.Port = 8000,
     engine_id: EngineId = "sglang",
     pool: Annotated[
-        bool, typer.Option("--pool", help="An sglang-router is at --sglang; every engine that reports is behind it.")
+        bool,
+        typer.Option("--pool", help="An sglang-router is at each --sglang; every engine that reports is behind it."),
     ] = False,
     start_timeout_s: options.StartTimeout = 1200,
 ) -> None:
@@ -113,9 +118,11 @@ def gateway(
     source = context.get_parameter_source("engine_id")
     if pool and source is not None and source.name == "COMMANDLINE":
         raise ConfigError("--pool takes every engine that reports: leave --engine-id out")
+    if len(sglang) > 1 and not pool:
+        raise ConfigError("--sglang more than once is for routers before the same engines: pass --pool, or it once")
     run_gateway(
         GatewayOptions(
-            sglang_url=sglang,
+            sglang_urls=tuple(url.rstrip("/") for url in sglang),
             engine_id=None if pool else engine_id,
             model_dir=resolve_model(model),
             store=store,

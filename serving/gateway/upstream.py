@@ -7,7 +7,7 @@ closes the connection, which is how SGLang learns that nobody waits for the rest
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import httpx
 
@@ -20,12 +20,17 @@ _SEND_S = 30.0
 
 
 class Upstream:
-    """SGLang's HTTP address; at most `max_connections` requests are under way there at once."""
+    """SGLang's HTTP address, or those of routers in front of the same engines; at most `max_connections` requests are
+    under way there at once.
 
-    def __init__(self, url: str, *, max_connections: int = 400) -> None:
+    A request goes to the first address that can be reached. One that could not be goes behind the others, and stays
+    there until those cannot be reached either.
+    """
+
+    def __init__(self, *urls: str, max_connections: int = 400) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
         self._max_connections = max_connections
         self._client = httpx.AsyncClient(
-            base_url=url,
             timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
             # A kept connection may be closed by the server just as a request goes out on it, and a generation is not
             # sent twice. Connecting anew takes a tenth of a millisecond on the same machine.
@@ -43,17 +48,29 @@ class Upstream:
         """
         headers = {**headers, **outgoing_headers()}
         try:
-            async with self._client.stream("POST", path, content=body, headers=headers) as response:
+            async with aclosing(await self._send(path, body, headers)) as response:
                 if response.status_code != 200:
                     content = await response.aread()
                     raise refusal(response.status_code, content, retry_after=response.headers.get("retry-after"))
                 yield response
         except httpx.PoolTimeout:
             raise EngineBusyError(f"{self._max_connections} requests are under way") from None
-        except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
-            raise UnreachableError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
         except httpx.TransportError as failure:
             raise EngineDeadError(f"SGLang does not answer: {type(failure).__name__}") from failure
+
+    async def _send(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        """Never twice: the next address is asked only where no connection to the one before could be made."""
+        failure: httpx.TransportError | None = None
+        for url in tuple(self._urls):
+            request = self._client.build_request("POST", url + path, content=body, headers=headers)
+            try:
+                return await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as unreachable:
+                failure = unreachable
+                # Several requests may find out at once, each with the order that it began with.
+                self._urls.remove(url)
+                self._urls.append(url)
+        raise UnreachableError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
 
     async def close(self) -> None:
         await self._client.aclose()

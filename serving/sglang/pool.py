@@ -1,6 +1,6 @@
-"""Several SGLang servers behind an sglang-router, seen from the gateway as one.
+"""Several SGLang servers behind sglang-routers, seen from the gateway as one.
 
-Requests and health are the router's; of drafts it knows nothing. Which engines there are, what each serves and what it
+Requests and health are the routers'; of drafts they know nothing. Which engines there are, what each serves and what it
 counted stands in their reports to Redis, so an engine that joins or leaves needs no word here.
 """
 
@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import structlog
 
 from serving.engine import EngineInfo, SwapReport, TargetReport
 from serving.sglang.client import SWAP_POLL_S, Pointer, SglangClient
@@ -20,21 +21,40 @@ from serving.sglang.pooled import Pool
 from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError
 
-READINESS = "/readiness"
+log = structlog.get_logger(__name__)
+
+_READINESS = "/readiness"
 """Where sglang-router answers 200 while it has a healthy worker; at /health it speaks of itself alone."""
+
+
+def is_ready(http: httpx.Client, router: str) -> bool:
+    """Whether the router at this address has an engine to send requests to."""
+    with suppress(httpx.TransportError):
+        return http.get(f"{router}{_READINESS}").status_code == 200
+    return False
 
 
 class PoolClient(SglangClient):
     """Implements serving.engine.DraftHost for every engine that reports under the pointer's model."""
 
     def __init__(
-        self, url: str, pointer: Pointer, *, draft_version: int, poll_s: float = 1.0, swap_timeout_s: float = 60.0
+        self,
+        routers: tuple[str, ...],
+        pointer: Pointer,
+        *,
+        draft_version: int,
+        poll_s: float = 1.0,
+        swap_timeout_s: float = 60.0,
     ) -> None:
-        """`url` is the router's. Raises EngineDeadError where no engine reports what it serves, StreamError."""
+        """`routers` are the addresses of one or several in front of the same engines.
+
+        Raises EngineDeadError where no engine reports what it serves, StreamError.
+        """
+        self._routers, self._away = routers, set[str]()
         self._pool, self._reading = Pool(), threading.Lock()
         self._reports: Mapping[str, EngineReport] = {}
         super().__init__(
-            url,
+            routers[0],
             pointer,
             engine_id="",
             max_depth=0,
@@ -111,10 +131,16 @@ class PoolClient(SglangClient):
         return EngineInfo(model=report.model, context_length=report.context_length, max_depth=report.max_depth)
 
     def _look_at_server(self) -> None:
-        """Whether the router has an engine to send requests to."""
-        with suppress(httpx.TransportError):
-            if self._http.get(READINESS).status_code == 200:
+        """Whether a router has an engine to send requests to."""
+        for router in self._routers:
+            if is_ready(self._http, router):
                 self._answered_s = time.monotonic()
+                if router in self._away:
+                    self._away.remove(router)
+                    log.info("router back", router=router)
+            elif router not in self._away:
+                self._away.add(router)
+                log.warning("router away, or without an engine", router=router)
 
     def _parsed(self) -> dict[str, EngineReport]:
         return {engine_id: EngineReport.parse(fields) for engine_id, fields in self._pointer.engines().items()}

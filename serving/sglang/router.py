@@ -5,9 +5,12 @@ from __future__ import annotations
 from uuid import uuid4
 
 import httpx
+import structlog
 
 from serving.marks import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import ConfigError, EngineDeadError
+
+log = structlog.get_logger(__name__)
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 """A busy engine answers late."""
@@ -41,3 +44,17 @@ def check_router(url: str, model: str, target: str) -> None:
             f"{url} loses what the gateway says about a request, its opt-out and its tenant: put sglang-router there, "
             "and behind it servers that were started with `slipstream sglang`"
         )
+
+
+def check_routers(urls: tuple[str, ...], model: str, target: str) -> None:
+    """`check_router` for several in front of the same engines: one that is away is let be where another answers."""
+    away: list[EngineDeadError] = []
+    for url in urls:
+        try:
+            check_router(url, model, target)
+        except EngineDeadError as error:
+            away.append(error)
+    if len(away) == len(urls):
+        raise away[0]
+    for error in away:
+        log.warning("router not checked, another answers", reason=str(error))

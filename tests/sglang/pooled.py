@@ -1,4 +1,4 @@
-"""Two real SGLang servers with the plugin behind the real sglang-router, and the gateway in front of that."""
+"""Two real SGLang servers with the plugin behind real sglang-routers, and gateways in front of those."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def router_command(router: Sequence[str], *, port: int, metrics_port: int, worke
 
 @dataclass
 class Pooled:
-    """The processes of a pool; `kill` and `start` take the names of engines, `router` and `gateway`."""
+    """The processes of a pool; `kill` and `start` take the names of `ENGINES`, `routers` and `gateways`."""
 
     folder: Path
     model_dir: Path
@@ -58,24 +58,29 @@ class Pooled:
     """Further settings of the plugin."""
     flags: Sequence[str] = ()
     """Further flags of SGLang."""
+    num_fronts: int = 1
+    """Routers before the engines, and gateways that know all routers."""
 
     def __post_init__(self) -> None:
         router = find_router()
         assert router is not None, "no sglang-router: make test-sglang installs it"
         self._router = router
-        self._ports = {name: free_port() for name in (*ENGINES, "router", "metrics", "gateway")}
+        self.routers = tuple(f"router-{number}" for number in range(self.num_fronts))
+        self.gateways = tuple(f"gateway-{number}" for number in range(self.num_fronts))
+        self._ports = {name: free_port() for name in (*ENGINES, *self.routers, *self.gateways)}
+        self._metrics_ports = {name: free_port() for name in self.routers}
         self.engines: dict[str, SglangServer] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.url, self.router_url = self._url("gateway"), self._url("router")
+        self.url, self.router_url = self.url_of(self.gateways[0]), self.url_of(self.routers[0])
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Pooled]:
         try:
             with ThreadPoolExecutor(len(ENGINES)) as threads:
                 list(threads.map(self.start_engine, ENGINES))
-            self.start("router")
-            self.start("gateway")
-            self.wait_for(lambda: self._is_ready(), "the gateway")
+            for name in (*self.routers, *self.gateways):
+                self.start(name)
+            self.wait_for(self._all_serve, "routers and gateways")
             yield self
         finally:
             for process in self._processes.values():
@@ -112,21 +117,22 @@ class Pooled:
         self.engines[name] = server.__enter__()
 
     def start(self, name: str) -> None:
-        commands = {
-            "router": router_command(
+        if name in self.routers:
+            command = router_command(
                 self._router,
-                port=self._ports["router"],
-                metrics_port=self._ports["metrics"],
-                workers=[self._url(engine) for engine in ENGINES],
-            ),
-            "gateway": [
-                *(sys.executable, "-m", "slipstream", "gateway", "--pool", "--sglang", self._url("router")),
+                port=self._ports[name],
+                metrics_port=self._metrics_ports[name],
+                workers=[self.url_of(engine) for engine in ENGINES],
+            )
+        else:
+            command = [
+                *(sys.executable, "-m", "slipstream", "gateway", "--pool"),
+                *(word for router in self.routers for word in ("--sglang", self.url_of(router))),
                 *("--model", str(self.model_dir), "--store", str(self.store), "--redis-url", self.redis_url),
-                *("--port", str(self._ports["gateway"])),
-            ],
-        }
+                *("--port", str(self._ports[name])),
+            ]
         with (self.folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(commands[name], stdout=log, stderr=subprocess.STDOUT)
+            self._processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def kill(self, name: str) -> None:
         """Every process of it at once, as a machine that loses its power."""
@@ -139,7 +145,9 @@ class Pooled:
 
     def num_running(self, engine: str) -> int:
         """Requests that an engine has, by its own count."""
-        loads = httpx.get(f"{self._url(engine)}/v1/loads", params={"include": "core"}, trust_env=False).json()["loads"]
+        loads = httpx.get(f"{self.url_of(engine)}/v1/loads", params={"include": "core"}, trust_env=False).json()[
+            "loads"
+        ]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     def metrics(self) -> str:
@@ -155,18 +163,19 @@ class Pooled:
             time.sleep(0.05)
         return time.monotonic() - started_s
 
-    def healthy_workers(self) -> int:
-        """By the router; 0 while it is away."""
+    def serves(self, name: str) -> bool:
+        """Whether a gateway is ready, or a router sees every engine."""
         with contextlib.suppress(httpx.TransportError, ValueError, KeyError):
-            return int(httpx.get(f"{self._url('router')}/readiness", trust_env=False).json()["healthy_workers"])
-        return 0
-
-    def _is_ready(self) -> bool:
-        for name, process in self._processes.items():
-            assert process.poll() is None, f"{name} ended: {(self.folder / f'{name}.log').read_text()[-2000:]}"
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/ready", timeout=2, trust_env=False).status_code == 200
+            if name in self.gateways:
+                return httpx.get(f"{self.url_of(name)}/ready", timeout=2, trust_env=False).status_code == 200
+            seen = httpx.get(f"{self.url_of(name)}/readiness", trust_env=False).json()
+            return int(seen["healthy_workers"]) == len(ENGINES)
         return False
 
-    def _url(self, name: str) -> str:
+    def _all_serve(self) -> bool:
+        for name, process in self._processes.items():
+            assert process.poll() is None, f"{name} ended: {(self.folder / f'{name}.log').read_text()[-2000:]}"
+        return all(self.serves(name) for name in self._processes)
+
+    def url_of(self, name: str) -> str:
         return f"http://127.0.0.1:{self._ports[name]}"

@@ -32,15 +32,15 @@ async def passing(
     *,
     draft: DoubleEngine | None = None,
     registry: CollectorRegistry | None = None,
-    url: str | None = None,
+    urls: tuple[str, ...] = (),
     lineages: Mapping[str, str] | None = None,
     target: str = "",
     grace_s: int = 5,
     **settings: Any,
 ) -> AsyncIterator[GatewayServer]:
-    """The gateway in front of `fake`, or of whatever is at `url`, and of the addresses of `lineages`."""
+    """The gateway in front of `fake`, or of whatever is at `urls`, and of the addresses of `lineages`."""
     async with serve(fake.app(), port=0, grace_s=0) as behind:
-        upstream = Upstream(url or behind.url)
+        upstream = Upstream(*(urls or (behind.url,)))
         others = {name: Upstream(address) for name, address in (lineages or {}).items()}
         app = create_passthrough_app(
             draft or host(),

@@ -336,9 +336,10 @@ def test_bodies_that_sglang_does_not_accept_name_the_parameter(body: dict[str, A
     assert re.fullmatch(rf"{param}: [A-Z][^'\"{{]+", error["message"]), error["message"]
 
 
+@pytest.mark.parametrize("urls", [("http://127.0.0.1:9",), ("http://127.0.0.1:9", "http://127.0.0.2:9")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_sglang_is_unavailable(stream: bool) -> None:
-    response = post(FakeSglang(), "/v1/completions", {"prompt": "x", "stream": stream}, url="http://127.0.0.1:9")
+def test_no_sglang_is_unavailable(stream: bool, urls: tuple[str, ...]) -> None:
+    response = post(FakeSglang(), "/v1/completions", {"prompt": "x", "stream": stream}, urls=urls)
     assert (response.status_code, error_of(response)["code"]) == (503, "engine_unavailable")
     assert int(response.headers["retry-after"]) > 0
 

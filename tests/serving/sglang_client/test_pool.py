@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
 
 from serving.gateway.config import GatewaySettings
 from serving.marks import HEADER, OTHER_TARGET
@@ -17,7 +18,7 @@ from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.sglang.pooled import MOST_SILENT, Pool, commonest
 from serving.sglang.report import EngineReport
-from serving.sglang.router import check_router
+from serving.sglang.router import check_router, check_routers
 from slipstream.front import check_lineages
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.pointer import DraftPointer
@@ -43,13 +44,16 @@ class Scene:
         self.pointer.report_engine(name, report(f"{name}:1", **changes))
 
 
+AWAY = "http://127.0.0.1:9"
+
+
 @pytest.fixture
 def scene(redis_client: redis.Redis) -> Iterator[Scene]:
     url, stop = in_background(FakeSglang())
     pointer = DraftPointer(redis_client, "target-abc")
     for name in ("a", "b", "c"):
         pointer.report_engine(name, report(f"{name}:1"))
-    client = PoolClient(url, pointer, draft_version=1, poll_s=0.02, swap_timeout_s=10)
+    client = PoolClient((AWAY, url), pointer, draft_version=1, poll_s=0.02, swap_timeout_s=10)
     yield Scene(pointer, client)
     client.stop()
     stop()
@@ -66,7 +70,7 @@ def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.
     info = scene.client.info
     assert (info.model, info.context_length, info.max_depth) == (MODEL, 4096, 3)
     with pytest.raises(EngineDeadError, match="reports"):
-        PoolClient("http://127.0.0.1:9", DraftPointer(redis_client, "other"), draft_version=1)
+        PoolClient((AWAY,), DraftPointer(redis_client, "other"), draft_version=1)
 
 
 def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) -> None:
@@ -149,6 +153,32 @@ def test_commonest() -> None:
     assert commonest([]) is None
 
 
+def test_a_pool_is_ready_while_one_of_its_routers_is(redis_client: redis.Redis) -> None:
+    first, second = FakeSglang(), FakeSglang()
+    (one, stop_one), (other, stop_other) = in_background(first), in_background(second)
+    pointer = DraftPointer(redis_client, "target-abc")
+    pointer.report_engine("a", report("a:1"))
+    client = PoolClient((one, other), pointer, draft_version=1)
+
+    def look(*statuses: int) -> tuple[bool, list[tuple[str, str]]]:
+        """Whether it was found to serve, and what was said of which router."""
+        first.status, second.status = statuses
+        client._answered_s = float("-inf")
+        with capture_logs() as logs:
+            client.look()
+        return client.health().ready, [(line["event"], line["router"]) for line in logs if "router" in line]
+
+    away, back = "router away, or without an engine", "router back"
+    assert look(200, 200) == (True, [])
+    assert look(503, 200) == (True, [(away, one)])
+    assert look(503, 503) == (False, [(away, other)])
+    assert look(503, 503) == (False, [])
+    assert look(200, 503) == (True, [(back, one)])
+    client.stop()
+    stop_one()
+    stop_other()
+
+
 def test_depth_is_set_for_every_engine(scene: Scene) -> None:
     scene.client.set_depth(1)
     assert [scene.pointer.depth_limit(name) for name in ("a", "b", "c")] == [1, 1, 1]
@@ -213,13 +243,31 @@ def test_an_engine_of_another_target_is_refused_at_the_start() -> None:
     stop()
 
 
+def test_a_router_that_is_away_is_let_be_where_another_answers() -> None:
+    url, stop = in_background(FakeSglang(heeds_marks=True))
+    with capture_logs() as logs:
+        check_routers((AWAY, url), MODEL, TARGET)
+    stop()
+    assert [(line["log_level"], AWAY in line["reason"]) for line in logs] == [("warning", True)]
+    with pytest.raises(EngineDeadError):
+        check_routers((AWAY, url), MODEL, TARGET)
+
+
+def test_every_router_that_answers_is_tried() -> None:
+    (good, stop_good), (bad, stop_bad) = in_background(FakeSglang(heeds_marks=True)), in_background(FakeSglang())
+    with pytest.raises(ConfigError, match=f"{bad} loses"):
+        check_routers((good, bad), MODEL, TARGET)
+    stop_good()
+    stop_bad()
+
+
 def test_one_that_loses_it_is_refused() -> None:
     url, stop = in_background(FakeSglang())
     with pytest.raises(ConfigError, match="loses"):
         check_router(url, MODEL, TARGET)
     with pytest.raises(ConfigError, match="loses"):
-        check_lineages(GatewaySettings(lineages=f"away=http://127.0.0.1:9,code={url}"), MODEL, TARGET)
+        check_lineages(GatewaySettings(lineages=f"away={AWAY},code={url}"), MODEL, TARGET)
     stop()
     check_lineages(GatewaySettings(lineages=f"code={url}"), MODEL, TARGET)
     with pytest.raises(EngineDeadError):
-        check_router("http://127.0.0.1:9", MODEL, TARGET)
+        check_router(AWAY, MODEL, TARGET)
