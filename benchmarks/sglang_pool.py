@@ -94,6 +94,8 @@ def main() -> None:
             for each in bad:
                 each["engines_that_ran_it"] = scene.ran(each["version"])
             figures["requests"], figures["seconds"] = dict(scene.load.since(0)), time.monotonic() - started_s
+            whole = [each for each in scene.load.asked if each.outcome == OK]
+            figures["answer_s"] = statistics.median(each.ended_s - each.started_s for each in whole)
             scene.trainer.end(signal.SIGTERM)
             accounts = scene.accounts()
     _finish(figures, accounts, scene.pool.routers + scene.pool.gateways, arguments.json)
@@ -229,6 +231,7 @@ def _finish(figures: Figures, accounts: Accounts, fronts: Sequence[str], path: P
     switched_s = switched["first_s"], switched["all_s"]
     rows: list[tuple[str, object]] = [
         ("seconds in all, once everything serves; requests", f"{figures['seconds']:.0f}; {figures['requests']}"),
+        ("an answer (s, median)", _round(figures["answer_s"])),
         ("random weights: engines that ever ran them", [each["engines_that_ran_it"] for each in bad]),
         ("  published → canary, barred, gone (s)", [_of(each, "canary_s", "barred_s", "gone_s") for each in bad]),
         ("  by", [f"{each['by']}: {each['reason']}, {each['trial']}" for each in bad]),

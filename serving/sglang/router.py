@@ -56,5 +56,5 @@ def check_routers(urls: tuple[str, ...], model: str, target: str) -> None:
             away.append(error)
     if len(away) == len(urls):
         raise away[0]
-    for error in away:
-        log.warning("router not checked, another answers", reason=str(error))
+    for each in away:
+        log.warning("router not checked, another answers", reason=str(each))

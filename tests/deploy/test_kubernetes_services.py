@@ -212,6 +212,21 @@ def test_addresses_in_settings_are_those_lines() -> None:
     assert "http://router:30000" in words(container(PODS["gateway"]))
 
 
+def test_a_gateway_finds_each_router_s_own_address() -> None:
+    """How it goes on to the next of them is in tests/serving/gateway/test_upstream.py."""
+    assert of_kind("Service", OURS)["router"]["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize(
+    ("name", "service"),
+    [(name, one) for name, one in of_kind("Service", OURS).items() if one["spec"].get("clusterIP") == "None"],
+)
+def test_a_name_for_pods_has_the_ports_of_pods(name: str, service: Manifest) -> None:
+    """Nothing stands between that would give a port another number."""
+    ports = {port["name"]: port["containerPort"] for port in container(PODS[name])["ports"]}
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]}.items() <= ports.items()
+
+
 def test_only_init_and_the_router_leave_the_cluster_s_own_lines() -> None:
     away = {name for name in PODS if any("to" not in line for line in _lines(name, "Egress"))}
     assert away == {"init", "router"}
