@@ -28,7 +28,7 @@ class Alone:
     def role(self) -> str:
         return ""
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, str | int]:
         """What others want to know of it."""
         return {}
 
@@ -75,9 +75,14 @@ class InWaves(Alone):
     def role(self) -> str:
         return self._turn.role
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, str | int]:
         view = self._view()
-        return {"wants": view.wants, "trial_verifications": view.verifications, "trial_target": view.target}
+        return {
+            "wants": view.wants,
+            "trial_verifications": view.verifications,
+            "trial_target": view.target,
+            "trial_life": view.life,
+        }
 
     def may_try(self, desired: int) -> int:
         turn = self._turn
@@ -139,4 +144,5 @@ class InWaves(Alone):
             target=self._watch.target_version,
             wants=self._turn.wants,
             verifications=self._watch.trial_compared,
+            life=self._turn.life,
         )

@@ -64,7 +64,8 @@ class Turn:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._fleet, self._record, self._engine_id = fleet, record, engine_id
-        self._life = secrets.token_hex(4)
+        self.life = secrets.token_hex(4)
+        """Names this process among those that have had, or will have, its engine id."""
         self._look_s, self._rules, self._clock = look_s, rules or WaveRules(), clock
         self._asked_s = self._looked_s = self._lost_s = float("-inf")
         self._is_kept = self._is_confirmed = False
@@ -142,7 +143,7 @@ class Turn:
     def _asked(self, spread: Spread | None, engines: Views, desired: int, view: EngineView) -> Spread | None:
         now_s, self._granted, self._num_early = self._clock(), 0, 0
         if spread is not None and self._record.is_on_trial(spread.version):
-            spread = succeed(spread, self._engine_id, life=self._life, rules=self._rules)
+            spread = succeed(spread, self._engine_id, life=self.life, rules=self._rules)
             if _is_old(spread, now_s) and not self._is_back_lately:
                 spread = look(spread, self._with_own(engines(), view), now_s=now_s, rules=self._rules)
             if spread.num_early >= self._rules.most_early:
@@ -153,14 +154,14 @@ class Turn:
                 return spread
             if spread.is_under_way or spread.version == desired:
                 admitted = admit(
-                    spread, self._engine_id, target=view.target, now_s=now_s, rules=self._rules, life=self._life
+                    spread, self._engine_id, target=view.target, now_s=now_s, rules=self._rules, life=self.life
                 )
                 self._granted = 0 if admitted is None else spread.version
                 return admitted or spread
         if not self._record.may_serve(desired):
             return None
         self._granted = desired
-        return begin(desired, self._engine_id, target=view.target, now_s=now_s, life=self._life)
+        return begin(desired, self._engine_id, target=view.target, now_s=now_s, life=self.life)
 
     def _bar(self, version: int, in_service: int) -> None:
         log.error("draft version %d barred: %d engines ended as they tried it", version, self._num_early)
@@ -173,7 +174,7 @@ class Turn:
         now_s = self._clock()
         if spread is None and view.draft == self.place:
             # Redis has lost it: the first that misses it is the canary.
-            spread = begin(self.place, self._engine_id, target=view.target, now_s=now_s, life=self._life)
+            spread = begin(self.place, self._engine_id, target=view.target, now_s=now_s, life=self.life)
         if spread is None or spread.version != self.place:
             return None
         standing = spread.members[self._engine_id].standing if self._engine_id in spread.members else None

@@ -23,7 +23,8 @@ Change = Callable[[Spread | None, Views], Spread | None]
 """From what is written, and the living engines where they matter, to what is to be written; None changes nothing."""
 
 _ATTEMPTS = 5
-_FIELDS = ("version", "trial_target", "wants", "trial_verifications")
+_NUMBERS = ("version", "trial_target", "wants", "trial_verifications")
+_FIELDS = (*_NUMBERS, "trial_life")
 
 
 class ChangesSpread(Protocol):
@@ -92,12 +93,13 @@ class Fleet:
 
 def _view(report: Mapping[str, bytes | None]) -> EngineView | None:
     """None where the report has expired, or is of an engine that takes no part: it does not say what it wants."""
-    numbers = {name: int(value) for name, value in report.items() if value is not None and value.isdigit()}
-    if numbers.keys() != report.keys():
+    numbers = {name: int(value) for name in _NUMBERS if (value := report[name]) is not None and value.isdigit()}
+    if len(numbers) < len(_NUMBERS):
         return None
     return EngineView(
         draft=numbers["version"],
         target=numbers["trial_target"],
         wants=numbers["wants"],
         verifications=numbers["trial_verifications"],
+        life=(report["trial_life"] or b"").decode(errors="replace"),
     )

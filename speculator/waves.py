@@ -10,7 +10,8 @@ that is ready has asked, its place is given on. What no engine can say is said b
 or promoted there is not spread any more, and engines that never had traffic take it once it is promoted.
 
 An engine whose process ends as it tries the version says nothing at all. Where that comes soon after it got its place
-the version may be why, and is counted; the second time whoever asks next bars it (serving/turn.py).
+the version may be why, and is counted; the second time whoever asks next bars it (serving/turn.py). That it ended is
+seen when its report expires, or when the next process reports under its engine id.
 
 A verdict holds for one target. Engines whose target is of another version than the one that the spread is for get no
 place and are not waited for; a member whose target moves stays, without a verdict (serving/watch.py), and the spread is
@@ -66,6 +67,8 @@ class EngineView:
     """The version that it is ready to try and has no place for; 0 where there is none."""
     verifications: int = 0
     """Of its trial, those that could be compared with the version before; 0 where it has none."""
+    life: str = ""
+    """Names its process, as a member's does; empty where it does not say."""
 
 
 class Standing(enum.StrEnum):
@@ -89,7 +92,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wave: int
     """In which it got its place; 0 is the canary's."""
     life: str = ""
-    """While it is trying, names its process: one that starts again under the same engine id is another."""
+    """While it is trying, names its process: one that starts again under the same engine id is another. Empty where
+    that has ended, and the next has not asked."""
     began_s: float = 0
     """When this process got it."""
 
@@ -167,7 +171,7 @@ def succeed(spread: Spread, engine_id: str, *, life: str, rules: WaveRules) -> S
     member = spread.members.get(engine_id)
     if member is None or member.life == life or member.standing is not Standing.TRYING:
         return spread
-    members = {**spread.members, engine_id: msgspec.structs.replace(member, life=life)}
+    members = {**spread.members, engine_id: msgspec.structs.replace(member, life="")}
     num_early = spread.num_early + _ended_early(spread, member, rules)
     return msgspec.structs.replace(spread, members=members, num_early=num_early)
 
@@ -194,6 +198,9 @@ def withdraw(spread: Spread, engine_id: str) -> Spread:
 
 def look(spread: Spread, engines: Mapping[str, EngineView], *, now_s: float, rules: WaveRules) -> Spread:
     """What follows from the reports of all living engines: who is gone, whose place is given on, which wave it is."""
+    for engine_id, view in engines.items():
+        if view.life:
+            spread = succeed(spread, engine_id, life=view.life, rules=rules)
     members, num_early = {}, spread.num_early
     for engine_id, member in spread.members.items():
         seen = _seen(member, engines.get(engine_id), spread.version, now_s, rules)
@@ -242,8 +249,9 @@ def _seen(member: Member, view: EngineView | None, version: int, now_s: float, r
 
 
 def _ended_early(spread: Spread, member: Member, rules: WaveRules) -> bool:
-    """Of a member whose process has ended. Nobody has seen it since the last look."""
-    return member.standing is Standing.TRYING and spread.looked_s - member.began_s < rules.early_s
+    """Of a member whose process has ended, and is not counted yet. Nobody has seen it since the last look."""
+    is_trying = member.standing is Standing.TRYING and member.life != ""
+    return is_trying and spread.looked_s - member.began_s < rules.early_s
 
 
 def _for_newest_target(spread: Spread) -> Spread:

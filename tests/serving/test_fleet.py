@@ -216,6 +216,22 @@ def test_a_version_that_ends_its_engines_is_tried_twice_and_barred(scene: Scene,
     assert third.draft == 3, "the next one has its turn"
 
 
+def test_engines_that_are_back_before_anybody_misses_them_have_ended_all_the_same(scene: Scene) -> None:
+    """Without traffic they do not ask for a place again: their reports alone say that another process has the name."""
+    scene.start("a", "b", "c")
+    scene.pointer.publish(2)
+    for number in range(2):
+        scene.follow(2)
+        assert scene.members[number].draft == 2
+        scene.members[number] = Member(scene, scene.members[number].name)
+        scene.follow(3)
+        scene.now_s += RULES.install_s
+    scene.follow()
+    assert scene.members[2].follower.log.installed == []
+    last = scene.states.history(2)[-1]
+    assert (last.state, last.actor, last.numbers["engines_that_ended"]) == (State.QUARANTINED, "engine:c", 2)
+
+
 def test_a_version_that_an_operator_releases_is_tried_again(scene: Scene) -> None:
     scene.pointer.publish(2)
     for _ in range(2):

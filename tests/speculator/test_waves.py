@@ -156,6 +156,22 @@ def test_engines_that_end_soon_after_they_got_their_place_are_counted() -> None:
     assert look(again, {}, now_s=10_001, rules=RULES).num_early == 2
 
 
+def test_an_end_is_counted_once_whoever_sees_it_first() -> None:
+    """The report of the next process, its question for a place, and the silence after that."""
+    spread = begin(2, "a", target=0, now_s=0, life="first")
+    of_release_before, next_one = {"a": EngineView(draft=1)}, {"a": EngineView(draft=1, life="second")}
+    assert look(spread, of_release_before, now_s=1, rules=RULES).num_early == 0
+    assert look(spread, {"a": EngineView(draft=2, life="first")}, now_s=1, rules=RULES).num_early == 0
+    spread = look(spread, next_one, now_s=2, rules=RULES)
+    assert spread.num_early == 1
+    spread = look(spread, next_one, now_s=3, rules=RULES)
+    assert succeed(spread, "a", life="second", rules=RULES).num_early == 1
+    assert look(spread, {}, now_s=4, rules=RULES).num_early == 1, "the next one had no place yet"
+    again = admit(spread, "a", target=0, now_s=4, rules=RULES, life="second")
+    assert again is not None
+    assert look(again, {}, now_s=5, rules=RULES).num_early == 2
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_an_engine_that_ends_later_or_with_a_good_verdict_is_not_counted(is_kept: bool) -> None:
     spread = begin(2, "a", target=0, now_s=0, life="first")
