@@ -69,7 +69,7 @@ class Turn:
         self._look_s, self._rules, self._clock = look_s, rules or WaveRules(), clock
         self._asked_s = self._looked_s = self._lost_s = float("-inf")
         self._is_kept = self._is_confirmed = False
-        self._granted = self._wave = self._num_early = 0
+        self._granted = self._wave = self._num_early = self._barring = 0
         self.place = 0
         """The version that this engine may run before it is confirmed; 0 where there is none."""
         self.wants = 0
@@ -148,8 +148,7 @@ class Turn:
                 spread = look(spread, self._with_own(engines(), view), now_s=now_s, rules=self._rules)
             if spread.num_early >= self._rules.most_early:
                 self._num_early = spread.num_early
-                # Nothing is held against it where an operator releases it.
-                return msgspec.structs.replace(spread, members={}, num_early=0)
+                return spread
             if spread.is_under_way and spread.version == view.draft:
                 return spread
             if spread.is_under_way or spread.version == desired:
@@ -164,10 +163,26 @@ class Turn:
         return begin(desired, self._engine_id, target=view.target, now_s=now_s, life=self.life)
 
     def _bar(self, version: int, in_service: int) -> None:
+        """The count stays until the store has it: should this process end before, the next to ask bars it."""
+        if version == self._barring:
+            return
+        self._barring = version
         log.error("draft version %d barred: %d engines ended as they tried it", version, self._num_early)
         good = self._record.last_good(other_than=version) or in_service
-        reason, numbers = "engines ended as they tried it", {"engines_that_ended": self._num_early}
-        self._record.barred(version, good, reason, {**numbers, "within_s": self._rules.early_s})
+        reason = "engines ended as they tried it"
+        numbers = {"engines_that_ended": self._num_early, "within_s": self._rules.early_s}
+        self._record.barred(version, good, reason, numbers, then=lambda: self._clear(version))
+
+    def _clear(self, version: int) -> None:
+        """Nothing is held against a barred version where an operator releases it. Raises StreamError."""
+
+        def cleared(spread: Spread | None, _: Views) -> Spread | None:
+            if spread is None or spread.version != version:
+                return None
+            return msgspec.structs.replace(spread, members={}, num_early=0)
+
+        self._fleet.change_spread(cleared)
+        self._barring = 0
 
     def _seen(self, spread: Spread | None, engines: Views, view: EngineView) -> Spread | None:
         self._is_confirmed = False

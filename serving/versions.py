@@ -72,15 +72,30 @@ class VersionRecord:
 
         self._note(write)
 
-    def barred(self, version: int, good: int, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
-        """The version is to serve nowhere, and the good one is published in its place; done already is done."""
+    def barred(
+        self,
+        version: int,
+        good: int,
+        reason: str,
+        numbers: Mapping[str, Number] | None = None,
+        *,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """The version is to serve nowhere, and the good one is published in its place; done already is done.
+
+        `then` waits until the store has it; where there is none, for nothing.
+        """
 
         def write(states: Lifecycle) -> None:
             if states.state(version) is None:
                 self._move(states, version, State.WRITTEN, "unknown to the store")
             states.bar(version, actor=self._actor, reason=reason, numbers=numbers)
+            if then is not None:
+                self._owed.append(then)
 
         self._note(write)
+        if then is not None and self._lifecycle is None:
+            self._owed.append(then)
         self._owe(lambda: self._pointer.replace(version, good))
 
     def event(self, kind: str, **fields: Number) -> None:

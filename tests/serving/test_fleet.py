@@ -17,7 +17,7 @@ from serving.hotswap import DraftFollower
 from serving.judgement import WatchRules
 from serving.place import InWaves
 from serving.watch import LiveWatch
-from speculator.errors import EngineBusyError, StreamError
+from speculator.errors import EngineBusyError, StoreError, StreamError
 from speculator.fleet import Fleet
 from speculator.keys import RedisKeys
 from speculator.lifecycle import Lifecycle, State
@@ -195,6 +195,10 @@ def test_a_dead_canary_makes_room_for_another(scene: Scene) -> None:
     assert again.draft == 2, "it begins with what was promoted last"
 
 
+def unwritable(*_: object, **__: object) -> None:
+    raise StoreError("the disk is full")
+
+
 @pytest.mark.parametrize("names", [("a", "a", "a"), ("a", "b", "c")])
 def test_a_version_that_ends_its_engines_is_tried_twice_and_barred(scene: Scene, names: tuple[str, ...]) -> None:
     """Whether an engine starts again under its own name or under a new one."""
@@ -230,6 +234,46 @@ def test_engines_that_are_back_before_anybody_misses_them_have_ended_all_the_sam
     assert scene.members[2].follower.log.installed == []
     last = scene.states.history(2)[-1]
     assert (last.state, last.actor, last.numbers["engines_that_ended"]) == (State.QUARANTINED, "engine:c", 2)
+
+
+def test_the_count_of_ends_outlives_who_could_not_write_it_down(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the store takes nothing the version is not tried either, and a crash then forgets nothing."""
+    scene.pointer.publish(2)
+    for name in ("a", "b"):
+        (alone,) = scene.start(name)
+        scene.follow()
+        scene.die(alone)
+    with monkeypatch.context() as while_full:
+        while_full.setattr(scene.states, "bar", unwritable)
+        (third,) = scene.start("c")
+        for _ in range(3):
+            scene.pointer.publish(2)
+            scene.follow()
+        assert (third.draft, third.follower.log.installed) == (1, [])
+        scene.die(third)
+    (fourth,) = scene.start("d")
+    scene.follow(2)
+    assert (fourth.draft, fourth.follower.log.installed) == (1, [])
+    assert scene.states.state(2) is State.QUARANTINED
+
+
+def test_what_the_store_takes_later_is_held_against_a_released_version_no_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.pointer.publish(2)
+    for name in ("a", "b"):
+        (alone,) = scene.start(name)
+        scene.follow()
+        scene.die(alone)
+    with monkeypatch.context() as while_full:
+        while_full.setattr(scene.states, "bar", unwritable)
+        (third,) = scene.start("c")
+    scene.follow()
+    assert scene.states.state(2) is State.QUARANTINED
+    scene.states.move(2, State.SCORED, actor="operator:test")
+    scene.pointer.publish(2)
+    scene.follow()
+    assert third.draft == 2
 
 
 def test_a_version_that_an_operator_releases_is_tried_again(scene: Scene) -> None:
