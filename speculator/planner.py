@@ -168,7 +168,7 @@ class RoundPlanner:
             return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         if not head_depth:
             return without
-        self._look_budget = self._look_share * max(self._record(domain).look_share for domain in set(domains))
+        self._look_budget = self._look_share * max(self._nearest_record(domain).look_share for domain in set(domains))
         if self._dismissed != tuple(domains):
             plan = self._with_head(domains, num_keys, suffixes, head_depth)
             if plan.rate > without.rate:
@@ -205,9 +205,9 @@ class RoundPlanner:
 
     def gain(self, domain: str) -> float:
         """Accepted proposals of the head's chains, the empty ones included, in one verification."""
-        return self._record(domain).gain
+        return self._nearest_record(domain).gain
 
-    def _record(self, domain: str) -> _Record:
+    def _nearest_record(self, domain: str) -> _Record:
         """The evidence about a domain: that of all where there is none of its own, nor of the rest."""
         return self._records.get(domain) or self._records.get(_REST) or self._overall
 
@@ -302,7 +302,7 @@ class RoundPlanner:
             self._dismissed = ()
             self._positions.add(len(verdict.probabilities), verdict.num_accepted)
             gain = verdict.num_accepted if verdict.is_worth_it else 0
-            for record in (self._record_of(verdict.domain), self._overall):
+            for record in (self._own_record(verdict.domain), self._overall):
                 record.add(gain, is_vain=verdict.num_accepted == 0)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
@@ -317,7 +317,8 @@ class RoundPlanner:
         # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
         self._last_use = self._num_plans
 
-    def _record_of(self, domain: str) -> _Record:
+    def _own_record(self, domain: str) -> _Record:
+        """Where to write down what a domain earned; the rest's, where there are too many domains."""
         if domain not in self._records:
             domain = domain if len(self._records) < _MAX_DOMAINS else _REST
             self._records.setdefault(domain, _Record(self._overall.gain))
