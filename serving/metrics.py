@@ -89,8 +89,8 @@ class EngineMetrics:
         )
         self.unlabelled = Counter(
             "slipstream_capture_unlabelled_positions",
-            "Positions of prompts that were captured without the target's distribution: too many waited for theirs, or "
-            "the target had moved",
+            "Positions of prompts that were captured without the target's distribution: too many waited for theirs, "
+            "the target had moved, or the engine stopped or forgot a tenant meanwhile",
             registry=registry,
         )
         self.capture_failures = Counter(

@@ -3,7 +3,8 @@
 The engine's thread hands over and goes on; one thread takes everything in that order, so a trace has all that was asked
 for before it. The thread is nicer than the engine: where both want a core, it gets a quarter. (Hardly any would be too
 little: while it has the interpreter's lock, the engine waits for it.) Where it is so far behind that `MOST_WAITING`
-pieces wait, further prompts go without distributions, which is counted; traces are all assembled.
+pieces wait, further prompts go without distributions, which is counted; traces are all assembled. So do those that wait
+when the engine stops, or has to let go of somebody's text: who waits for the traces waits for one piece at most.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _NICENESS = 5
 
 
 class TraceAssembler:
-    """`label`, `finish` and `target_moves` are for the engine's thread; `on_trace` is called on the assembler's."""
+    """`label` and `finish` are for the engine's thread; `on_trace` is called on the assembler's."""
 
     def __init__(self, target: Target, on_trace: Callable[[Trace], object], metrics: EngineMetrics) -> None:
         self._target, self._on_trace, self._metrics = target, on_trace, metrics
         self._jobs = queue.SimpleQueue[Callable[[], object] | None]()
-        self._num_moves = 0
+        self._era = object()
+        """Another one whenever what waits for a distribution is to go without."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trace-assembler", daemon=True)
 
@@ -46,7 +48,8 @@ class TraceAssembler:
         self._ready.wait()
 
     def close(self) -> None:
-        """Everything that was handed over is done first."""
+        """Every trace that was handed over is out first."""
+        self.forgo_labels()
         if self._thread.ident is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -63,16 +66,20 @@ class TraceAssembler:
         if self._jobs.qsize() >= MOST_WAITING:
             self._leave_out(unknown)
             return
-        hidden_Td, num_moves = hidden_Td.clone(), self._num_moves
-        self._jobs.put(lambda: self._fill_in(unknown, hidden_Td, num_moves))
+        hidden_Td, era = hidden_Td.clone(), self._era
+        self._jobs.put(lambda: self._fill_in(unknown, hidden_Td, era))
 
     def finish(self, build: Callable[[], Trace]) -> None:
         """Hand on the trace that `build` makes."""
         self._jobs.put(lambda: self._on_trace(build()))
 
-    def target_moves(self) -> None:
-        """The weights are about to change: what was read by the old ones can have no distribution by the new."""
-        self._num_moves += 1
+    def forgo_labels(self) -> None:
+        """Leave out what is not filled in by now; for any thread.
+
+        The weights are about to change, and what the old ones read can have no distribution by the new; or somebody is
+        about to wait for the traces.
+        """
+        self._era = object()
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -88,11 +95,11 @@ class TraceAssembler:
             del job
 
     @torch.inference_mode()
-    def _fill_in(self, unknown: TopK, hidden_Td: Tensor, num_moves: int) -> None:
-        if num_moves == self._num_moves:
+    def _fill_in(self, unknown: TopK, hidden_Td: Tensor, era: object) -> None:
+        if era is self._era:
             known = top_of(unknown.position, self._target.logits(hidden_Td), unknown.ids.shape[1])
             # Read again: weights that were exchanged meanwhile have left nonsense.
-            if num_moves == self._num_moves:
+            if era is self._era:
                 unknown.ids[:], unknown.logprobs[:] = known.ids, known.logprobs
                 return
         self._leave_out(unknown)

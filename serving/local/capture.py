@@ -35,7 +35,7 @@ class Capture:
 
     def target_moves(self) -> None:
         """Before the weights change."""
-        self._assembler.target_moves()
+        self._assembler.forgo_labels()
 
     def hand_over(self, generation: Generation, *, slot: int, target_version: int) -> None:
         """Make the trace of a generation in `slot`, as it is now, where it is wanted."""

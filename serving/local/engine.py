@@ -238,6 +238,8 @@ class LocalEngine:
     def forget(self, tenants: Collection[str]) -> None:
         """Drop the text of these tenants, between two steps; returns when it is done, and their traces are out."""
         self._between_steps(lambda suffixes: suffixes.forget(tenants))
+        # The thread that asks has reports to send, and cannot wait for the distributions of 64 prompts.
+        self._assembler.forgo_labels()
         self.flush_traces()
 
     def flush_traces(self) -> None:

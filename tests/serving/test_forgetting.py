@@ -6,9 +6,11 @@ import threading
 from collections.abc import Collection, Iterator
 
 import pytest
+import torch
 
 from serving.engine import CapturePolicy
 from serving.forgetting import ErasureWatch
+from serving.local.generation import TopK
 from serving.recorder import TraceRecorder
 from speculator import suffix
 from speculator.clock import now_ms
@@ -137,6 +139,30 @@ def test_a_running_engine_forgets_between_two_steps(harness: Harness, busy: bool
     engine.expire(0.0)
     assert not engine._loop.texts.drafter._tenants
     assert harness.metric("slipstream_suffix_tokens") == 0
+
+
+def test_an_engine_has_forgotten_when_the_traces_under_way_are_out(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drops them comes next. Distributions that nobody has computed yet are not waited for."""
+    may_go_on, assembler = threading.Event(), harness.engine._assembler
+    harness.engine.flush_traces()
+    num_before = len(harness.traces)
+    keep = assembler._on_trace
+    monkeypatch.setattr(assembler, "_on_trace", lambda trace: may_go_on.wait(10) and keep(trace))
+    harness.ask(*(harness.request(f"abc {number}", policy=CapturePolicy(tenant="anna")) for number in range(2)))
+    wait_until(lambda: harness.engine.health().num_running == 0)
+    hidden = torch.zeros(2, harness.engine._target.embed.shape[1], dtype=torch.float64)
+    waiting = TopK.unknown(0, 2, 8)
+    assembler.label(waiting, hidden)
+    forgetting = threading.Thread(target=harness.engine.forget, args=(["anna"],))
+    forgetting.start()
+    wait_until(lambda: assembler._jobs.qsize() == 3)
+    assert forgetting.is_alive()
+    may_go_on.set()
+    forgetting.join(10)
+    assert [trace.header.tenant for trace in harness.traces[num_before:]] == ["anna", "anna"]
+    assert (waiting.ids == -1).all()
 
 
 def test_an_order_covers_the_answers_under_way(harness: Harness) -> None:

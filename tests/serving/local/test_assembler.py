@@ -15,6 +15,7 @@ from torch import Tensor
 from serving.local.assembler import MOST_WAITING, TraceAssembler
 from serving.local.generation import TopK
 from serving.metrics import EngineMetrics
+from tests.waiting import wait_until
 
 VOCAB, KEPT = 11, 4
 
@@ -95,7 +96,7 @@ def test_what_another_target_would_say_is_left_out(scene: Scene, is_reading: boo
     first, _ = scene.label()
     assert scene.head.reading.wait(10)
     second, _ = scene.label()
-    scene.assembler.target_moves()
+    scene.assembler.forgo_labels()
     scene.head.may_read.set()
     scene.assembler.drain()
     assert ((first if is_reading else second).ids == -1).all()
@@ -103,6 +104,26 @@ def test_what_another_target_would_say_is_left_out(scene: Scene, is_reading: boo
     third, _ = scene.label()
     scene.assembler.drain()
     assert (third.ids >= 0).all()
+
+
+def test_who_closes_it_waits_for_the_traces_and_not_for_distributions(scene: Scene) -> None:
+    whole: Any = lambda: "trace"  # noqa: E731
+    scene.head.may_read.clear()
+    scene.label()
+    assert scene.head.reading.wait(10)
+    scene.head.reading.clear()
+    for _ in range(3):
+        waiting, _ = scene.label()
+        scene.assembler.finish(whole)
+    closing = threading.Thread(target=scene.assembler.close)
+    closing.start()
+    wait_until(lambda: scene.assembler._jobs.qsize() == 7)
+    scene.head.may_read.set()
+    closing.join(10)
+    assert scene.traces == 3 * ["trace"]
+    assert not scene.head.reading.is_set(), "but for the piece that was being computed"
+    assert (waiting.ids == -1).all()
+    assert scene.count("unlabelled_positions") == 8
 
 
 def test_what_fails_is_counted_and_ends_nothing(scene: Scene) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -144,6 +145,23 @@ def test_requests_in_flight_end_with_an_error_when_the_engine_stops(model_dir: P
         with pytest.raises(EngineDeadError):
             harness.ask(harness.request("hello"))
         assert not harness.engine.health().alive
+
+
+def test_an_engine_that_stops_hands_on_the_traces_of_answers_that_ended(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    with toy_engine(model_dir) as harness:
+        keep = harness.engine._assembler._on_trace
+        monkeypatch.setattr(harness.engine._assembler, "_on_trace", lambda trace: may_go_on.wait(10) and keep(trace))
+        harness.ask(*(harness.request(f"question {number}", max_tokens=4) for number in range(3)))
+        stopping = threading.Thread(target=harness.engine.stop)
+        stopping.start()
+        stopping.join(0.2)
+        assert stopping.is_alive()
+        may_go_on.set()
+        stopping.join(10)
+        assert len(harness.traces) == 3
 
 
 def test_a_trace_holds_what_the_model_computes(model_dir: Path) -> None:
