@@ -52,6 +52,14 @@ class _Alone:
     seconds: float = 0.0
     variance: float = 0.0
     count: int = 0
+    num_beside: int = 0
+    """Steps of this slice that were set against the mean."""
+
+    def set_against(self) -> float:
+        """The variance that one more step of this slice adds to the sum of their differences from the mean: its own,
+        and the mean's, which is off by the same for all of them, so n steps have σ² · (n + n² / count)."""
+        self.num_beside += 1
+        return self.variance * (1 + (2 * self.num_beside - 1) / min(self.count, _MAX_ALONE))
 
     def add(self, seconds: float) -> None:
         self.count += 1
@@ -93,9 +101,12 @@ class Slowdown:
         elif alone.count >= _LEAST_ALONE:
             self.beside_s += beside_s
             self.excess_s += min(seconds, _OUTLIER * alone.seconds) - alone.seconds
-            self.variance += alone.variance
+            self.variance += alone.set_against()
 
     def fade(self) -> None:
+        """A slice begins: the rest before it has renewed what is known of steps alone."""
+        for alone in self._alone.values():
+            alone.num_beside = 0
         while self.beside_s > _MEMORY_S:
             self.beside_s, self.excess_s, self.variance = self.beside_s / 2, self.excess_s / 2, self.variance / 4
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from speculator.pulse import Serving
-from trainer.sharing import FIRST_REST_S, LONGEST_REST_S, LONGEST_SLICE_S, SHORTEST_SLICE_S, Sharing
+from trainer.sharing import FIRST_REST_S, LONGEST_REST_S, LONGEST_SLICE_S, SHORTEST_SLICE_S, Sharing, Slowdown
 
 BUSY, IDLE, QUEUED = Serving(1, True, 0), Serving(1, False, 0), Serving(1, True, 2)
 STEP_S, LOOKS = 0.02, 4
@@ -100,6 +101,21 @@ def test_what_may_be_chance_changes_nothing_yet() -> None:
     for _ in range(100):
         sharing.observe(1, 1.08, 1.0)
     assert not sharing.may_compute(now_s + 0.1, BUSY), "a hundred such steps are no chance"
+
+
+def test_what_steps_take_alone_is_known_from_so_many_only() -> None:
+    """However many are set against it, what it is off by is the same for all of them; until it is known anew."""
+    slowdown = Slowdown()
+    for took_s in (0.9, 1.1) * 5:
+        slowdown.add(1, took_s, 0.0)
+    for _ in range(100):
+        slowdown.add(1, 1.0, 0.01)
+    assert slowdown.error * 0.01 == pytest.approx(0.1 * math.sqrt(1 / 100 + 1 / 10), rel=0.05)
+    once = slowdown.variance
+    slowdown.fade()
+    for _ in range(100):
+        slowdown.add(1, 1.0, 0.01)
+    assert slowdown.variance == pytest.approx(2 * once)
 
 
 def test_a_slice_that_begins_to_hurt_is_cut_short() -> None:
