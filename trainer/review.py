@@ -7,7 +7,8 @@ this is about traffic that had no part in its judgement, and about versions that
 
 What is compared is the change of the accept length with its standard error (trainer/gate.py), after every trace, within
 bounds that hold over all looks together (trainer/anytime.py). Answers to one prompt count as one trace. With the ε of
-the gate the version is
+the gate, the narrow one also where the target has moved (what the gate had too few traces for comes here), the version
+is
 
     rolled back   confidently worse by more than ε: barred as by an engine; engines and training go back
     kept          confidently not worse by ε, after `MIN_KEPT` traces at least
