@@ -61,7 +61,8 @@ def train(
     """
     configure_logs()
     configure_spans("slipstream-trainer")
-    if pulse_dir is not None and threads == 1:
+    yields = pulse_dir is not None or f"{_PREFIX}PULSE_DIR" in os.environ
+    if yields and threads == 1:
         os.environ.setdefault(*_SPINNING)
     from speculator.checkpoint import model_key, target_fingerprint
     from speculator.lineages import below, name_of

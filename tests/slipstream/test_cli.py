@@ -146,12 +146,25 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("options", "stays_awake"),
-    [(["--pulse-dir", "p"], True), ([], False), (["--pulse-dir", "p", "--threads", "2"], False)],
+    ("options", "variable", "stays_awake"),
+    [
+        (["--pulse-dir", "p"], "", True),
+        ([], "SLIPSTREAM_PULSE_DIR", True),
+        ([], "SLIPSTREAM_TRAINER_PULSE_DIR", True),
+        ([], "", False),
+        (["--pulse-dir", "p", "--threads", "2"], "", False),
+    ],
 )
 def test_a_thread_stays_awake_only_where_no_engine_wants_its_core(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], stays_awake: bool
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: list[str],
+    variable: str,
+    stays_awake: bool,
 ) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "p")
     monkeypatch.setenv("GOMP_SPINCOUNT", "to be as it was afterwards")
     monkeypatch.delenv("GOMP_SPINCOUNT")
     refused("train", "--model", tmp_path, *options)
