@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi import HTTPException
 
-from serving.marks import HEADER, Marks
+from serving.marks import HEADER, OTHER_TARGET, Marks
 from serving.sampler import CaptureSampler
+from serving.sglang import plugin
 from serving.sglang.asked import is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
@@ -198,6 +200,25 @@ def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest
         assert together.target_topk_ids.tolist() == alone.target_topk_ids.tolist()
         assert together.target_topk_logprobs.tolist() == alone.target_topk_logprobs.tolist()
         assert together.rounds.draft_version.tolist() == [7, 7, 8, 8][: len(together.rounds.position)]
+
+
+def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serving.sglang.capture._GATHER_S", 3600.0)
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    for request in (first, second):
+        prefill(capture, [request])
+        request.output_ids = [10]
+        verify(capture, [request], [len(request.origin_input_ids)], [[21, 22]], [1])
+    end(capture, first)
+    wait_until(lambda: traces)
+    assert traces[0].header.request_id == "a"
+    verify(capture, [second], [4], [[23, 24]], [0])
+    settle(capture)
+    assert not capture._thread.is_alive()
 
 
 def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,6 +500,24 @@ def test_policies_of_requests() -> None:
 def test_a_gateway_of_another_target_is_noticed(meant: str, own: str, refused: bool) -> None:
     assert is_for_another_target({"slipstream": {"target": meant}}, own) == refused
     assert not is_for_another_target(None, own), "it did not come through a gateway"
+
+
+@pytest.mark.parametrize("has_header", [True, False])
+@pytest.mark.parametrize("meant", ["own", "another"])
+def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_body_says_so(
+    monkeypatch: pytest.MonkeyPatch, has_header: bool, meant: str
+) -> None:
+    """A router may lose either."""
+    monkeypatch.setattr(plugin, "_target", "own")
+    marks = Marks(rid="r", cache_salt="t", policy={"target": meant})
+    body = SimpleNamespace(custom_params=None if has_header else {"slipstream": marks.policy})
+    raw_request = SimpleNamespace(headers=marks.to_header() if has_header else {})
+    if meant == "own":
+        plugin._before_conversion(None, body, raw_request)
+        return
+    with pytest.raises(HTTPException) as refused:
+        plugin._before_conversion(None, body, raw_request)
+    assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
 
 
 def test_a_header_stands_for_what_a_router_lost() -> None:
