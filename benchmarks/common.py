@@ -20,7 +20,7 @@ from slipstream.topics import Prompt, built_in_prompts, endless, read_prompts
 def parser(description: str, *, has_prompts: bool = True, has_model: bool = True) -> argparse.ArgumentParser:
     """The options that all benchmarks have, and those of the ones that ask a model."""
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("--quick", action="store_true", help="fewer repeats; three minutes at most; sglang_pool: more")
+    options.add_argument("--quick", action="store_true", help="fewer repeats; at most three minutes, SGLang's more")
     options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     if has_prompts:
         options.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='lines with "domain" and "prompt"')

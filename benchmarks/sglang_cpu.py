@@ -7,8 +7,9 @@ Two servers stand side by side and are asked in short turns, so that a slow seco
 without speculation and without the plugin, one with the plugin, adaptive depth 0 … 3, capture, and a fresh random
 draft (`day_0`, six minutes). Then a trainer learns beside the second one under live traffic. It goes to and fro between
 its first version and the last one (`swaps`). A third server with the last version and a fixed depth of 3 answers with
-capture and without in turns (`capture`), and prompts that nobody has learnt from (`unseen`). It shows the integration,
-not SGLang's speed: its CPU operators here are the project's own in plain PyTorch.
+capture and without in turns (`capture`), and prompts that nobody has learnt from (`unseen`). --quick has no trainer and
+no third server, and swaps between random drafts. What capture does after a turn's last token is in no turn. All of it
+shows the integration, not SGLang's speed: its CPU operators here are the project's own in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.common import Median, Spread, Target, finish, parser, pick_prompts
+from benchmarks.common import Median, Spread, Target, fill_in, finish, parser, pick_prompts
 from slipstream.models import resolve_model
 from slipstream.topics import Prompt
 from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
@@ -46,6 +47,7 @@ TURN_TOKENS = 48
 DEPTH = 3
 PARTS = ("day_0", "swaps", "capture", "unseen")
 ENGINE_ID, FIXED_ID = "benchmark", "fixed"
+_WARM_UP, _AFTERWARDS_S = 2, 0.5
 SILENT = {"slipstream": {"capture": False}}
 Kind = tuple[SglangServer, dict[str, Any]]
 """A server, and the sampling parameters that make the difference."""
@@ -75,6 +77,17 @@ class Bench:
 
     def report(self, engine_id: str = ENGINE_ID) -> dict[str, str]:
         return self.pointer().engines().get(engine_id, {})
+
+    def settled_report(self, engine_id: str) -> dict[str, str]:
+        """Once two in a row, some seconds apart, say the same about capture."""
+        before: dict[str, str] = {}
+        for _ in range(20):
+            report = self.report(engine_id)
+            if before and all(report[name] == before[name] for name in ("captured", "appended", "dropped", "pending")):
+                break
+            before = report
+            time.sleep(3)
+        return report
 
     def plain_server(self) -> SglangServer:
         return SglangServer(self.model_dir, log_path=self.work / "plain.log")
@@ -107,6 +120,8 @@ class Bench:
             "SLIPSTREAM_STORE": str(self.store.root),
             "SLIPSTREAM_ENGINE_ID": engine_id,
             "SLIPSTREAM_CAPTURE": "1",
+            # All of it, also where no trainer reads.
+            "SLIPSTREAM_CAPTURE_FLOOR": "1",
             # Swaps are measured here, and come in quick succession.
             "SLIPSTREAM_WATCH": "0",
         }
@@ -115,15 +130,17 @@ class Bench:
 def main() -> None:
     options = parser("The loop through real SGLang on a CPU")
     options.add_argument("--minutes", type=float, default=15, help="live learning, without --quick")
+    options.add_argument("--turns", type=int, help="of each kind; default 30, quick 8")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default all")
     arguments = options.parse_args()
     rows: list[tuple[str, object]] = []
     targets: list[Target] = []
     document: dict[str, Any] = {"clients": CLIENTS, "depth": DEPTH}
-    parts = set(arguments.parts)
-    if arguments.quick:
-        parts -= {"capture", "unseen"}
-    turns = 8 if arguments.quick else 30
+    parts = set(arguments.parts) - ({"capture", "unseen"} if arguments.quick else set())
+    if not parts:
+        options.error("--quick has day_0 and swaps alone")
+    fill_in(arguments, {"turns": (8, 30)})
+    turns: int = arguments.turns
     with (
         _bench(arguments.model, arguments.prompts) as bench,
         bench.live_server() as live,
@@ -207,39 +224,48 @@ def _capture(
     document: dict[str, Any],
 ) -> None:
     """Token/s with capture and without, of one server that drafts in every round."""
-    rates = _in_turns(bench, {"captured": (fixed, {}), "silent": (fixed, {"custom_params": SILENT})}, turns)
+    kinds: dict[str, Kind] = {"captured": (fixed, {}), "silent": (fixed, {"custom_params": SILENT})}
+    # Two a client, so that half of the traces are made beside decoding.
+    rates = _in_turns(bench, kinds, turns, per_client=2)
     ratio = _ratio(rates, "captured", "silent")
+    report = bench.settled_report(FIXED_ID)
     rows += [
         *((f"fixed depth {DEPTH}, {kind}: token/s", Spread.of(values)) for kind, values in rates.items()),
         (f"fixed depth {DEPTH}: capture on / off", ratio),
     ]
-    targets.append(Target("capture_ratio_drafting", ratio.value, 0.98))
+    targets += [
+        Target("capture_ratio_drafting", ratio.value, 0.98),
+        Target("captured_requests", int(report["appended"]), (turns + _WARM_UP) * 2 * CLIENTS),
+    ]
     document["capture"] = {
         "turns": turns,
         "turn_tokens": TURN_TOKENS,
         "tokens_per_s": {kind: Spread.of(values).to_dict() for kind, values in rates.items()},
         "capture_ratio_drafting": ratio.to_dict(),
-        "report": bench.report(FIXED_ID),
+        "report": report,
     }
 
 
-def _in_turns(bench: Bench, kinds: Mapping[str, Kind], turns: int) -> dict[str, list[float]]:
-    """Token/s of each kind in each turn.
+def _in_turns(bench: Bench, kinds: Mapping[str, Kind], turns: int, *, per_client: int = 1) -> dict[str, list[float]]:
+    """Token/s of each kind in each turn, in which a client asks `per_client` times.
 
     In a turn all are asked the same, with another number in front, so that no server has read it before.
     """
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(-2, turns):  # the first ones warm up
-        first = CLIENTS * (turn + 2) % 100  # those behind are learnt from, or asked unseen
-        prompts = bench.prompts[first : first + CLIENTS]
+    num_prompts = CLIENTS * per_client
+    for turn in range(-_WARM_UP, turns):
+        first = num_prompts * (turn + _WARM_UP) % 96  # those from 100 on are learnt from, or asked unseen
+        prompts = bench.prompts[first : first + num_prompts]
         shift = turn % len(kinds)
         order = [*list(kinds)[shift:], *list(kinds)[:shift]]
         for kind in order if turn // len(kinds) % 2 else reversed(order):
             server, params = kinds[kind]
-            number = f"{turn + 2:03d}{order.index(kind)}"
+            number = f"{turn + _WARM_UP:03d}{order.index(kind)}"
             texts = [f"Question {number}: {prompt.text[:1500]}" for prompt in prompts]
             batch = [bench.ids(replace(prompt, text=text)) for prompt, text in zip(prompts, texts, strict=True)]
             rate = _tokens_per_s(server, batch, params, max_new_tokens=TURN_TOKENS)
+            # What is left to do for the traces of this turn is not to fall into the next.
+            time.sleep(_AFTERWARDS_S)
             if turn >= 0:
                 rates[kind].append(rate)
     return rates
@@ -255,7 +281,7 @@ def _tokens_per_s(
 ) -> float:
     values = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
     started_s = time.perf_counter()
-    with ThreadPoolExecutor(len(batch)) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda ids: server.generate(ids, **values), batch))
     return sum(len(answer["output_ids"]) for answer in answers) / (time.perf_counter() - started_s)
 
@@ -396,10 +422,13 @@ def _unseen(
     for start in range(0, len(prompts), CLIENTS):
         batch = prompts[start : start + CLIENTS]
         tokens: dict[str, list[list[int]]] = {}
-        for kind, server in (("plain", plain), ("fixed", fixed), ("live", live)):
+        kinds = [("plain", plain, {}), ("fixed", fixed, {"custom_params": SILENT}), ("live", live, {})]
+        shift = start // CLIENTS % len(kinds)
+        for kind, server, params in kinds[shift:] + kinds[:shift]:
             started_s = time.perf_counter()
             with ThreadPoolExecutor(CLIENTS) as pool:
-                answers = list(pool.map(lambda p: server.generate(bench.ids(p), max_new_tokens=96), batch))  # noqa: B023
+                values = {"max_new_tokens": 96, **params}
+                answers = list(pool.map(lambda p: server.generate(bench.ids(p), **values), batch))  # noqa: B023
             tokens[kind] = [answer["output_ids"] for answer in answers]
             rates[kind].append(sum(map(len, tokens[kind])) / (time.perf_counter() - started_s))
             if kind == "fixed":
