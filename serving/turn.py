@@ -177,7 +177,7 @@ class Turn:
         """Nothing is held against a barred version where an operator releases it. Raises StreamError."""
 
         def cleared(spread: Spread | None, _: Views) -> Spread | None:
-            if spread is None or spread.version != version:
+            if spread is None or spread.version != version or spread.num_early < self._rules.most_early:
                 return None
             return msgspec.structs.replace(spread, members={}, num_early=0)
 

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 _ATTRIBUTE = "_slipstream_ticket"
 _GATHER_S, _GATHER_BYTES = 1.0, 16 << 20
 """How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""
+_MOST_QUEUED_BYTES = 4 * _GATHER_BYTES
+"""With more, the assembler is behind: logits are reduced before they are queued, whatever the device."""
 
 
 @dataclass(eq=False)
@@ -105,7 +107,8 @@ class Capture:
         self._engine_id, self._fingerprint = engine_id, target_fingerprint
         self._copier, self._probe, self._budget, self._on_trace = HostCopier(device), probe, budget, on_trace
         self._sampler = sampler
-        self._top_tokens, self._reduces_first = TopTokens(settings.capture_topk), device.type != "cpu"
+        self._is_cpu = device.type == "cpu"
+        self._scheduler_top, self._assembler_top = TopTokens(settings.capture_topk), TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._lock = threading.Lock()
@@ -137,8 +140,9 @@ class Capture:
                     last.append(index)
             offset += length
         if rows:
-            captured = logits if len(last) == len(logits) else logits[last]
-            copy = self._copy({}, {"features": torch.cat(features).to(torch.bfloat16)}, captured)
+            own = {"features": torch.cat(features).to(torch.bfloat16)}
+            is_whole = len(last) == len(logits)
+            copy = self._copy({}, own, logits if is_whole else logits[last], is_own=not is_whole)
             self._put(_Prefill(copy, tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
@@ -174,19 +178,27 @@ class Capture:
                 "next_token": verify.retrieve_next_token,
                 "next_sibling": verify.retrieve_next_sibling,
             }
-        if len(chosen) < num_requests:
+        is_own = len(chosen) < num_requests
+        if is_own:
             wanted = torch.tensor([index for index, _ in chosen], device=tensors["seq_lens"].device)
             tensors = {name: tensor[wanted] for name, tensor in tensors.items()}
         tensors["features"] = tensors["features"].to(torch.bfloat16)
         logits = tensors.pop("logits")
-        copy = self._copy(tensors, {}, logits)
+        shared, own = ({}, tensors) if is_own else (tensors, {})
+        copy = self._copy(shared, own, logits, is_own=is_own)
         tickets = tuple(ticket for _, ticket in chosen)
         self._put(_Verified(copy, tickets, _Kind(num_nodes, draft_version, is_tree=verify.topk > 1)))
 
-    def _copy(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], logits: Tensor) -> HostCopy:
-        """On a CPU, too, logits are copied: who holds on to SGLang's has it pay for fresh memory in every step."""
-        if self._reduces_first:
-            return self._copier.start(shared, {**own, **self._top_tokens(logits)})
+    def _copy(
+        self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], logits: Tensor, *, is_own: bool
+    ) -> HostCopy:
+        """Start the copies of a step. On a CPU, too, logits that are not our `own` are copied: who holds on to SGLang's
+        has it pay for fresh memory in every step.
+        """
+        if not self._is_cpu or self._queued_bytes > _MOST_QUEUED_BYTES:
+            return self._copier.start(shared, {**own, **self._scheduler_top(logits)})
+        if is_own:
+            return self._copier.start(shared, {**own, "logits": logits})
         return self._copier.start({**shared, "logits": logits}, own)
 
     def on_release(self, request: Any) -> None:
@@ -256,6 +268,8 @@ class Capture:
 
     def _assemble(self) -> None:
         """Waits for events; ends at None. What fails costs its own spans, counted; the thread goes on."""
+        if self._is_cpu:
+            torch.set_num_threads(1)  # of this thread: SGLang's own computes beside it
         while self._take(self._gather()):
             pass
 
@@ -296,8 +310,7 @@ class Capture:
                 self._fail(ticket, error)
 
     def _take_prefill(self, event: _Prefill) -> None:
-        self._give_back(event.copy.num_bytes)
-        host = self._arrived(event.copy)
+        host = self._arrived([event])
         ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
         additions: list[_Addition] = []
         offset = 0
@@ -314,23 +327,25 @@ class Capture:
         self._grow(additions)
 
     def _take_verified(self, kind: _Kind, events: Sequence[_Verified]) -> None:
-        self._give_back(sum(event.copy.num_bytes for event in events))
-        host = joined([self._arrived(event.copy) for event in events])
+        host = self._arrived(events)
         owners = [ticket for event in events for ticket in event.tickets]
         additions = committed(host, owners, draft_version=kind.draft_version, is_tree=kind.is_tree)
         self._grow(list(additions))
 
-    def _arrived(self, copy: HostCopy) -> dict[str, Tensor]:
-        """What was copied, its logits reduced."""
-        host = dict(copy.wait())
-        logits = host.pop("logits", None)
-        return host if logits is None else {**host, **self._top_tokens(logits)}
+    def _arrived(self, events: Sequence[_Prefill | _Verified]) -> Mapping[str, Tensor]:
+        """What was copied, as one, the logits reduced. What is kept of it counts as its spans'."""
+        try:
+            return joined([self._reduced(event.copy.wait()) for event in events])
+        finally:
+            num_bytes = sum(event.copy.num_bytes for event in events)
+            with self._lock:
+                self._held_bytes -= num_bytes
+                self._queued_bytes -= num_bytes
 
-    def _give_back(self, num_bytes: int) -> None:
-        """Of a copy that is being read; what is kept of it counts as its span's."""
-        with self._lock:
-            self._held_bytes -= num_bytes
-            self._queued_bytes -= num_bytes
+    def _reduced(self, host: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes the logits out of `host`, so that they are freed one step after the other."""
+        logits = host.pop("logits", None)
+        return host if logits is None else {**host, **self._assembler_top(logits)}
 
     def _grow(self, additions: Sequence[_Addition]) -> None:
         grown = 0

@@ -46,6 +46,8 @@ def check_server(args: Any, settings: PluginSettings) -> str:
             raise ConfigError(f"{flag} is {threshold}: below 1.0 the text changes, leave it at 1.0")
     if args.pp_size != 1 or args.disaggregation_mode != "null" or args.enable_dp_attention:
         raise ConfigError("pipeline parallelism, disaggregation and DP attention are not supported: turn them off")
+    if args.dp_size != 1:
+        raise ConfigError(f"--dp-size is {args.dp_size}: start one server for each, and put sglang-router in front")
     if args.speculative_use_rejection_sampling:
         raise ConfigError("--speculative-use-rejection-sampling samples the proposals: turn it off")
     is_wanted()

@@ -25,12 +25,14 @@ log = structlog.get_logger(__name__)
 
 _READINESS = "/readiness"
 """Where sglang-router answers 200 while it has a healthy worker; at /health it speaks of itself alone."""
+_READINESS_TIMEOUT_S = 2.0
+"""It answers from memory, and routers are asked one after another."""
 
 
 def is_ready(http: httpx.Client, router: str) -> bool:
     """Whether the router at this address has an engine to send requests to."""
     with suppress(httpx.TransportError):
-        return http.get(f"{router}{_READINESS}").status_code == 200
+        return http.get(f"{router}{_READINESS}", timeout=_READINESS_TIMEOUT_S).status_code == 200
     return False
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from speculator.errors import ConfigError
+
 
 class HostCopy:
     """Named tensors on their way to the host; `wait` blocks the calling thread, never the device."""
@@ -25,6 +27,9 @@ class HostCopier:
     """Starts copies from one device; used by the thread that runs the model."""
 
     def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError for a device whose copies it cannot wait for."""
+        if device.type not in ("cuda", "cpu"):
+            raise ConfigError(f"capture has no way to copy from {device.type}: leave capture off")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def start(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> HostCopy:

@@ -170,10 +170,11 @@ def test_a_batch_of_two_becomes_two_traces() -> None:
 
 
 def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depths in turn, one request beside another and alone, and a swap in the middle."""
+    """Depths in turn, one request beside another and alone, and a swap in the middle; so whichever thread reduces."""
 
-    def run(gather_s: float) -> list[Trace]:
+    def run(gather_s: float, most_queued_bytes: int = 1 << 30) -> list[Trace]:
         monkeypatch.setattr("serving.sglang.capture._GATHER_S", gather_s)
+        monkeypatch.setattr("serving.sglang.capture._MOST_QUEUED_BYTES", most_queued_bytes)
         torch.manual_seed(0)
         traces: list[Trace] = []
         capture = make_capture(traces)
@@ -191,7 +192,7 @@ def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest
         settle(capture)
         return traces
 
-    for alone, together in zip(run(0), run(10), strict=True):
+    for alone, together in [*zip(run(0), run(10), strict=True), *zip(run(0), run(10, -1), strict=True)]:
         check_trace(together)
         assert together.token_ids.tolist() == alone.token_ids.tolist()
         for name in ("position", "draft_tokens", "draft_logprobs", "num_accepted", "draft_version"):
@@ -219,6 +220,24 @@ def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_sto
     verify(capture, [second], [4], [[23, 24]], [0])
     settle(capture)
     assert not capture._thread.is_alive()
+
+
+def test_much_is_taken_at_once_and_little_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sglang.capture._GATHER_S", 3600)
+    monkeypatch.setattr("serving.sglang.capture._GATHER_BYTES", VOCAB * 4)
+    traces: list[Trace] = []
+    capture, request = make_capture(traces), Request([1, 2, 3])
+    prefill(capture, [request])
+    wait_until(lambda: capture._queued_bytes == 0)
+    monkeypatch.setattr("serving.sglang.capture._GATHER_BYTES", 1 << 30)
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [2])
+    assert not capture._urgent.is_set()
+    assert capture._queued_bytes > 0
+    end(capture, request)
+    settle(capture)
+    assert len(traces) == 1
+    assert (capture._queued_bytes, capture._held_bytes) == (0, 0)
 
 
 def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:

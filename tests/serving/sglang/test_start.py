@@ -50,6 +50,7 @@ def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNames
         "speculative_accept_threshold_acc": 1.0,
         "speculative_use_rejection_sampling": False,
         "pp_size": 1,
+        "dp_size": 1,
         "disaggregation_mode": "null",
         "enable_dp_attention": False,
     }
@@ -68,6 +69,7 @@ def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc is 0.5"),
         ({"pp_size": 2}, "pipeline parallelism"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
+        ({"dp_size": 2}, "put sglang-router in front"),
         ({"speculative_use_rejection_sampling": True}, "rejection-sampling"),
         ({"speculative_draft_model_path": "/somewhere/else"}, "no version of the draft store"),
     ],
