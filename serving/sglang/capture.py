@@ -30,7 +30,7 @@ from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, SpanRequest
 from serving.sglang.transfer import HostCopier, HostCopy
-from serving.sglang.verdicts import TopTokens, committed, in_order, joined
+from serving.sglang.verdicts import TopTokens, committed, committed_nodes, in_order, joined, over_all_nodes
 from speculator.errors import type_and_place
 from speculator.spans import Parent, record
 from speculator.trace import Trace
@@ -185,6 +185,10 @@ class Capture:
         tensors["features"] = tensors["features"].to(torch.bfloat16)
         logits = tensors.pop("logits")
         shared, own = ({}, tensors) if is_own else (tensors, {})
+        if self._is_cpu and num_nodes > 1:
+            # Here the verdict is known by now: only what was committed has to be copied and reduced.
+            nodes = committed_nodes(tensors["accept_index"], tensors["first_node"], num_nodes)
+            logits, own, is_own = logits.flatten(0, 1)[nodes], {**own, "nodes": nodes}, True
         copy = self._copy(shared, own, logits, is_own=is_own)
         tickets = tuple(ticket for _, ticket in chosen)
         self._put(_Verified(copy, tickets, _Kind(num_nodes, draft_version, is_tree=verify.topk > 1)))
@@ -344,8 +348,10 @@ class Capture:
 
     def _reduced(self, host: dict[str, Tensor]) -> dict[str, Tensor]:
         """Takes the logits out of `host`, so that they are freed one step after the other."""
-        logits = host.pop("logits", None)
-        return host if logits is None else {**host, **self._assembler_top(logits)}
+        logits, nodes = host.pop("logits", None), host.pop("nodes", None)
+        if logits is not None:
+            host = {**host, **self._assembler_top(logits)}
+        return host if nodes is None else {**host, **over_all_nodes(host, nodes)}
 
     def _grow(self, additions: Sequence[_Addition]) -> None:
         grown = 0

@@ -47,6 +47,27 @@ def committed(
         yield owner, rows, rounds
 
 
+def committed_nodes(accept_index_BA: Tensor, first_node_B: Tensor, num_nodes: int) -> Tensor:
+    """Which nodes were committed, of B trees of `num_nodes` one after another, [R].
+
+    `accept_index_BA` numbers them over the batch that SGLang verified, −1 for none; these trees may be some of it.
+    """
+    own_B1 = torch.arange(len(first_node_B), device=first_node_B.device)[:, None] * num_nodes
+    return (accept_index_BA - first_node_B[:, None] + own_B1)[accept_index_BA >= 0]
+
+
+def over_all_nodes(host: Mapping[str, Tensor], nodes_R: Tensor) -> dict[str, Tensor]:
+    """The top tokens [R, K] of these nodes at their places among all of them, [B, N, K]; nobody reads the others."""
+    shape = host["features"].shape[:2]
+    found = {}
+    for name in ("topk_ids", "topk_logprobs"):
+        values_RK = host[name]
+        all_MK = values_RK.new_zeros(shape.numel(), values_RK.shape[-1])
+        all_MK[nodes_R] = values_RK
+        found[name] = all_MK.view(*shape, -1)
+    return found
+
+
 def _paths(host: Mapping[str, Tensor]) -> list[np.ndarray]:
     """The nodes of each tree that were committed, numbered within it, the root first."""
     if "accept_index" not in host:

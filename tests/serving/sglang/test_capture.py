@@ -23,7 +23,7 @@ from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.transfer import HostCopy
-from serving.sglang.verdicts import TopTokens, in_order, tree_parents
+from serving.sglang.verdicts import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
 from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
@@ -428,6 +428,20 @@ def test_no_budget_is_no_limit() -> None:
     budget = ByteBudget(0)
     budget.spend(10**12)
     assert budget.admits()
+
+
+def test_what_was_committed_of_some_trees_of_a_batch_keeps_its_place() -> None:
+    """The first and the third of three trees with three nodes."""
+    nodes = committed_nodes(torch.tensor([[0, 1, -1], [6, 8, -1]]), torch.tensor([0, 6]), 3)
+    assert nodes.tolist() == [0, 1, 3, 5]
+    host = {
+        "features": torch.empty(2, 3, WIDTH),
+        "topk_ids": torch.arange(1, 5)[:, None],
+        "topk_logprobs": -nodes[:, None],
+    }
+    placed = over_all_nodes(host, nodes)
+    assert placed["topk_ids"].squeeze(-1).tolist() == [[1, 2, 0], [3, 0, 4]]
+    assert placed["topk_logprobs"].squeeze(-1).tolist() == [[0, -1, 0], [-3, 0, -5]]
 
 
 def test_tree_links_become_parents() -> None:
