@@ -207,9 +207,7 @@ def _day_0(
     for name, at_least in (("day_0_ratio", 0.97), ("capture_ratio", 0.98)):
         targets.append(Target(name, ratios[name].value, at_least))
     document["day_0"] = {
-        "turns": turns,
-        "turn_tokens": TURN_TOKENS,
-        "tokens_per_s": {kind: Spread.of(values).to_dict() for kind, values in rates.items()},
+        **_figures(rates),
         **{name: ratio.to_dict() for name, ratio in ratios.items()},
         "report": bench.report(),
     }
@@ -238,9 +236,7 @@ def _capture(
         Target("captured_requests", int(report["appended"]), (turns + _WARM_UP) * 2 * CLIENTS),
     ]
     document["capture"] = {
-        "turns": turns,
-        "turn_tokens": TURN_TOKENS,
-        "tokens_per_s": {kind: Spread.of(values).to_dict() for kind, values in rates.items()},
+        **_figures(rates),
         "capture_ratio_drafting": ratio.to_dict(),
         "report": report,
     }
@@ -269,6 +265,14 @@ def _in_turns(bench: Bench, kinds: Mapping[str, Kind], turns: int, *, per_client
             if turn >= 0:
                 rates[kind].append(rate)
     return rates
+
+
+def _figures(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    return {
+        "turns": min(map(len, rates.values())),
+        "turn_tokens": TURN_TOKENS,
+        "tokens_per_s": {kind: Spread.of(values).to_dict() for kind, values in rates.items()},
+    }
 
 
 def _ratio(rates: Mapping[str, Sequence[float]], above: str, below: str) -> Median:

@@ -236,13 +236,17 @@ def test_engines_that_are_back_before_anybody_misses_them_have_ended_all_the_sam
     assert (last.state, last.actor, last.numbers["engines_that_ended"]) == (State.QUARANTINED, "engine:c", 2)
 
 
-def test_the_count_of_ends_outlives_who_could_not_write_it_down(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the store takes nothing the version is not tried either, and a crash then forgets nothing."""
+def two_end_as_they_try(scene: Scene) -> None:
     scene.pointer.publish(2)
     for name in ("a", "b"):
         (alone,) = scene.start(name)
         scene.follow()
         scene.die(alone)
+
+
+def test_the_count_of_ends_outlives_who_could_not_write_it_down(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the store takes nothing the version is not tried either, and a crash then forgets nothing."""
+    two_end_as_they_try(scene)
     with monkeypatch.context() as while_full:
         while_full.setattr(scene.states, "bar", unwritable)
         (third,) = scene.start("c")
@@ -260,11 +264,7 @@ def test_the_count_of_ends_outlives_who_could_not_write_it_down(scene: Scene, mo
 def test_what_the_store_takes_later_is_held_against_a_released_version_no_more(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene.pointer.publish(2)
-    for name in ("a", "b"):
-        (alone,) = scene.start(name)
-        scene.follow()
-        scene.die(alone)
+    two_end_as_they_try(scene)
     with monkeypatch.context() as while_full:
         while_full.setattr(scene.states, "bar", unwritable)
         (third,) = scene.start("c")
