@@ -1,6 +1,7 @@
 """Four engines and a trainer on one Redis and one store: how drafts spread over them, and what a kill leaves.
 
     python -m benchmarks.fleet [--engines 4] [--quick] [--json FILE] [--prompts FILE.jsonl] [--model DIR_OR_ID]
+                               [--patience-s 600]
 
 Every engine is a `slipstream serve` of its own with clients that never stop asking, and with a draft that knows their
 answers. In this order:
@@ -40,11 +41,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common import Target, finish, parser, pick_prompts
+from benchmarks.common import Target, fill_in, finish, parser, pick_prompts
 from benchmarks.engines import answers_of, engine_with
 from benchmarks.faults.accounts import Accounts
 from benchmarks.faults.load import CHANGED, CUT, OK
-from benchmarks.fleet_processes import Fleet, dtype_of
+from benchmarks.fleet_processes import KNOWN_VERIFICATIONS, Fleet, dtype_of
 from benchmarks.live import trained
 from benchmarks.rollback import noisy
 from benchmarks.services import TRAINER_ENVIRONMENT, wait
@@ -63,6 +64,7 @@ LEARNT_FROM = 96
 TOY_QUESTIONS = ["a"]
 TOY_FAVOURITE = 29
 """The token that most of its answer consists of."""
+SAY_EVERY_S = 60.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -107,7 +109,7 @@ def run(fleet: Fleet, drafts: Drafts, timeout_s: float) -> tuple[Figures, Accoun
     fleet.publish(first)
     with fleet.running():
         wait(lambda: fleet.all_run(first), "all engines to report", 60)
-        wait(fleet.know_their_draft, "all engines to know what they run", timeout_s)
+        wait_until_known(fleet, timeout_s)
         figures.good_s, settled, waiting = spread(fleet, drafts.good, timeout_s)
         _say(f"good in {figures.good_s:.1f} s")
         kills(fleet, waiting, settled, figures, timeout_s)
@@ -119,7 +121,7 @@ def run(fleet: Fleet, drafts: Drafts, timeout_s: float) -> tuple[Figures, Accoun
         figures.bad_s += wait(lambda: fleet.all_run(settled), "everybody to be back", 30)
         figures.bad_by = fleet.store.lifecycle.history(bad)[-1].actor.partition(":")[0]
         _say(f"bad barred in {figures.bad_s:.1f} s by {figures.bad_by}")
-        wait(fleet.know_their_draft, "all engines to know what they run", timeout_s)
+        wait_until_known(fleet, timeout_s)
         figures.again_s = spread(fleet, drafts.better, timeout_s)[0]
         _say(f"good again in {figures.again_s:.1f} s")
         figures.bad_ran = fleet.ran(bad)
@@ -129,6 +131,20 @@ def run(fleet: Fleet, drafts: Drafts, timeout_s: float) -> tuple[Figures, Accoun
         wait(fleet.is_settled, "everything to be settled", 180)
         fleet.trainer.end(signal.SIGTERM)
         return figures, fleet.accounts()
+
+
+def wait_until_known(fleet: Fleet, timeout_s: float) -> None:
+    """Until each engine has verified enough of what its draft proposes; says once a minute how far each has come."""
+    said_s = time.monotonic()
+
+    def is_known() -> bool:
+        nonlocal said_s
+        if time.monotonic() - said_s >= SAY_EVERY_S:
+            said_s = time.monotonic()
+            _say(f"verifications of the draft in service, by engine: {fleet.verifications()}")
+        return fleet.know_their_draft()
+
+    wait(is_known, f"{KNOWN_VERIFICATIONS} verifications of each engine", timeout_s)
 
 
 def spread(fleet: Fleet, draft: Eagle3Draft, timeout_s: float) -> tuple[float, int, int]:
@@ -206,7 +222,14 @@ def main() -> None:
     options.add_argument(
         "--train-steps", type=int, default=100, help="of the good draft; the one before it has a fifth; default 100"
     )
+    options.add_argument(
+        "--patience-s",
+        type=float,
+        help="give up after waiting so long for engines to verify enough, for a canary, or for a verdict; "
+        "default 600, quick 120",
+    )
     arguments = options.parse_args()
+    fill_in(arguments, {"patience_s": (120.0, 600.0)})
     is_toy = arguments.quick
     torch.set_num_threads(1)
     os.environ.update(TRAINER_ENVIRONMENT)
@@ -227,7 +250,7 @@ def main() -> None:
             first, good, better = learnt(model_dir, questions[:LEARNT_FROM], steps)
             drafts = Drafts(first, good, noisy(good, float("inf")), better)
         fleet = Fleet(folder, model_dir, questions, arguments.engines, is_toy=is_toy)
-        figures, accounts = run(fleet, drafts, 120 if arguments.quick else 600)
+        figures, accounts = run(fleet, drafts, arguments.patience_s)
     _finish(figures, accounts, time.monotonic() - started_s, arguments)
 
 

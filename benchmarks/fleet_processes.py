@@ -143,9 +143,12 @@ class Fleet:
 
     def know_their_draft(self) -> bool:
         """Whether each has something to compare the next one with; a planner that has just begun hardly drafts."""
-        reports = self.reports()
-        known = [int(report["baseline_verifications"]) >= KNOWN_VERIFICATIONS for report in reports.values()]
-        return len(known) == len(self.engines) and all(known)
+        known = self.verifications().values()
+        return len(known) == len(self.engines) and min(known) >= KNOWN_VERIFICATIONS
+
+    def verifications(self) -> dict[int, int]:
+        """Of the draft in service, by engine, of those that live."""
+        return {number: int(report["baseline_verifications"]) for number, report in self.reports().items()}
 
     def ran(self, version: int) -> int:
         """How many engines ever had it in service."""
