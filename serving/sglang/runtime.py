@@ -266,7 +266,7 @@ class EngineRuntime:
     def _target_renewed(self, version: int) -> None:
         self.depth.target_version = version
         if self._traces is not None:
-            self._traces.capture.target_version = version
+            self._traces.target_renewed(version)
 
     def _status(self) -> Fields:
         self._target.follow()

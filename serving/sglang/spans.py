@@ -19,6 +19,7 @@ from torch import Tensor
 from serving.engine import CapturePolicy
 from serving.header import make_header
 from speculator.sampling import SamplingParams
+from speculator.spans import Parent
 from speculator.trace import Trace, VerifyRounds
 
 MAX_COMPLETION_TOKENS = 4096
@@ -169,3 +170,20 @@ class Span:
             num_accepted=np.array([len(round_.path) for round_ in rounds], np.int8),
             draft_version=np.array([round_.draft_version for round_ in rounds], np.int32),
         )
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What hangs on a running request."""
+
+    span: Span | None
+    """None where the request is not captured, and once its trace is built or dropped."""
+    parent: Parent | None = None
+    """What the assembling's span is put under."""
+    dropped: str = ""
+    """Why its trace will not be made; set by either thread, counted by the one that assembles."""
+
+    @property
+    def growing(self) -> Span | None:
+        """The span, where more of it is wanted."""
+        return None if self.dropped else self.span

@@ -15,6 +15,7 @@ import torch
 from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
 from serving.sampler import CaptureSampler
+from serving.sglang.assembler import TraceAssembler
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
@@ -28,7 +29,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class TracePipeline:
-    """`capture` is for the scheduler's thread, `distrust` and `trust` are for any, the rest is for the follower's."""
+    """`capture` is for the scheduler's thread, what tells of the target for any, the rest is for the follower's."""
 
     def __init__(
         self,
@@ -62,16 +63,14 @@ class TracePipeline:
             ttl_s=ttl_s,
             sampler=sampler,
         )
-        self.capture = Capture(
+        self._assembler = TraceAssembler(
             settings,
             engine_id=engine_id,
             target_fingerprint=target_fingerprint,
             device=device,
-            probe=probe,
-            budget=budget,
-            sampler=sampler,
             on_trace=self._recorder.submit,
         )
+        self.capture = Capture(settings, self._assembler, device=device, probe=probe, budget=budget, sampler=sampler)
 
     def distrust(self) -> None:
         """The target's weights are not the right ones: nothing is recorded until `trust`."""
@@ -80,17 +79,22 @@ class TracePipeline:
     def trust(self) -> None:
         self._recorder.trust()
 
+    def target_renewed(self, version: int) -> None:
+        """A new target is announced: what was begun under another is not recorded."""
+        self._assembler.target_version = version
+
     def forget(self, tenants: Collection[str]) -> None:
         self._recorder.forget(tenants)
 
     def close(self) -> None:
         """Assemble and write what is queued."""
-        self.capture.close(_CLOSE_TIMEOUT_S)
+        self._assembler.close(_CLOSE_TIMEOUT_S)
         self._recorder.close(_CLOSE_TIMEOUT_S)
 
     def status(self) -> dict[str, str | int | float]:
         """Fields of the engine's report."""
-        stats, lost = self._recorder.stats(), self.capture.dropped
+        # Copies: their threads go on counting.
+        stats, lost = self._recorder.stats(), Counter(self.capture.refused) + Counter(self._assembler.dropped)
         dropped = Counter(stats.dropped_by_reason) + lost
         return {
             "captured": stats.captured,

@@ -1,4 +1,4 @@
-"""From the tensors of verifications, on the host, to the rows and the rounds of each of their requests."""
+"""From the tensors of prefills and verifications, on the host, to the rows and the rounds of their requests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,36 @@ T = TypeVar("T")
 def joined(hosts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     """Verifications of trees of the same size, one after another, as if they had been one."""
     return hosts[0] if len(hosts) == 1 else {name: torch.cat([host[name] for host in hosts]) for name in hosts[0]}
+
+
+def reduced(host: dict[str, Tensor], top_tokens: TopTokens) -> dict[str, Tensor]:
+    """With the top tokens of what came as logits; where those are of some `nodes` of trees, at their places among all.
+
+    Takes the logits out of `host`, so that they are freed one step after the other.
+    """
+    logits, nodes = host.pop("logits", None), host.pop("nodes", None)
+    if logits is not None:
+        host = {**host, **top_tokens(logits)}
+    return host if nodes is None else {**host, **over_all_nodes(host, nodes)}
+
+
+def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -> Iterator[tuple[T, Rows, list[Round]]]:
+    """The rows of each (owner, first position, number of rows), one after another in a prefill; it has no rounds.
+
+    `host` holds features [n, w] of them all, and topk_ids and topk_logprobs [B, K] of the last of each owner.
+    """
+    ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
+    offset = 0
+    for index, (owner, start, length) in enumerate(owned):
+        rows = Rows(
+            start=start,
+            # A copy: a view would keep the whole batch's rows in memory as long as the slowest request.
+            features=host["features"][offset : offset + length].clone(),
+            topk_ids=ids[index : index + 1].copy(),
+            topk_logprobs=logprobs[index : index + 1].copy(),
+        )
+        yield owner, rows, []
+        offset += length
 
 
 def committed(

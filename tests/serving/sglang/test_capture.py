@@ -1,11 +1,12 @@
-"""Capture on the scheduler's side, with stand-ins for SGLang's objects: what is picked, dropped, and freed."""
+"""Capture with stand-ins for SGLang's objects: what is picked, refused, and freed, and what a trace says of it."""
 
 from __future__ import annotations
 
 import gc
-import time
+import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,134 +20,14 @@ from serving.sampler import CaptureSampler
 from serving.sglang import plugin
 from serving.sglang.asked import is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget
-from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
-from serving.sglang.transfer import HostCopy
+from serving.sglang.traces import TracePipeline
 from serving.sglang.verdicts import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
 from speculator.clock import now_ms
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
-from tests.waiting import wait_until
-
-WIDTH, VOCAB, KEPT = 6, 32, 4
-
-
-class Finish:
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def to_json(self) -> dict[str, str]:
-        return {"type": self._kind}
-
-
-class Request:
-    """The part of SGLang's `Req` that capture reads."""
-
-    def __init__(self, prompt: list[int], rid: str = "r", **changes: Any) -> None:
-        self.rid, self.origin_input_ids, self.output_ids = rid, prompt, list[int]()
-        self.finished_reason: Finish | None = None
-        self.time_stats = SimpleNamespace(scheduler_recv_time=time.perf_counter())
-        self.lora_id = self.multimodal_inputs = self.input_embeds = self.grammar = self.custom_logit_processor = None
-        params = {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 1,
-            "min_p": 0.0,
-            "min_new_tokens": 0,
-            "logit_bias": None,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "custom_params": None,
-        }
-        self.sampling_params = SimpleNamespace(**params | changes)
-
-    @property
-    def output_ids_through_stop(self) -> list[int]:
-        return self.output_ids
-
-    def finished(self) -> bool:
-        return self.finished_reason is not None
-
-
-def make_capture(
-    traces: list[Trace],
-    *,
-    budget: ByteBudget | None = None,
-    probe: DraftProbe | None = None,
-    sampler: CaptureSampler | None = None,
-    **settings: Any,
-) -> Capture:
-    device = torch.device("cpu")
-    return Capture(
-        PluginSettings(capture=True, capture_topk=KEPT, **settings),
-        engine_id="e",
-        target_fingerprint="f" * 64,
-        device=device,
-        probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
-        budget=budget or ByteBudget(0),
-        on_trace=traces.append,
-        sampler=sampler,
-    )
-
-
-def prefill(capture: Capture, requests: list[Request], starts: list[int] | None = None) -> None:
-    starts = starts or [0] * len(requests)
-    lengths = [len(request.origin_input_ids) - start for request, start in zip(requests, starts, strict=True)]
-    batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
-    capture.after_prefill(batch, torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB))
-
-
-def verify(
-    capture: Capture,
-    requests: list[Request],
-    positions: list[int],
-    proposals: list[list[int]],
-    accepted: list[int],
-    version: int = 7,
-) -> None:
-    """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
-    num_nodes = 1 + len(proposals[0])
-    nodes = torch.tensor([[0, *chain] for chain in proposals])
-    links = torch.tensor([[*range(1, num_nodes), -1]] * len(requests))
-    index = torch.full((len(requests), num_nodes), -1)
-    for row, count in enumerate(accepted):
-        index[row, : count + 1] = torch.arange(row * num_nodes, row * num_nodes + count + 1)
-    spec_info = SimpleNamespace(
-        draft_token=nodes.flatten(),
-        draft_token_num=num_nodes,
-        topk=1,
-        retrieve_next_token=links,
-        retrieve_next_sibling=torch.full_like(links, -1),
-    )
-    batch = SimpleNamespace(
-        reqs=requests,
-        spec_info=spec_info,
-        seq_lens=torch.tensor(positions),
-        req_pool_indices=torch.arange(len(requests)),
-    )
-    before = capture.before_verify(batch)
-    result = SimpleNamespace(
-        accept_index=index,
-        accept_lens=torch.tensor(accepted) + 1,
-        logits_output=SimpleNamespace(
-            hidden_states=torch.randn(len(requests) * num_nodes, WIDTH).bfloat16(),
-            next_token_logits=torch.randn(len(requests) * num_nodes, VOCAB),
-        ),
-    )
-    capture.after_verify(batch, before, result, version)
-    for request, chain, count in zip(requests, proposals, accepted, strict=True):
-        request.output_ids += [*chain[:count], 30]
-
-
-def end(capture: Capture, request: Request, kind: str = "length") -> None:
-    request.finished_reason = Finish(kind)
-    capture.on_release(request)
-
-
-def settle(capture: Capture) -> None:
-    capture.close(5)
+from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
 
 
 def test_a_batch_of_two_becomes_two_traces() -> None:
@@ -169,109 +50,6 @@ def test_a_batch_of_two_becomes_two_traces() -> None:
     assert traces[0].rounds.draft_version.tolist() == [7]
 
 
-def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depths in turn, one request beside another and alone, and a swap in the middle; so whichever thread reduces."""
-
-    def run(gather_s: float, most_queued_bytes: int = 1 << 30) -> list[Trace]:
-        monkeypatch.setattr("serving.sglang.capture._GATHER_S", gather_s)
-        monkeypatch.setattr("serving.sglang.capture._MOST_QUEUED_BYTES", most_queued_bytes)
-        torch.manual_seed(0)
-        traces: list[Trace] = []
-        capture = make_capture(traces)
-        first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
-        prefill(capture, [first, second])
-        first.output_ids, second.output_ids = [10], [11]
-        verify(capture, [first, second], [3, 2], [[], []], [0, 0])
-        verify(capture, [first, second], [4, 3], [[], []], [0, 0])
-        verify(capture, [first, second], [5, 4], [[21, 22], [23, 24]], [2, 0])
-        verify(capture, [first, second], [8, 5], [[25, 26], [27, 28]], [0, 1])
-        verify(capture, [first, second], [9, 7], [[25, 26], [27, 28]], [0, 1], version=8)
-        verify(capture, [second], [9], [[29, 30]], [2], version=8)
-        end(capture, first)
-        end(capture, second)
-        settle(capture)
-        return traces
-
-    for alone, together in [*zip(run(0), run(10), strict=True), *zip(run(0), run(10, -1), strict=True)]:
-        check_trace(together)
-        assert together.token_ids.tolist() == alone.token_ids.tolist()
-        for name in ("position", "draft_tokens", "draft_logprobs", "num_accepted", "draft_version"):
-            assert getattr(together.rounds, name).tolist() == getattr(alone.rounds, name).tolist()
-        assert torch.equal(together.aux_hidden, alone.aux_hidden)
-        assert together.target_topk_ids.tolist() == alone.target_topk_ids.tolist()
-        assert together.target_topk_logprobs.tolist() == alone.target_topk_logprobs.tolist()
-        assert together.rounds.draft_version.tolist() == [7, 7, 8, 8][: len(together.rounds.position)]
-
-
-def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("serving.sglang.capture._GATHER_S", 3600.0)
-    traces: list[Trace] = []
-    capture = make_capture(traces)
-    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
-    for request in (first, second):
-        prefill(capture, [request])
-        request.output_ids = [10]
-        verify(capture, [request], [len(request.origin_input_ids)], [[21, 22]], [1])
-    end(capture, first)
-    wait_until(lambda: traces)
-    assert traces[0].header.request_id == "a"
-    verify(capture, [second], [4], [[23, 24]], [0])
-    settle(capture)
-    assert not capture._thread.is_alive()
-
-
-def test_much_is_taken_at_once_and_little_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.capture._GATHER_S", 3600)
-    monkeypatch.setattr("serving.sglang.capture._GATHER_BYTES", VOCAB * 4)
-    traces: list[Trace] = []
-    capture, request = make_capture(traces), Request([1, 2, 3])
-    prefill(capture, [request])
-    wait_until(lambda: capture._queued_bytes == 0)
-    monkeypatch.setattr("serving.sglang.capture._GATHER_BYTES", 1 << 30)
-    request.output_ids = [10]
-    verify(capture, [request], [3], [[21, 22]], [2])
-    assert not capture._urgent.is_set()
-    assert capture._queued_bytes > 0
-    end(capture, request)
-    settle(capture)
-    assert len(traces) == 1
-    assert (capture._queued_bytes, capture._held_bytes) == (0, 0)
-
-
-def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces: list[Trace] = []
-    capture = make_capture(traces)
-    read = HostCopy.wait
-    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
-    monkeypatch.setattr(HostCopy, "wait", lambda copy: {})
-    prefill(capture, [first])
-    end(capture, first)
-    wait_until(lambda: capture.dropped)
-    monkeypatch.setattr(HostCopy, "wait", read)
-    prefill(capture, [second])
-    second.output_ids = [11]
-    verify(capture, [second], [2], [[23, 24]], [0])
-    end(capture, second)
-    settle(capture)
-    assert [trace.header.request_id for trace in traces] == ["b"]
-    assert (capture.dropped, capture._held_bytes) == ({"failed": 1}, 0)
-
-
-def test_positions_that_do_not_follow_drop_the_trace() -> None:
-    traces: list[Trace] = []
-    capture = make_capture(traces)
-    request = Request([1, 2, 3])
-    prefill(capture, [request])
-    request.output_ids = [10]
-    for position in (3, 4, 6):
-        verify(capture, [request], [position], [[]], [0])
-    end(capture, request)
-    settle(capture)
-    assert (traces, capture.dropped) == ([], {"inconsistent": 1})
-
-
 def test_retracted_requests_start_again() -> None:
     traces: list[Trace] = []
     capture = make_capture(traces)
@@ -289,7 +67,7 @@ def test_retracted_requests_start_again() -> None:
     (trace,) = traces
     assert trace.token_ids.tolist() == [1, 2, 3, 10, 21, 30, 40]
     assert trace.rounds.position.tolist() == [6]
-    assert capture.dropped == {"retracted": 1}
+    assert capture._assembler.dropped == {"retracted": 1}
 
 
 def test_an_order_to_erase_covers_what_waits_for_its_first_prefill_or_for_another_one() -> None:
@@ -349,7 +127,40 @@ def test_opted_out_requests_beside_captured_ones() -> None:
     settle(capture)
     (trace,) = traces
     assert trace.token_ids.tolist() == [3, 4, 11, 22]
-    assert capture.dropped == {}
+    assert (capture.refused, capture._assembler.dropped) == ({}, {})
+
+
+@pytest.mark.parametrize("num_proposals", [0, 2])
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_a_trace_is_the_same_beside_whoever_opts_out_and_wherever_logits_are_reduced(
+    monkeypatch: pytest.MonkeyPatch, num_proposals: int, is_behind: bool, is_cpu: bool
+) -> None:
+    def run(neighbour_opts_out: bool, is_cpu: bool) -> Trace:
+        torch.manual_seed(0)
+        traces: list[Trace] = []
+        capture = make_capture(traces)
+        capture._is_cpu = is_cpu
+        first = Request([1, 2], custom_params={"slipstream": {"capture": not neighbour_opts_out}})
+        second = Request([3, 4])
+        prefill(capture, [first, second])
+        first.output_ids, second.output_ids = [10], [11]
+        verify(capture, [first, second], [2, 2], [[21, 22][:num_proposals]] * 2, [num_proposals, 0])
+        verify(capture, [first, second], [3 + num_proposals, 3], [[23, 24][:num_proposals]] * 2, [0, num_proposals])
+        end(capture, second)
+        settle(capture)
+        (trace,) = traces
+        return trace
+
+    expected = run(neighbour_opts_out=False, is_cpu=True)
+    monkeypatch.setattr("serving.sglang.assembler._MOST_QUEUED_BYTES", -1 if is_behind else 1 << 30)
+    found = run(neighbour_opts_out=True, is_cpu=is_cpu)
+    check_trace(found)
+    assert torch.equal(found.aux_hidden, expected.aux_hidden)
+    for name in ("token_ids", "target_topk_ids", "target_topk_logprobs"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+    for name in ("position", "draft_tokens", "draft_logprobs", "num_accepted", "draft_version"):
+        assert getattr(found.rounds, name).tolist() == getattr(expected.rounds, name).tolist()
 
 
 def test_an_aborted_request_is_counted_and_freed() -> None:
@@ -359,7 +170,7 @@ def test_an_aborted_request_is_counted_and_freed() -> None:
     prefill(capture, [request])
     end(capture, request, "abort")
     settle(capture)
-    assert (traces, capture.dropped) == ([], {"aborted": 1})
+    assert (traces, capture._assembler.dropped) == ([], {"aborted": 1})
 
 
 def test_a_request_that_just_vanishes_frees_its_span() -> None:
@@ -374,23 +185,35 @@ def test_a_request_that_just_vanishes_frees_its_span() -> None:
     assert ticket() is None
 
 
-def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() -> None:
-    traces: list[Trace] = []
-    capture = make_capture(traces, buffer_bytes=2000)
-    large = Request(list(range(1, 400)), "large")
-    prefill(capture, [large])
-    end(capture, large)
-    deadline = time.monotonic() + 5
-    while not capture.dropped and time.monotonic() < deadline:
-        time.sleep(0.01)
-    small = Request([1, 2], "small")
-    prefill(capture, [small])
-    small.output_ids = [10]
-    verify(capture, [small], [2], [[21, 22]], [1])
-    end(capture, small)
+def test_without_room_no_request_is_captured_and_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sglang.assembler._GATHER_S", 3600)
+    capture = make_capture([], buffer_bytes=0)
+    prefill(capture, [Request([1, 2, 3])])
+    assert not capture.refused
+    prefill(capture, [Request([4, 5])])
+    assert capture.refused == {"buffer_full": 1}
     settle(capture)
-    assert capture.dropped == {"buffer_full": 1}
-    assert [trace.header.request_id for trace in traces] == ["small"]
+
+
+def test_the_report_counts_what_was_refused_and_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    device = torch.device("cpu")
+    pipeline = TracePipeline(
+        PluginSettings(redis_url="redis://127.0.0.1:1/0", capture=True, capture_topk=KEPT, capture_unmarked=False),
+        engine_id="e",
+        model_key="m",
+        model_dir=Path(),
+        target_fingerprint="f" * 64,
+        device=device,
+        probe=DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
+    )
+    marked, unmarked = Request([1, 2], custom_params={"slipstream": {"tenant": "t"}}), Request([3, 4])
+    prefill(pipeline.capture, [marked, unmarked])
+    for request in (marked, unmarked):
+        end(pipeline.capture, request, "abort")
+    pipeline.close()
+    status = pipeline.status()
+    assert (status["dropped"], status["dropped_by_reason"]) == (2, "aborted=1,unmarked=1")
 
 
 def test_the_budget_admits_until_it_is_spent_and_again_later() -> None:
@@ -412,7 +235,7 @@ def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: py
     follows = iter([True, False])
     monkeypatch.setattr(sampler, "follows", lambda: next(follows))
     prefill(capture, requests)
-    copied = capture._held_bytes
+    copied = capture._assembler._held_bytes
     for request in requests:
         request.output_ids = [10]
     verify(capture, requests, [3, 3], [[5], [6]], [1, 1])
@@ -420,7 +243,7 @@ def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: py
         end(capture, request)
     settle(capture)
     assert [trace.header.request_id for trace in traces] == ["0"]
-    assert capture.dropped == {"sampled_stream": 1}
+    assert capture.refused == {"sampled_stream": 1}
     assert 0 < copied <= 3 * WIDTH * 2 + VOCAB * 4
 
 
@@ -570,27 +393,9 @@ def test_a_header_stands_for_what_a_router_lost() -> None:
 def test_an_unmarked_request_is_captured_where_the_operator_says_so(captures_unmarked: bool, params: Any) -> None:
     capture = make_capture([], capture_unmarked=captures_unmarked)
     assert capture._open(Request([1, 2], custom_params=params)) is not None
-    assert not capture.dropped
+    assert not capture.refused
     strict = make_capture([], capture_unmarked=False)
     assert strict._open(Request([1, 2], custom_params={"mine": 1})) is None
-    assert strict.dropped == {"unmarked": 1}
+    assert strict.refused == {"unmarked": 1}
     strict._open(Request([1, 2], custom_params={"slipstream": {"capture": False}}))
-    assert strict.dropped == {"unmarked": 1}, "an opt-out is no loss"
-
-
-def test_what_was_begun_under_another_target_is_not_recorded() -> None:
-    traces: list[Trace] = []
-    capture = make_capture(traces)
-    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
-    prefill(capture, [first])
-    first.output_ids = [10]
-    capture.target_version = 2
-    verify(capture, [first], [3], [[21, 22]], [0])
-    prefill(capture, [second])
-    second.output_ids = [11]
-    verify(capture, [second], [2], [[23, 24]], [0])
-    end(capture, first)
-    end(capture, second)
-    settle(capture)
-    assert [(trace.header.request_id, trace.header.target_version) for trace in traces] == [("b", 2)]
-    assert capture.dropped == {"target_moved": 1}
+    assert strict.refused == {"unmarked": 1}, "an opt-out is no loss"

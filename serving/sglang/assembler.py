@@ -1,0 +1,253 @@
+"""From the copies of an SGLang server's steps to spans, and from spans to traces, on a thread of their own.
+
+The scheduler's thread hands over what it copied of a step, says when a request has ended, and goes on. The assembler
+waits for the copies, reduces logits that came whole, grows the spans, and builds the trace of what has ended. It takes
+the verifications of a moment together: each time it wakes, the two threads ask each other for the interpreter.
+
+Copies count as held until they are reduced, the rows of a span until its request has ended. With more than
+`buffer_bytes` no request is opened, and those that run are dropped; with much in the queue the assembler is behind, and
+the scheduler's thread reduces logits itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serving.sglang.settings import PluginSettings
+from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, Ticket
+from serving.sglang.transfer import HostCopy
+from serving.sglang.verdicts import TopTokens, committed, joined, prefilled, reduced
+from speculator.errors import type_and_place
+from speculator.spans import record
+from speculator.trace import Trace
+
+log = logging.getLogger(__name__)
+
+_GATHER_S, _GATHER_BYTES = 1.0, 16 << 20
+"""How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""
+_MOST_QUEUED_BYTES = 4 * _GATHER_BYTES
+"""With more, the assembler is behind."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    copy: HostCopy
+    """As `prefilled` reads it, or with logits instead of the top tokens."""
+    rows: tuple[tuple[Ticket, int, int], ...]
+    """(ticket, first position, number of rows) in the order of the copied rows."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    copy: HostCopy
+    """As `committed` reads it, or with logits instead of the top tokens; those of some `nodes`, or of all."""
+    tickets: tuple[Ticket, ...]
+    num_nodes: int
+    draft_version: int
+    is_tree: bool
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What verifications that are taken together have in common."""
+        return self.num_nodes, self.draft_version, self.is_tree
+
+
+@dataclass(frozen=True)
+class _End:
+    ticket: Ticket
+    tokens: list[int]
+
+
+_Event = Prefill | Verification | _End | None
+"""None: the assembler itself is to end."""
+
+
+class TraceAssembler:
+    """`hand_over` and `end` are for the scheduler's thread; `on_trace` runs on the assembler's and must not block."""
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        *,
+        engine_id: str,
+        target_fingerprint: str,
+        device: torch.device,
+        on_trace: Callable[[Trace], object],
+    ) -> None:
+        self._buffer_bytes, self._is_cpu = settings.buffer_bytes, device.type == "cpu"
+        self._engine_id, self._fingerprint, self._on_trace = engine_id, target_fingerprint, on_trace
+        self._top_tokens = TopTokens(settings.capture_topk)
+        self._queue: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._urgent = threading.Event()
+        self._lock = threading.Lock()
+        self._held_bytes = 0  # queued copies and the rows of open spans
+        self._queued_bytes = 0  # of them the copies
+        self.target_version = 0
+        """Set when a new target is announced: what was begun under another is not recorded."""
+        self.dropped: collections.Counter[str] = collections.Counter()
+        """Requests that were captured and whose trace was not made, by reason."""
+        self._thread = threading.Thread(target=self._run, name="slipstream-assembler", daemon=True)
+        self._thread.start()
+
+    # -- for the scheduler's thread ---------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be captured."""
+        return self._held_bytes <= self._buffer_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether logits are better reduced before they are handed over, whatever the device."""
+        return self._queued_bytes > _MOST_QUEUED_BYTES
+
+    def hand_over(self, step: Prefill | Verification) -> None:
+        """Count what was copied of a step as held, and queue it."""
+        with self._lock:
+            self._held_bytes += step.copy.num_bytes
+            self._queued_bytes += step.copy.num_bytes
+            is_much = self._queued_bytes >= _GATHER_BYTES
+        self._queue.put(step)
+        if is_much:
+            self._urgent.set()
+
+    def end(self, ticket: Ticket, tokens: list[int]) -> None:
+        """No more of this request will come; `tokens` are its prompt and answer, where it was not dropped."""
+        self._queue.put(_End(ticket, tokens))
+        self._urgent.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Assemble what is queued and end."""
+        self._queue.put(None)
+        self._urgent.set()
+        self._thread.join(timeout_s)
+
+    # -- on the assembler's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Waits for events; ends at None. What fails costs its own spans, counted; the thread goes on."""
+        if self._is_cpu:
+            torch.set_num_threads(1)  # of this thread: SGLang's own computes beside it
+        while self._take(self._gather()):
+            pass
+
+    def _gather(self) -> list[_Event]:
+        """Waits for an event, and for more until a request ends, there is much, or the time is over."""
+        gathered = [self._queue.get()]
+        self._urgent.wait(_GATHER_S)
+        self._urgent.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                gathered.append(self._queue.get_nowait())
+        return gathered
+
+    def _take(self, gathered: Sequence[_Event]) -> bool:
+        """False where None is among them."""
+        for kind, alike in itertools.groupby(gathered, _kind_of):
+            if kind is not None:
+                self._take_verifications([event for event in alike if isinstance(event, Verification)])
+                continue
+            for event in alike:
+                match event:
+                    case Prefill():
+                        self._take_prefill(event)
+                    case _End():
+                        self._take_end(event)
+        return None not in gathered
+
+    def _take_prefill(self, prefill: Prefill) -> None:
+        with self._failing([ticket for ticket, _, _ in prefill.rows]):
+            self._grow(list(prefilled(self._arrived([prefill]), prefill.rows)))
+
+    def _take_verifications(self, alike: Sequence[Verification]) -> None:
+        """Those of one kind, one after another."""
+        tickets = [ticket for verification in alike for ticket in verification.tickets]
+        with self._failing(tickets):
+            host = self._arrived(alike)
+            draft_version, is_tree = alike[0].draft_version, alike[0].is_tree
+            self._grow(list(committed(host, tickets, draft_version=draft_version, is_tree=is_tree)))
+
+    @contextlib.contextmanager
+    def _failing(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """What cannot be read ends the traces that it belongs to, and no others."""
+        try:
+            yield
+        except Exception as error:
+            for ticket in tickets:
+                self._fail(ticket, error)
+
+    def _arrived(self, steps: Sequence[Prefill | Verification]) -> Mapping[str, Tensor]:
+        """What was copied, as one, the logits reduced. What is kept of it counts as its spans'."""
+        try:
+            return joined([reduced(step.copy.wait(), self._top_tokens) for step in steps])
+        finally:
+            num_bytes = sum(step.copy.num_bytes for step in steps)
+            with self._lock:
+                self._held_bytes -= num_bytes
+                self._queued_bytes -= num_bytes
+
+    def _grow(self, additions: Sequence[tuple[Ticket, Rows, Sequence[Round]]]) -> None:
+        num_bytes = 0
+        for ticket, rows, rounds in additions:
+            span = ticket.growing
+            if span is None:
+                continue
+            before = span.num_bytes
+            try:
+                for round_ in rounds:
+                    span.add_round(round_)
+                span.add_rows(rows)
+            except Exception as error:
+                self._fail(ticket, error)
+            num_bytes += span.num_bytes - before
+        with self._lock:
+            self._held_bytes += num_bytes
+            too_much = not self.has_room
+        if too_much:
+            # The newest pay: what runs now. New requests are not opened until there is room again.
+            for ticket, _, _ in additions:
+                ticket.dropped = ticket.dropped or "buffer_full"
+
+    def _take_end(self, end: _End) -> None:
+        ticket, span = end.ticket, end.ticket.span
+        assert span is not None
+        ticket.span = None
+        with self._lock:
+            self._held_bytes -= span.num_bytes
+        if span.target_version != self.target_version:
+            ticket.dropped = ticket.dropped or "target_moved"
+        if not ticket.dropped:
+            try:
+                self._build(ticket, span, end.tokens)
+            except Exception as error:
+                self._fail(ticket, error)
+        if ticket.dropped:
+            self.dropped[ticket.dropped] += 1
+
+    def _build(self, ticket: Ticket, span: Span, tokens: list[int]) -> None:
+        started_s = time.perf_counter()
+        trace = span.trace(tokens, engine_id=self._engine_id, target_fingerprint=self._fingerprint)
+        if trace is None:
+            ticket.dropped = "nothing_computed"
+            return
+        self._on_trace(trace)
+        record(ticket.parent, "capture", time.perf_counter() - started_s, tokens=trace.num_tokens)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        ticket.dropped = "inconsistent" if isinstance(error, InconsistentSpanError) else "failed"
+        log.error("a trace is dropped: %s", type_and_place(error))
+
+
+def _kind_of(event: _Event) -> tuple[int, int, bool] | None:
+    return event.kind if isinstance(event, Verification) else None

@@ -1,0 +1,138 @@
+"""Capture and assembler as in an SGLang server, with stand-ins for SGLang's own objects."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from serving.sampler import CaptureSampler
+from serving.sglang.assembler import TraceAssembler
+from serving.sglang.budget import ByteBudget
+from serving.sglang.capture import Capture
+from serving.sglang.probe import DraftProbe
+from serving.sglang.settings import PluginSettings
+from speculator.trace import Trace
+
+WIDTH, VOCAB, KEPT = 6, 32, 4
+
+
+class Finish:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def to_json(self) -> dict[str, str]:
+        return {"type": self._kind}
+
+
+class Request:
+    """The part of SGLang's `Req` that capture reads."""
+
+    def __init__(self, prompt: list[int], rid: str = "r", **changes: Any) -> None:
+        self.rid, self.origin_input_ids, self.output_ids = rid, prompt, list[int]()
+        self.finished_reason: Finish | None = None
+        self.time_stats = SimpleNamespace(scheduler_recv_time=time.perf_counter())
+        self.lora_id = self.multimodal_inputs = self.input_embeds = self.grammar = self.custom_logit_processor = None
+        params = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 1,
+            "min_p": 0.0,
+            "min_new_tokens": 0,
+            "logit_bias": None,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "custom_params": None,
+        }
+        self.sampling_params = SimpleNamespace(**params | changes)
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        return self.output_ids
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+
+def make_capture(
+    traces: list[Trace],
+    *,
+    budget: ByteBudget | None = None,
+    probe: DraftProbe | None = None,
+    sampler: CaptureSampler | None = None,
+    **settings: Any,
+) -> Capture:
+    """With an assembler of its own, which hands its traces to `traces`."""
+    device, plugin_settings = torch.device("cpu"), PluginSettings(capture=True, capture_topk=KEPT, **settings)
+    assembler = TraceAssembler(
+        plugin_settings, engine_id="e", target_fingerprint="f" * 64, device=device, on_trace=traces.append
+    )
+    return Capture(
+        plugin_settings,
+        assembler,
+        device=device,
+        probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
+        budget=budget or ByteBudget(0),
+        sampler=sampler,
+    )
+
+
+def prefill(capture: Capture, requests: list[Request], starts: list[int] | None = None) -> None:
+    starts = starts or [0] * len(requests)
+    lengths = [len(request.origin_input_ids) - start for request, start in zip(requests, starts, strict=True)]
+    batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
+    capture.after_prefill(batch, torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB))
+
+
+def verify(
+    capture: Capture,
+    requests: list[Request],
+    positions: list[int],
+    proposals: list[list[int]],
+    accepted: list[int],
+    version: int = 7,
+) -> None:
+    """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
+    num_nodes = 1 + len(proposals[0])
+    nodes = torch.tensor([[0, *chain] for chain in proposals])
+    links = torch.tensor([[*range(1, num_nodes), -1]] * len(requests))
+    index = torch.full((len(requests), num_nodes), -1)
+    for row, count in enumerate(accepted):
+        index[row, : count + 1] = torch.arange(row * num_nodes, row * num_nodes + count + 1)
+    spec_info = SimpleNamespace(
+        draft_token=nodes.flatten(),
+        draft_token_num=num_nodes,
+        topk=1,
+        retrieve_next_token=links,
+        retrieve_next_sibling=torch.full_like(links, -1),
+    )
+    batch = SimpleNamespace(
+        reqs=requests,
+        spec_info=spec_info,
+        seq_lens=torch.tensor(positions),
+        req_pool_indices=torch.arange(len(requests)),
+    )
+    before = capture.before_verify(batch)
+    result = SimpleNamespace(
+        accept_index=index,
+        accept_lens=torch.tensor(accepted) + 1,
+        logits_output=SimpleNamespace(
+            hidden_states=torch.randn(len(requests) * num_nodes, WIDTH).bfloat16(),
+            next_token_logits=torch.randn(len(requests) * num_nodes, VOCAB),
+        ),
+    )
+    capture.after_verify(batch, before, result, version)
+    for request, chain, count in zip(requests, proposals, accepted, strict=True):
+        request.output_ids += [*chain[:count], 30]
+
+
+def end(capture: Capture, request: Request, kind: str = "length") -> None:
+    request.finished_reason = Finish(kind)
+    capture.on_release(request)
+
+
+def settle(capture: Capture) -> None:
+    capture._assembler.close(5)

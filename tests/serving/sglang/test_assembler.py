@@ -1,0 +1,153 @@
+"""What the assembler takes together, what it holds in memory, and what costs a trace; fed by capture."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from serving.sglang.transfer import HostCopy
+from speculator.trace import Trace, check_trace
+from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
+from tests.waiting import wait_until
+
+
+def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths in turn, one request beside another and alone, and a swap in the middle; so whichever thread reduces."""
+
+    def run(gather_s: float, most_queued_bytes: int = 1 << 30) -> list[Trace]:
+        monkeypatch.setattr("serving.sglang.assembler._GATHER_S", gather_s)
+        monkeypatch.setattr("serving.sglang.assembler._MOST_QUEUED_BYTES", most_queued_bytes)
+        torch.manual_seed(0)
+        traces: list[Trace] = []
+        capture = make_capture(traces)
+        first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+        prefill(capture, [first, second])
+        first.output_ids, second.output_ids = [10], [11]
+        verify(capture, [first, second], [3, 2], [[], []], [0, 0])
+        verify(capture, [first, second], [4, 3], [[], []], [0, 0])
+        verify(capture, [first, second], [5, 4], [[21, 22], [23, 24]], [2, 0])
+        verify(capture, [first, second], [8, 5], [[25, 26], [27, 28]], [0, 1])
+        verify(capture, [first, second], [9, 7], [[25, 26], [27, 28]], [0, 1], version=8)
+        verify(capture, [second], [9], [[29, 30]], [2], version=8)
+        end(capture, first)
+        end(capture, second)
+        settle(capture)
+        return traces
+
+    for alone, together in [*zip(run(0), run(10), strict=True), *zip(run(0), run(10, -1), strict=True)]:
+        check_trace(together)
+        assert together.token_ids.tolist() == alone.token_ids.tolist()
+        for name in ("position", "draft_tokens", "draft_logprobs", "num_accepted", "draft_version"):
+            assert getattr(together.rounds, name).tolist() == getattr(alone.rounds, name).tolist()
+        assert torch.equal(together.aux_hidden, alone.aux_hidden)
+        assert together.target_topk_ids.tolist() == alone.target_topk_ids.tolist()
+        assert together.target_topk_logprobs.tolist() == alone.target_topk_logprobs.tolist()
+        assert together.rounds.draft_version.tolist() == [7, 7, 8, 8][: len(together.rounds.position)]
+
+
+def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serving.sglang.assembler._GATHER_S", 3600.0)
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    for request in (first, second):
+        prefill(capture, [request])
+        request.output_ids = [10]
+        verify(capture, [request], [len(request.origin_input_ids)], [[21, 22]], [1])
+    end(capture, first)
+    wait_until(lambda: traces)
+    assert traces[0].header.request_id == "a"
+    verify(capture, [second], [4], [[23, 24]], [0])
+    settle(capture)
+    assert not capture._assembler._thread.is_alive()
+
+
+def test_much_is_taken_at_once_and_little_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sglang.assembler._GATHER_S", 3600)
+    monkeypatch.setattr("serving.sglang.assembler._GATHER_BYTES", VOCAB * 4)
+    traces: list[Trace] = []
+    capture, request = make_capture(traces), Request([1, 2, 3])
+    prefill(capture, [request])
+    wait_until(lambda: capture._assembler._queued_bytes == 0)
+    monkeypatch.setattr("serving.sglang.assembler._GATHER_BYTES", 1 << 30)
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [2])
+    assert not capture._assembler._urgent.is_set()
+    assert capture._assembler._queued_bytes > 0
+    end(capture, request)
+    settle(capture)
+    assert len(traces) == 1
+    assert (capture._assembler._queued_bytes, capture._assembler._held_bytes) == (0, 0)
+
+
+def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    read = HostCopy.wait
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: {})
+    prefill(capture, [first])
+    end(capture, first)
+    wait_until(lambda: capture._assembler.dropped)
+    monkeypatch.setattr(HostCopy, "wait", read)
+    prefill(capture, [second])
+    second.output_ids = [11]
+    verify(capture, [second], [2], [[23, 24]], [0])
+    end(capture, second)
+    settle(capture)
+    assert [trace.header.request_id for trace in traces] == ["b"]
+    assert (capture._assembler.dropped, capture._assembler._held_bytes) == ({"failed": 1}, 0)
+
+
+def test_positions_that_do_not_follow_drop_the_trace() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    for position in (3, 4, 6):
+        verify(capture, [request], [position], [[]], [0])
+    end(capture, request)
+    settle(capture)
+    assert (traces, capture._assembler.dropped) == ([], {"inconsistent": 1})
+
+
+def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces, buffer_bytes=2000)
+    large = Request(list(range(1, 400)), "large")
+    prefill(capture, [large])
+    end(capture, large)
+    deadline = time.monotonic() + 5
+    while not capture._assembler.dropped and time.monotonic() < deadline:
+        time.sleep(0.01)
+    small = Request([1, 2], "small")
+    prefill(capture, [small])
+    small.output_ids = [10]
+    verify(capture, [small], [2], [[21, 22]], [1])
+    end(capture, small)
+    settle(capture)
+    assert capture._assembler.dropped == {"buffer_full": 1}
+    assert [trace.header.request_id for trace in traces] == ["small"]
+
+
+def test_what_was_begun_under_another_target_is_not_recorded() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
+    prefill(capture, [first])
+    first.output_ids = [10]
+    capture._assembler.target_version = 2
+    verify(capture, [first], [3], [[21, 22]], [0])
+    prefill(capture, [second])
+    second.output_ids = [11]
+    verify(capture, [second], [2], [[23, 24]], [0])
+    end(capture, first)
+    end(capture, second)
+    settle(capture)
+    assert [(trace.header.request_id, trace.header.target_version) for trace in traces] == [("b", 2)]
+    assert capture._assembler.dropped == {"target_moved": 1}
