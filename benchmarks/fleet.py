@@ -49,6 +49,7 @@ from benchmarks.fleet_processes import KNOWN_VERIFICATIONS, Fleet, dtype_of
 from benchmarks.live import trained
 from benchmarks.rollback import noisy
 from benchmarks.services import TRAINER_ENVIRONMENT, wait
+from benchmarks.versions import add_first
 from slipstream.models import resolve_model
 from speculator.checkpoint import draft_state
 from speculator.drafts import DraftDesk
@@ -103,9 +104,7 @@ class Drafts(NamedTuple):
 def run(fleet: Fleet, drafts: Drafts, timeout_s: float) -> tuple[Figures, Accounts]:
     """Raises TimeoutError where something does not happen."""
     figures, started_s = Figures(), time.monotonic()
-    first = fleet.add(draft_state(drafts.first), drafts.first)
-    for state in (State.LIVE, State.PROMOTED):
-        fleet.store.lifecycle.move(first, state, actor="benchmark")
+    first = add_first(fleet.store, drafts.first, fleet.fingerprint)
     fleet.publish(first)
     with fleet.running():
         wait(lambda: fleet.all_run(first), "all engines to report", 60)

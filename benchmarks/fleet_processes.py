@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,29 +12,26 @@ from pathlib import Path
 import httpx
 from torch import Tensor
 
-from benchmarks.faults.accounts import Accounts, settle
+from benchmarks.faults.accounts import Accounts, accounts_at_the_end, acknowledged_in
 from benchmarks.faults.load import Load
-from benchmarks.faults.witness import digest
 from benchmarks.panels import free_port
 from benchmarks.services import STREAM_MAX_BYTES, Service, wait
-from speculator.checkpoint import draft_config_json, model_key, target_fingerprint
+from benchmarks.versions import add_version, num_that_ran
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
 from speculator.ledger import StreamLag
 from speculator.lifecycle import State
-from speculator.lineage import admit
 from speculator.model import Eagle3Draft
 from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
-from trainer.checkpoint import load_checkpoint
 
 MODEL = "fleet"
 CLIENTS = 2
 """An engine."""
 KNOWN_VERIFICATIONS = 500
-_INSTALLED = re.compile(r"draft version (\d+) in service at step")
 
 
 class Fleet:
@@ -103,13 +99,7 @@ class Fleet:
 
     def add(self, state: dict[str, Tensor], draft: Eagle3Draft) -> int:
         """A version that has passed the gate on paper."""
-        parent = self.store.latest()
-        config = draft_config_json(draft.config)
-        version = self.store.write(
-            state, config, parent=parent, target_fingerprint=self.fingerprint, info={"origin": "benchmark"}
-        ).version
-        admit(self.store, version, target_fingerprint=self.fingerprint, actor="benchmark", reason="benchmark")
-        return version
+        return add_version(self.store, state, draft, self.fingerprint)
 
     def publish(self, version: int) -> None:
         with self.pointer() as pointer:
@@ -152,8 +142,7 @@ class Fleet:
 
     def ran(self, version: int) -> int:
         """How many engines ever had it in service."""
-        logs = (engine.log.read_text(errors="replace") for engine in self.engines)
-        return sum(str(version) in _INSTALLED.findall(log) for log in logs)
+        return num_that_ran(version, [engine.log for engine in self.engines])
 
     def state(self, version: int) -> State | None:
         return self.store.lifecycle.state(version)
@@ -175,17 +164,9 @@ class Fleet:
 
     def accounts(self) -> Accounts:
         """Needs the trainer to have ended."""
-        told = (note.partition(" ")[::2] for each in self.engines for note in each.notes.read_text().splitlines())
-        saved = load_checkpoint(self.folder / "state")
-        assert saved is not None, "the trainer has saved nothing"
-        lag = self.lag()
-        return settle(
-            acknowledged={what for kind, what in told if kind == "acknowledged"},
-            notes=self.trainer.notes.read_text().splitlines(),
-            last_saved=digest(saved[1]),
-            waiting=lag.pending + lag.undelivered,
-            lost=lag.lost,
-        )
+        acknowledged = set[str]().union(*(acknowledged_in(engine.notes()) for engine in self.engines))
+        state_dir, notes = self.folder / "state", self.trainer.notes()
+        return accounts_at_the_end(state_dir, notes, self.lag(), acknowledged=acknowledged)[0]
 
     # -- answers
 

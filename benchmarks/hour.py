@@ -44,17 +44,17 @@ from benchmarks.hour_report import Hour, report
 from benchmarks.live import trained
 from benchmarks.replayed import Answer, Costs, ReplayEngine
 from benchmarks.rollback import Scene
+from benchmarks.versions import add_first
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
 from slipstream.models import resolve_model
-from slipstream.processes import Child
-from speculator.checkpoint import draft_state, model_key, target_fingerprint
+from slipstream.processes import Child, running_child
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import EngineError, StoreError, StreamError
 from speculator.fresh import fresh_draft
-from speculator.lifecycle import State
 from speculator.lineage import load_draft
 from speculator.model import Eagle3Draft
 from speculator.pointer import DraftPointer
@@ -93,13 +93,6 @@ def trainer_settings(compress: float) -> dict[str, str]:
     return {ENV_PREFIX + name.upper(): str(getattr(config, name) / compress) for name in names}
 
 
-def begin(store: DraftStore, draft: Eagle3Draft, scene: Scene) -> None:
-    """The first version, in service."""
-    scene.add(draft_state(draft), draft)
-    for state in (State.LIVE, State.PROMOTED):
-        store.lifecycle.move(1, state, actor="benchmark")
-
-
 def run(
     arguments: argparse.Namespace, model_dir: Path, first: Eagle3Draft, answers: Sequence[Answer], folder: Path
 ) -> Hour:
@@ -109,7 +102,7 @@ def run(
         pointer, stream = DraftPointer(client, key), TraceStream(client, key, max_bytes=DEFAULT_STREAM_MAX_BYTES)
         watch = LiveWatch(1, clock=lambda: engine.clock_s)
         scene = Scene(store, pointer, None, fingerprint)  # type: ignore[arg-type]  # it tries nothing out
-        begin(store, first, scene)
+        add_first(store, first, fingerprint)
         traffic = Traffic(answers, end_s=end_s, seed=arguments.seed)
         engine = ReplayEngine(
             partial(load_draft, store, embed=first.embed, target_fingerprint=fingerprint),
@@ -127,13 +120,8 @@ def run(
         hour = Hour(engine, traffic, follower, best, faults)
         os.environ.update(trainer_settings(arguments.compress))
         options = ["--model", str(model_dir), "--redis-url", redis.url, "--store", str(store.root)]
-        trainer = Child(
-            "train", ["train", *options, "--state", str(folder / "state")], log_path=folder / "train.log", num_threads=1
-        )
-        try:
+        with running_child("train", [*options, "--state", str(folder / "state")], folder) as trainer:
             _drive(hour, trainer, end_s, arguments.compress)
-        finally:
-            trainer.stop()
         faults.read_again()
         hour.events = store.lifecycle.events.tail(_ALL_EVENTS)
     return hour

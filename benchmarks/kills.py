@@ -32,11 +32,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.common import Target, fill_in, finish, parser
-from benchmarks.faults.accounts import Accounts, settle
+from benchmarks.faults.accounts import Accounts, accounts_at_the_end, acknowledged_in
 from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
 from benchmarks.faults.loop import MODEL
 from benchmarks.faults.traces import corrupted
-from benchmarks.faults.witness import digest
 from benchmarks.panels import free_port
 from benchmarks.services import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
 from speculator.checkpoint import model_key, target_fingerprint
@@ -46,7 +45,6 @@ from speculator.errors import StreamError
 from speculator.redis_client import connect
 from speculator.stream import TraceStream
 from tests.toy import make_toy_model
-from trainer.checkpoint import load_checkpoint
 
 VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")
 LONGEST_PAUSE_S = 3.0
@@ -140,21 +138,10 @@ class Scene:
 
     def accounts(self) -> tuple[Accounts, int]:
         """And how many traces the trainer's checkpoint counts."""
-        notes = self.trainer.notes.read_text().splitlines()
-        told = (note.partition(" ")[::2] for note in self.engine.notes.read_text().splitlines())
-        acknowledged = {what for kind, what in told if kind == "acknowledged"}
-        saved = load_checkpoint(self._state)
-        assert saved is not None, "the trainer has saved nothing"
+        acknowledged = acknowledged_in(self.engine.notes()) | self.produced
         with self.stream() as stream:
             lag = stream.lag()
-        accounts = settle(
-            acknowledged=acknowledged | self.produced,
-            notes=notes,
-            last_saved=digest(saved[1]),
-            waiting=lag.pending + lag.undelivered,
-            lost=lag.lost,
-        )
-        return accounts, saved[1].num_traces + saved[1].num_repeated
+        return accounts_at_the_end(self._state, self.trainer.notes(), lag, acknowledged=acknowledged)
 
     def _start_redis(self) -> EmbeddedRedis:
         redis = EmbeddedRedis(self._redis_dir)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,19 +13,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import answers_of, engine_with
-from benchmarks.faults.accounts import Accounts, settle
-from benchmarks.faults.witness import digest
+from benchmarks.faults.accounts import Accounts, accounts_at_the_end
 from benchmarks.live import trained
 from benchmarks.pool_traffic import OK, Load, Witness
 from benchmarks.services import Service
+from benchmarks.versions import add_first, add_version, num_that_ran
 from slipstream.topics import Prompt
-from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
 from speculator.fresh import fresh_draft
 from speculator.ledger import StreamLag
 from speculator.lifecycle import State
-from speculator.lineage import admit
 from speculator.model import Eagle3Draft
 from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
@@ -34,7 +32,6 @@ from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.trace import Trace
 from tests.sglang.pooled import ENGINES, MODEL, Pooled
-from trainer.checkpoint import load_checkpoint
 
 CLIENTS = 4
 MAX_TOKENS = 48
@@ -47,7 +44,6 @@ TRAINER_ENVIRONMENT = {
     # It learns and reviews; which versions come, and when, is the benchmark's to say.
     "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "100000",
 }
-_INSTALLED = re.compile(r"draft version (\d+) in service at step")
 
 
 def learnt(model_dir: Path, prompts: Sequence[Prompt], num_steps: Sequence[int]) -> list[Eagle3Draft]:
@@ -72,9 +68,7 @@ class Scene:
         self._key = model_key(model_dir, self._fingerprint)
         self.redis = EmbeddedRedis(folder / "redis")
         self.store = DraftStore(folder / "drafts")
-        self.first = self.add(draft_state(first), first)
-        for state in (State.LIVE, State.PROMOTED):
-            self.store.lifecycle.move(self.first, state, actor="benchmark")
+        self.first = add_first(self.store, first, self._fingerprint)
         self.pointer = DraftPointer(connect(self.redis.url), self._key)
         self.pointer.publish(self.first)
         self._stream = TraceStream(connect(self.redis.url), self._key, max_bytes=STREAM_MAX_BYTES, consumer="benchmark")
@@ -107,12 +101,7 @@ class Scene:
 
     def add(self, state: Mapping[str, Tensor], draft: Eagle3Draft) -> int:
         """A version that has passed the gate on paper."""
-        parent, config = self.store.latest(), draft_config_json(draft.config)
-        version = self.store.write(
-            dict(state), config, parent=parent, target_fingerprint=self._fingerprint, info={"origin": "benchmark"}
-        ).version
-        admit(self.store, version, target_fingerprint=self._fingerprint, actor="benchmark", reason="benchmark")
-        return version
+        return add_version(self.store, state, draft, self._fingerprint)
 
     def state(self, version: int) -> State | None:
         return self.store.lifecycle.state(version)
@@ -135,9 +124,8 @@ class Scene:
         return len(known) == len(ENGINES) and min(known) >= num_verifications
 
     def ran(self, version: int) -> int:
-        """How many engines ever had it in service, by their own logs."""
-        logs = [(self.folder / f"{name}.log").read_text(errors="replace") for name in ENGINES]
-        return sum(str(version) in _INSTALLED.findall(log) for log in logs)
+        """How many engines ever had it in service."""
+        return num_that_ran(version, [self.folder / f"{name}.log" for name in ENGINES])
 
     # -- requests and traces
 
@@ -159,12 +147,5 @@ class Scene:
 
     def accounts(self) -> Accounts:
         """Needs the trainer to have ended."""
-        saved, lag = load_checkpoint(self.folder / "state"), self._stream.lag()
-        assert saved is not None, "the trainer has saved nothing"
-        return settle(
-            acknowledged=self.witness.trace_ids,
-            notes=self.trainer.notes.read_text().splitlines(),
-            last_saved=digest(saved[1]),
-            waiting=lag.pending + lag.undelivered,
-            lost=lag.lost,
-        )
+        state_dir, notes = self.folder / "state", self.trainer.notes()
+        return accounts_at_the_end(state_dir, notes, self._stream.lag(), acknowledged=self.witness.trace_ids)[0]

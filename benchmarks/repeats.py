@@ -31,10 +31,11 @@ from torch import Tensor
 
 from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
 from benchmarks.common import Spread, Target, fill_in, finish, parser
-from benchmarks.hour import PER_MINUTE, PLAIN_MS, POLL_S, ROUND_MS, SPREAD, begin
+from benchmarks.hour import PER_MINUTE, PLAIN_MS, POLL_S, ROUND_MS, SPREAD
 from benchmarks.live import as_examples, trained
 from benchmarks.replayed import Costs, ReplayEngine
 from benchmarks.rollback import Scene, noisy, subtly_worse
+from benchmarks.versions import add_first
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from slipstream.models import resolve_model
@@ -132,7 +133,7 @@ def main() -> None:
         store = DraftStore(Path(folder) / "drafts")
         pointer, watch = DraftPointer(client, "repeats"), LiveWatch(1, clock=lambda: engine.clock_s)
         scene = Scene(store, pointer, None, fingerprint)  # type: ignore[arg-type]  # it tries nothing out
-        begin(store, good, scene)
+        add_first(store, good, fingerprint)
         load = partial(load_draft, store, embed=good.embed, target_fingerprint=fingerprint)
         engine = ReplayEngine(
             load,

@@ -40,15 +40,15 @@ from torch import Tensor
 from benchmarks.common import Spread, Target, fill_in, finish, parser, pick_prompts
 from benchmarks.engines import answers_of, ask, engine_with
 from benchmarks.live import good_draft
+from benchmarks.versions import add_first, add_version
 from serving.hotswap import DraftFollower
 from serving.local.engine import LocalEngine
 from serving.watch import LiveWatch
 from slipstream.models import resolve_model
-from speculator.checkpoint import apply_state, draft_config_json, draft_state, target_fingerprint
+from speculator.checkpoint import apply_state, draft_state, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
 from speculator.lifecycle import State, Transition
-from speculator.lineage import admit
 from speculator.model import Eagle3Draft
 from speculator.pointer import DraftPointer
 from speculator.redis_client import connect
@@ -144,11 +144,8 @@ class Scene:
     fingerprint: str
 
     def add(self, state: dict[str, Tensor], draft: Eagle3Draft) -> int:
-        """A version that has passed the gate."""
-        config = draft_config_json(draft.config)
-        version = self.store.write(state, config, parent=1, target_fingerprint=self.fingerprint, info={}).version
-        admit(self.store, version, target_fingerprint=self.fingerprint, actor="benchmark", reason="benchmark")
-        return version
+        """A version that has passed the gate on paper."""
+        return add_version(self.store, state, draft, self.fingerprint)
 
     def add_nan(self, good: int) -> int:
         """A version with NaN weights whose manifest fits them: no writer of ours makes it."""
@@ -236,9 +233,7 @@ def _run(
     ):
         pointer = DraftPointer(client, "benchmark")
         scene = Scene(store, pointer, engine, fingerprint)
-        scene.add(draft_state(good), good)
-        for state in (State.LIVE, State.PROMOTED):
-            store.lifecycle.move(1, state, actor="benchmark")
+        add_first(store, good, fingerprint)
         follower = DraftFollower(engine, pointer, engine_id="benchmark", watch=watch, lifecycle=store.lifecycle)
         clients = Load(engine, *traffic, arguments.max_tokens)
         follower.start()

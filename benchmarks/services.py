@@ -31,11 +31,11 @@ class Service:
     """One service, life after life; an engine that `always_drafts` does so whether it pays or not."""
 
     def __init__(self, folder: Path, name: str, words: list[str], *, always_drafts: bool = False) -> None:
-        self.notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
+        self._notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
         self._words = words
         self._nursery = subprocess.Popen(
             [
-                *(sys.executable, "-m", "benchmarks.faults.witness", str(self.notes), str(self.log)),
+                *(sys.executable, "-m", "benchmarks.faults.witness", str(self._notes), str(self.log)),
                 *(("always",) if always_drafts else ()),
             ],
             stdin=subprocess.PIPE,
@@ -52,6 +52,10 @@ class Service:
     @property
     def is_alive(self) -> bool:
         return not self._ended.is_set()
+
+    def notes(self) -> list[str]:
+        """One a line, of all its lives."""
+        return self._notes.read_text().splitlines()
 
     def start(self) -> None:
         """A further life; needs the last one to have ended."""

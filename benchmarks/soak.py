@@ -51,7 +51,7 @@ from benchmarks.common import Target, fill_in, finish, parser
 from benchmarks.panels import free_port
 from benchmarks.slopes import Slope, slope
 from slipstream.models import resolve_model
-from slipstream.processes import Child
+from slipstream.processes import Child, running_child
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
@@ -269,18 +269,15 @@ def loop(model_dir: Path, name: str, folder: Path) -> Iterator[Running]:
     with EmbeddedRedis(folder / "redis") as redis, contextlib.ExitStack() as running:
         os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()} | _EXACT_HEAP)
         common = ["--model", str(model_dir), "--redis-url", redis.url, "--store", str(folder / "drafts")]
-        log = folder / "serve.log"
         options = ["--name", name, "--port", "0", "--capture", "--control-share", "0.1", "--context-length", "512"]
         options += ["--draft-vocab-size", "24", "--dtype", "float32"] if name == TOY else []
         options += ["--stream-max-bytes", str(STREAM_BYTES)]
-        serve = Child("serve", ["serve", *common, *options], log_path=log, num_threads=1)
-        running.callback(serve.stop)
-        url = _url(serve, log)
+        serve = running.enter_context(running_child("serve", [*common, *options], folder))
+        url = _url(serve, folder / "serve.log")
         state = ["--state", str(folder / "state")]
         port = free_port()
         state += ["--metrics-port", str(port)]
-        train = Child("train", ["train", *common, *state], log_path=folder / "train.log", num_threads=1)
-        running.callback(train.stop)
+        train = running.enter_context(running_child("train", [*common, *state], folder))
         pids = {"gateway": serve.pid, "trainer": train.pid, "Redis": redis.pid}
         yield Running(url=url, trainer_url=f"http://127.0.0.1:{port}", redis_url=redis.url, pids=pids)
         serve.check()

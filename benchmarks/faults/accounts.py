@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.witness import digest
+from speculator.ledger import StreamLag
+from trainer.checkpoint import load_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +60,28 @@ def durable_uses(notes: Iterable[str], last_saved: str) -> tuple[Counter[str], i
     return Counter(what for kind, what in done if kind == "used"), num_undone
 
 
+def acknowledged_in(notes: Iterable[str]) -> set[str]:
+    """Of an engine: the traces that Redis has acknowledged to it."""
+    return _told(notes, "acknowledged")
+
+
+def accounts_at_the_end(
+    state_dir: Path, notes: Sequence[str], lag: StreamLag, *, acknowledged: set[str]
+) -> tuple[Accounts, int]:
+    """Of a trainer that has ended, with its notes; and how many traces its checkpoint in `state_dir` counts."""
+    saved = load_checkpoint(state_dir)
+    assert saved is not None, "the trainer has saved nothing"
+    progress, waiting = saved[1], lag.pending + lag.undelivered
+    accounts = settle(
+        acknowledged=acknowledged, notes=notes, last_saved=digest(progress), waiting=waiting, lost=lag.lost
+    )
+    return accounts, progress.num_traces + progress.num_repeated
+
+
 def settle(*, acknowledged: set[str], notes: Sequence[str], last_saved: str, waiting: int, lost: int) -> Accounts:
     """`waiting` and `lost` are the stream's own counts."""
     uses, num_undone = durable_uses(notes, last_saved)
-    dead = {what for kind, what in map(_split, notes) if kind == "dead"}
+    dead = _told(notes, "dead")
     missing = len(acknowledged - uses.keys() - dead)
     return Accounts(
         acknowledged=len(acknowledged),
@@ -71,6 +94,10 @@ def settle(*, acknowledged: set[str], notes: Sequence[str], last_saved: str, wai
         used_twice=sum(count > 1 for count in uses.values()),
         undone=num_undone,
     )
+
+
+def _told(notes: Iterable[str], kind: str) -> set[str]:
+    return {what for other, what in map(_split, notes) if other == kind}
 
 
 def _split(note: str) -> tuple[str, str]:

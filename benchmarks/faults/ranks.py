@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.faults.accounts import Accounts, settle
+from benchmarks.faults.accounts import Accounts, accounts_at_the_end
 from benchmarks.faults.traces import corrupted
-from benchmarks.faults.witness import digest
 from benchmarks.kills import another
 from benchmarks.resident import SERVICE_ENV
 from benchmarks.services import STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, wait
@@ -29,7 +28,6 @@ from speculator.redis_client import connect
 from speculator.stream import TraceStream
 from tests.toy import make_toy_model
 from tests.trainer.answers import answer_traces
-from trainer.checkpoint import load_checkpoint
 
 WORLDS = ((2, False), (1, False), (2, True))
 """Numbers of processes, one after the other on one checkpoint, and whether each keeps its part only."""
@@ -200,20 +198,12 @@ def run_kills(folder: Path, *, num_kills: int, seed: int) -> Outcome:
                     kills["torchrun"] += 1
         wait(world.is_settled, "everything to be settled")
         world.end(signal.SIGTERM)
-        saved = load_checkpoint(world.state_dir)
-        assert saved is not None, "the trainer has saved nothing"
         with world.stream() as stream:
             lag = stream.lag()
-        accounts = settle(
-            acknowledged=world.produced,
-            notes=world.notes.lines(),
-            last_saved=digest(saved[1]),
-            waiting=lag.pending + lag.undelivered,
-            lost=lag.lost,
-        )
+        accounts, counted = accounts_at_the_end(world.state_dir, world.notes.lines(), lag, acknowledged=world.produced)
     finally:
         world.close()
-    return Outcome(accounts=accounts, counted=saved[1].num_traces + saved[1].num_repeated, kills=kills, back_s=back_s)
+    return Outcome(accounts=accounts, counted=counted, kills=kills, back_s=back_s)
 
 
 def _of_ranks(kills: Counter[str]) -> int:
