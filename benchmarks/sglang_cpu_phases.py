@@ -1,0 +1,267 @@
+"""The phases of benchmarks/sglang_cpu.py: what each asks of which servers, and what it measures."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import Median, Spread
+from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
+from slipstream.processes import running_child
+from slipstream.topics import Prompt
+from tests.sglang.server import SglangServer
+
+CLIENTS = 4
+TURN_TOKENS = 48
+_WARM_UP_TURNS = 2
+_AFTERWARDS_S = 0.5
+_UNSEEN_TOKENS = 96
+Kind = tuple[SglangServer, Mapping[str, Any]]
+"""A server, and the sampling parameters that make the difference."""
+SILENT = {"custom_params": {"slipstream": {"capture": False}}}
+
+
+def _answers(kind: Kind, prompts: Sequence[list[int]], **sampling: Any) -> tuple[list[dict[str, Any]], float]:
+    """SGLang's answers to the clients, and their tokens a second."""
+    server, params = kind
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = list(pool.map(lambda ids: server.generate(ids, **sampling, **params), prompts))
+    return answers, sum(len(answer["output_ids"]) for answer in answers) / (time.perf_counter() - started_s)
+
+
+def _from(kinds: Mapping[str, Kind], turn: int) -> list[str]:
+    """Their names, each turn beginning with another one."""
+    shift = turn % len(kinds)
+    return [*list(kinds)[shift:], *list(kinds)[:shift]]
+
+
+# -- turns
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Token/s of each kind in each turn."""
+
+    rates: dict[str, list[float]]
+    num_prompts: int
+    """Asked in a turn."""
+    report: dict[str, str]
+    """Of the server with the plugin, afterwards."""
+
+    @property
+    def num_turns(self) -> int:
+        return min(map(len, self.rates.values()))
+
+    @property
+    def num_requests(self) -> int:
+        """Of each kind, the turns that warm up included."""
+        return (self.num_turns + _WARM_UP_TURNS) * self.num_prompts
+
+    def spreads(self) -> dict[str, Spread]:
+        return {kind: Spread.of(rates) for kind, rates in self.rates.items()}
+
+    def ratio(self, above: str, below: str) -> Median:
+        """Of the rates of the same turn."""
+        pairs = zip(self.rates[above], self.rates[below], strict=True)
+        return Median.of([first / second for first, second in pairs])
+
+
+def day_0(scene: Scene, plain: SglangServer, live: SglangServer, num_turns: int) -> Turns:
+    """Without speculation, with a random draft and capture, and with capture off."""
+    kinds: dict[str, Kind] = {"plain": (plain, {}), "captured": (live, {}), "silent": (live, SILENT)}
+    num_prompts = CLIENTS
+    rates = _in_turns(scene, kinds, num_turns, num_prompts)
+    return Turns(rates, num_prompts, scene.report())
+
+
+def capture(scene: Scene, fixed: SglangServer, num_turns: int) -> Turns:
+    """With capture and without, of one server that drafts in every round."""
+    kinds: dict[str, Kind] = {"captured": (fixed, {}), "silent": (fixed, SILENT)}
+    num_prompts = 2 * CLIENTS  # so that half of the traces are made beside decoding
+    rates = _in_turns(scene, kinds, num_turns, num_prompts)
+    return Turns(rates, num_prompts, scene.settled_report(FIXED_ID))
+
+
+def _in_turns(scene: Scene, kinds: Mapping[str, Kind], num_turns: int, num_prompts: int) -> dict[str, list[float]]:
+    """In a turn all are asked the same, with another number in front, so that no server has read it before."""
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(-_WARM_UP_TURNS, num_turns):
+        first = num_prompts * (turn + _WARM_UP_TURNS) % IN_TURNS.stop
+        prompts = scene.prompts[first : first + num_prompts]
+        order = _from(kinds, turn)
+        for kind in order if turn // len(kinds) % 2 else reversed(order):
+            number = f"{turn + _WARM_UP_TURNS:03d}{order.index(kind)}"
+            asked = [scene.ids(f"Question {number}: {prompt.text[:1500]}") for prompt in prompts]
+            _, rate = _answers(kinds[kind], asked, max_new_tokens=TURN_TOKENS, ignore_eos=True)
+            # What is left to do for the traces of this turn is not to fall into the next.
+            time.sleep(_AFTERWARDS_S)
+            if turn >= 0:
+                rates[kind].append(rate)
+    return rates
+
+
+# -- learning
+
+
+@dataclass(frozen=True)
+class Learning:
+    minutes: float
+    completion_tokens: int
+    version: int
+    """The last one that came into service."""
+    curve: list[dict[str, Any]]
+    """Reports, by minute."""
+
+
+def learn(scene: Scene, live: SglangServer, minutes: float) -> Learning:
+    """Live traffic with the trainer beside it."""
+    prompts = itertools.cycle(scene.prompts[LEARNT_FROM])
+    deadline_s = time.monotonic() + 60 * minutes
+    curve: list[dict[str, Any]] = []
+
+    def client(_: int) -> int:
+        tokens = 0
+        while time.monotonic() < deadline_s:
+            tokens += len(live.generate(scene.ids(next(prompts).text), max_new_tokens=160)["output_ids"])
+        return tokens
+
+    os.environ["SLIPSTREAM_TRAINER_KEEP_VERSIONS"] = "1000"  # the first one comes back into service afterwards
+    places = ["--redis-url", scene.redis_url, "--store", str(scene.store.root), "--state", str(scene.folder / "state")]
+    with (
+        running_child("train", ["--model", str(scene.model_dir), *places], scene.folder),
+        ThreadPoolExecutor(CLIENTS) as pool,
+    ):
+        clients = [pool.submit(client, number) for number in range(CLIENTS)]
+        while time.monotonic() < deadline_s:
+            time.sleep(min(30.0, max(deadline_s - time.monotonic(), 0.1)))
+            curve.append({"minute": round(minutes - (deadline_s - time.monotonic()) / 60, 2), **scene.report()})
+            print(curve[-1], flush=True)
+        tokens = sum(done.result() for done in clients)
+    return Learning(minutes, tokens, int(scene.report()["version"]), curve)
+
+
+# -- swaps
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Between the chunks of endless streams."""
+
+    ms: list[float]
+    failed_requests: int
+
+
+@dataclass(frozen=True)
+class Swaps:
+    seconds: float
+    """Without swaps, and as many with them."""
+    calm: Gaps
+    swapping: Gaps
+    num_swaps: int
+    report: dict[str, str]
+
+    @property
+    def failed_requests(self) -> int:
+        return self.calm.failed_requests + self.swapping.failed_requests
+
+
+def swaps(scene: Scene, live: SglangServer, version: int, seconds: float) -> Swaps:
+    """Four endless streams, without and with swaps between version 1 and `version`."""
+    calm = _gaps(scene, live, seconds, swap=lambda: None)
+    versions = itertools.cycle((1, version))
+    before = int(scene.report()["swaps"])
+    swapping = _gaps(scene, live, seconds, swap=lambda: scene.pointer.publish(next(versions)))
+    report = scene.report()
+    return Swaps(seconds, calm, swapping, int(report["swaps"]) - before, report)
+
+
+def _gaps(scene: Scene, live: SglangServer, seconds: float, *, swap: Callable[[], object]) -> Gaps:
+    """`swap` is called seven times, after equal parts of the time."""
+    prompts = itertools.cycle(scene.prompts[: LEARNT_FROM.start])
+    deadline_s = time.monotonic() + seconds
+
+    def client(_: int) -> Gaps:
+        gaps_ms, failed = [], 0
+        while time.monotonic() < deadline_s:
+            last_s = None
+            try:
+                for _ in live.stream(scene.ids(next(prompts).text), max_new_tokens=128, ignore_eos=True):
+                    now_s = time.perf_counter()
+                    if last_s is not None:
+                        gaps_ms.append(1000 * (now_s - last_s))
+                    last_s = now_s
+            except Exception:
+                failed += 1
+        return Gaps(gaps_ms, failed)
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(client, number) for number in range(CLIENTS)]
+        while time.monotonic() < deadline_s - seconds / 8:
+            time.sleep(seconds / 8)
+            swap()
+        found = [done.result() for done in clients]
+    return Gaps([gap for one in found for gap in one.ms], sum(one.failed_requests for one in found))
+
+
+# -- unseen prompts
+
+
+@dataclass(frozen=True)
+class Unseen:
+    accept_length: float
+    """By SGLang's own count, at fixed depth."""
+    accept_length_by_domain: dict[str, float]
+    speedup: dict[str, Spread]
+    """Token/s beside plain decoding."""
+    num_prompts: int
+    same_text: int
+    """Answers at fixed depth that are those of plain decoding."""
+    report: dict[str, str]
+
+
+def unseen(scene: Scene, plain: SglangServer, fixed: SglangServer, live: SglangServer) -> Unseen:
+    """Prompts that nobody has learnt from."""
+    kinds: dict[str, Kind] = {"plain": (plain, {}), "fixed": (fixed, SILENT), "live": (live, {})}
+    prompts = scene.prompts[UNSEEN]
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for turn, first in enumerate(range(0, len(prompts), CLIENTS)):
+        asked = [scene.ids(prompt.text) for prompt in prompts[first : first + CLIENTS]]
+        for kind in _from(kinds, turn):
+            batch, rate = _answers(kinds[kind], asked, max_new_tokens=_UNSEEN_TOKENS)
+            answers[kind] += batch
+            rates[kind].append(rate)
+    pairs = zip(answers["plain"], answers["fixed"], strict=True)
+    return Unseen(
+        accept_length=_accept_length(answers["fixed"]),
+        accept_length_by_domain=_by_domain(prompts, answers["fixed"]),
+        speedup={
+            kind: Spread.of([fast / slow for fast, slow in zip(rates[kind], rates["plain"], strict=True)])
+            for kind in ("fixed", "live")
+        },
+        num_prompts=len(prompts),
+        same_text=sum(one["output_ids"] == other["output_ids"] for one, other in pairs),
+        report=scene.report(),
+    )
+
+
+def _by_domain(prompts: Sequence[Prompt], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    lengths = {}
+    for domain in sorted({prompt.domain for prompt in prompts}):
+        pairs = zip(prompts, answers, strict=True)
+        lengths[domain] = _accept_length([answer for prompt, answer in pairs if prompt.domain == domain])
+    return lengths
+
+
+def _accept_length(answers: Sequence[dict[str, Any]]) -> float:
+    """Tokens a verification, the bonus included, from what SGLang counts for each request."""
+    counted = [answer["meta_info"] for answer in answers]
+    return 1 + sum(info["spec_num_correct_drafts"] for info in counted) / sum(
+        info["spec_verify_ct"] for info in counted
+    )

@@ -1,0 +1,119 @@
+"""The servers of benchmarks/sglang_cpu.py, what they share, and the prompts that each phase takes."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks.common import pick_prompts
+from benchmarks.versions import add_version
+from slipstream.models import resolve_model
+from slipstream.topics import Prompt
+from speculator.checkpoint import draft_state, model_key, target_fingerprint
+from speculator.embedded_redis import EmbeddedRedis
+from speculator.fresh import fresh_draft
+from speculator.lineage import ensure_lineage
+from speculator.pointer import DraftPointer
+from speculator.redis_client import connect
+from speculator.store import DraftStore
+from tests.sglang.server import SglangServer, speculative_flags
+
+DEPTH = 3
+LIVE_ID, FIXED_ID = "benchmark", "fixed"
+"""Of the servers with the plugin."""
+IN_TURNS, UNSEEN, LEARNT_FROM = slice(96), slice(100, 148), slice(200, 2000)
+"""Of the prompts: those that turns ask, those that nobody has learnt from, and those of live traffic."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Redis and the store are there; each server is started with `with`."""
+
+    folder: Path
+    model_dir: Path
+    fingerprint: str
+    store: DraftStore
+    redis_url: str
+    pointer: DraftPointer
+    prompts: list[Prompt]
+    tokenizer: Any
+
+    def ids(self, text: str) -> list[int]:
+        """Of the question in the model's chat template; the last 1024."""
+        messages = [{"role": "user", "content": text}]
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))[-1024:]
+
+    def report(self, engine_id: str = LIVE_ID) -> dict[str, str]:
+        """What the server said last about itself; empty before it has."""
+        return self.pointer.engines().get(engine_id, {})
+
+    def settled_report(self, engine_id: str) -> dict[str, str]:
+        """Once two in a row, some seconds apart, say the same about capture."""
+        before: dict[str, str] = {}
+        for _ in range(20):
+            report = self.report(engine_id)
+            if before and all(report[name] == before[name] for name in ("captured", "appended", "dropped", "pending")):
+                break
+            before = report
+            time.sleep(3)
+        return report
+
+    def add_random(self) -> int:
+        """Another version of random weights, with the vocabulary of the first."""
+        draft, first = fresh_draft(self.model_dir, seed=1), self.store.load(1)
+        state = {**draft_state(draft), "d2t": first["d2t"], "t2d": first["t2d"]}
+        return add_version(self.store, state, draft, self.fingerprint)
+
+    # -- servers
+
+    def plain_server(self) -> SglangServer:
+        return SglangServer(self.model_dir, log_path=self.folder / "plain.log")
+
+    def live_server(self) -> SglangServer:
+        config = self.folder / "adaptive.json"
+        config.write_text('{"1": {"candidate_steps": [0, 1, 2, 3]}}')
+        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", str(config)]
+        return self._drafting_server("live", LIVE_ID, 1, adaptive)
+
+    def fixed_server(self, version: int) -> SglangServer:
+        return self._drafting_server("fixed", FIXED_ID, version, [])
+
+    def _drafting_server(self, name: str, engine_id: str, version: int, flags: list[str]) -> SglangServer:
+        draft_dir = self.store.root / "versions" / f"{version:06d}"
+        return SglangServer(
+            self.model_dir,
+            log_path=self.folder / f"{name}.log",
+            flags=[*speculative_flags(draft_dir, num_steps=DEPTH), *flags],
+            env={
+                "SLIPSTREAM_ENABLED": "1",
+                "SLIPSTREAM_REDIS_URL": self.redis_url,
+                "SLIPSTREAM_STORE": str(self.store.root),
+                "SLIPSTREAM_ENGINE_ID": engine_id,
+                "SLIPSTREAM_CAPTURE": "1",
+                # All of it, also where no trainer reads.
+                "SLIPSTREAM_CAPTURE_FLOOR": "1",
+                # Swaps are measured here, and come in quick succession.
+                "SLIPSTREAM_WATCH": "0",
+            },
+        )
+
+
+@contextlib.contextmanager
+def prepared(model: str, prompts: Path | None) -> Iterator[Scene]:
+    """The store holds a fresh random draft, which is in service."""
+    model_dir = resolve_model(model)
+    fingerprint = target_fingerprint(model_dir)
+    with tempfile.TemporaryDirectory() as name, EmbeddedRedis(Path(name) / "redis") as redis:
+        folder, chosen = Path(name), pick_prompts(prompts, LEARNT_FROM.stop)
+        store = DraftStore(folder / "drafts")
+        ensure_lineage(store, model_dir, fingerprint, texts=[prompt.text for prompt in chosen[LEARNT_FROM]])
+        pointer = DraftPointer(connect(redis.url), model_key(model_dir, fingerprint))
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        yield Scene(folder, model_dir, fingerprint, store, redis.url, pointer, chosen, tokenizer)
