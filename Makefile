@@ -9,7 +9,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 ARGS ?=
 MINUTES ?= 10
 # Debian's; tests that need one are skipped where it is missing, and hey loads the gateway in a benchmark.
-SYSTEM_PACKAGES := chromium hey prometheus
+SYSTEM_PACKAGES := chromium g++ hey prometheus
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

@@ -1,9 +1,10 @@
 """The steps of target and draft against the time that reading their weights takes.
 
-    python -m benchmarks.step [--quick] [--json FILE] [--threads 1]
+    python -m benchmarks.step [--quick] [--json FILE] [--threads 1] [--compile-target]
 
 A step of one token reads every weight once: bytes of weights over the measured read bandwidth is its floor. The read,
-our step and Hugging Face's step (over the same slots and the same packed layers) take turns, on the same threads.
+our step and Hugging Face's step (over the same slots and the same packed layers) take turns, on the same threads; with
+--compile-target our compiled step, too, and the target below is its.
 The draft reads its pairs and proposes after a step of the target, as in a round: its weights are in no cache then.
 Target: a step of one token within 1.6 × of the floor.
 """
@@ -34,14 +35,21 @@ def main() -> None:
     options = parser("The target's step against the memory floor", has_prompts=False)
     options.add_argument("--threads", type=int, default=1, help="the demo's engine has one")
     options.add_argument("--context", type=int, default=200, help="positions before the new tokens")
+    options.add_argument("--compile-target", action="store_true", help="time the compiled step, too")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     repeats = 12 if arguments.quick else 40
     model_dir = resolve_model(arguments.model)
+    length = arguments.context + 64
     ours, theirs = (
-        TargetModel(model_dir, num_slots=8, context_length=arguments.context + 64, cache_margin=8, fused=fused)
+        TargetModel(model_dir, num_slots=8, context_length=length, cache_margin=8, fused=fused)
         for fused in (True, False)
     )
+    compiled = None
+    if arguments.compile_target:
+        compiled = TargetModel(
+            model_dir, num_slots=8, context_length=length, cache_margin=8, compile_threads=arguments.threads
+        )
     source = torch.ones(READ_BYTES // 4)
     weight_bytes = _weight_bytes(ours)
     rows: list[tuple[str, object]] = [
@@ -58,10 +66,15 @@ def main() -> None:
             "ours": lambda tokens=tokens, starts=starts: _step(ours, tokens, starts),
             "hugging_face": lambda tokens=tokens, starts=starts: _step(theirs, tokens, starts),
         }
+        if compiled is not None:
+            runs["compiled"] = lambda tokens=tokens, starts=starts: _step(compiled, tokens, starts)
         times_ms = _interleaved(runs, repeats)
         times_ms["floor"] = [value * weight_bytes / READ_BYTES for value in times_ms["floor"]]
         over_floor = _ratio(times_ms["ours"], times_ms["floor"])
-        before_after = _ratio(times_ms["hugging_face"], times_ms["ours"])
+        ratios = {
+            "over_floor": over_floor,
+            "hugging_face_over_ours": _ratio(times_ms["hugging_face"], times_ms["ours"]),
+        }
         spreads = {name: Spread.of(values) for name, values in times_ms.items()}
         name = f"{batch} × {num_new}"
         rows += [
@@ -69,12 +82,19 @@ def main() -> None:
             (f"{name}: step, ms", spreads["ours"]),
             (f"{name}: Hugging Face's step, ms", spreads["hugging_face"]),
             (f"{name}: step over floor", over_floor),
-            (f"{name}: Hugging Face's step over ours", before_after),
+            (f"{name}: Hugging Face's step over ours", ratios["hugging_face_over_ours"]),
         ]
+        if compiled is not None:
+            over_floor = ratios["compiled_over_floor"] = _ratio(times_ms["compiled"], times_ms["floor"])
+            ratios["ours_over_compiled"] = _ratio(times_ms["ours"], times_ms["compiled"])
+            rows += [
+                (f"{name}: compiled step, ms", spreads["compiled"]),
+                (f"{name}: compiled step over floor", over_floor),
+                (f"{name}: step over compiled", ratios["ours_over_compiled"]),
+            ]
         document[f"{batch}x{num_new}"] = {
             **{f"{name}_ms": spread.to_dict() for name, spread in spreads.items()},
-            "over_floor": over_floor.to_dict(),
-            "hugging_face_over_ours": before_after.to_dict(),
+            **{name: ratio.to_dict() for name, ratio in ratios.items()},
         }
         if batch == num_new == 1:
             targets.append(Target("step_over_floor", over_floor.median, 1.6, at_least=False))

@@ -195,6 +195,7 @@ def load_target(config: LocalEngineConfig) -> Target:
         cache_margin=config.cache_margin,
         dtype=getattr(torch, config.dtype),
         device=config.device,
+        compile_threads=config.num_threads if config.compile_target else None,
     )
 
 

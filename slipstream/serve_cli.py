@@ -44,6 +44,7 @@ def serve(
     slots: options.Slots = 8,
     context_length: options.ContextLength = 2048,
     threads: options.Threads = None,
+    compile_target: options.CompileTarget = False,
     suffix_depth: options.SuffixDepth = 16,
     share_groups: options.ShareGroups = False,
     sglang_python: options.SglangPython = None,
@@ -97,7 +98,7 @@ def _serve_locally(given: dict[str, Any]) -> None:
 
     same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
     config = LocalEngineConfig(
-        **{name: given[name] for name in (*same, "capture", "suffix_depth")},
+        **{name: given[name] for name in (*same, "capture", "suffix_depth", "compile_target")},
         device=given["device"] or "cpu",
         num_slots=given["slots"],
         num_threads=given["threads"] or max(1, (os.cpu_count() or 2) - 1),

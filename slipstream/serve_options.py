@@ -42,6 +42,14 @@ ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt a
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
 ]
+CompileTarget = Annotated[
+    bool,
+    typer.Option(
+        "--compile-target",
+        envvar="SLIPSTREAM_COMPILE_TARGET",
+        help="Local engine on a CPU: compile the target's pass at the start; needs g++.",
+    ),
+]
 SuffixDepth = Annotated[
     int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
 ]
@@ -88,7 +96,7 @@ DropPersonalData = Annotated[
 StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
 
 _OF_ONE_ENGINE = {
-    "local": ("slots", "context_length", "threads", "suffix_depth", "share_groups"),
+    "local": ("slots", "context_length", "threads", "compile_target", "suffix_depth", "share_groups"),
     "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
 }
 _INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}

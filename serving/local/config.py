@@ -42,6 +42,8 @@ class LocalEngineConfig:
     prompt_labels: int = 128
     """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
     num_threads: int = 1
+    compile_target: bool = False
+    """Off: it needs a C++ compiler, and up to a minute at the first start."""
 
     @property
     def cache_margin(self) -> int:

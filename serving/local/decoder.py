@@ -2,7 +2,8 @@
 
 A step of one token reads every weight once and otherwise only pays for calls, so calls are what this saves: one
 projection for queries, keys and values and one for gate and up, rotary embedding over all heads in three operations,
-keys and values stored in one. None goes through nn.Module, whose detours take as long as a small operation.
+keys and values stored in one. None goes through nn.Module, whose detours take as long as a small operation. What is
+left between two matrix products can be compiled (`serving.local.compiled`).
 
 Shape letters: B batch, T new tokens, M = B × T, d hidden size, H query heads, G key heads, N = H + 2G, h head size.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
-from serving.local.packed import linear, pack_linears, parameters_of
+from serving.local.compiled import compiled, opaque
+from serving.local.packed import pack_linears, product_of
+
+Operation = Callable[[Tensor], Tensor]
 
 _SAME_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 """Hugging Face layers whose forward pass `FusedLayer` repeats. Others may look the same and compute differently."""
@@ -36,32 +41,47 @@ def fusible(model: Any) -> bool:
 
 
 class Decoder:
-    """Embedding, layers and final norm of a fusible model, whose layers it replaces by fused and maybe packed ones."""
+    """Embedding, layers and final norm of a fusible model, whose layers it replaces by fused and maybe packed ones.
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...], *, packed: bool) -> None:
+    Used by one thread at a time.
+    """
+
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], *, packed: bool, compile_it: bool = False) -> None:
         layers = model.model.layers
         for index in range(len(layers)):
             layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
         if packed:
             pack_linears(model)
         self._layers: list[FusedLayer] = list(layers)
-        for layer in self._layers:
-            layer.bind()
+        wrap = opaque if compile_it else _as_it_is
+        for index, layer in enumerate(self._layers):
+            layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap)
         self._embed: Tensor = model.model.embed_tokens.weight
         self._norm = model.model.norm = RMSNorm(model.model.norm)
         self._rotary = model.model.rotary_emb
         self._aux_layers = aux_layers
+        self._place: tuple[SlotWindow, KVSlots] | None = None
+        """Of the pass that is running."""
+        self._through = compiled(self._through_layers) if compile_it else self._through_layers
 
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
+        self._place = window, cache
         x_Md = F.embedding(tokens_BT.flatten(), self._embed)
-        rotation = self._rotation(x_Md, window.positions_BT)
+        hidden_Md, aux_Md = self._through(x_Md, *self._rotation(x_Md, window.positions_BT))
+        return hidden_Md.view(*tokens_BT.shape, -1), aux_Md.view(*tokens_BT.shape, -1)
+
+    def _through_layers(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> tuple[Tensor, Tensor]:
         aux = []
         for index, layer in enumerate(self._layers):
             if index in self._aux_layers:
                 aux.append(x_Md)
-            x_Md = layer.run(x_Md, rotation, window, cache, index)
-        return self._norm(x_Md).view(*tokens_BT.shape, -1), torch.cat(aux, -1).view(*tokens_BT.shape, -1)
+            x_Md = layer.run(x_Md, cos_MNh, signed_sin_MNh)
+        return self._norm.forward(x_Md), torch.cat(aux, -1)
+
+    def _attend(self, index: int, rotated_MNh: Tensor) -> Tensor:
+        assert self._place is not None
+        return self._layers[index].attend(rotated_MNh, *self._place, index)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
@@ -101,34 +121,36 @@ class FusedLayer(nn.Module):
         self.query_norm = RMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = RMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
 
-    def bind(self) -> None:
-        """Look up once what `run` reads; after this, weights only change in place."""
-        self._qkv, self._out = parameters_of(self.qkv), parameters_of(self.out)
-        self._gate_up, self._down = parameters_of(self.gate_up), parameters_of(self.down)
-        self._act: Callable[[Tensor], Tensor] = self.act.forward
+    def bind(self, attend: Operation, wrap: Callable[[Operation, int], Operation]) -> None:
+        """Look up once what `run` calls; after this, weights only change in place.
+
+        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product and its width.
+        """
+        self._attended = attend
+        self._qkv, self._out, self._gate_up, self._down = (
+            wrap(product_of(layer), layer.out_features) for layer in (self.qkv, self.out, self.gate_up, self.down)
+        )
+        self._act: Operation = self.act.forward
         self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
 
-    def run(
-        self, x_Md: Tensor, rotation: tuple[Tensor, Tensor], window: SlotWindow, cache: KVSlots, index: int
-    ) -> Tensor:
-        attended_Mw = self._attend(self._first_norm(x_Md), rotation, window, cache, index)
-        x_Md = x_Md + linear(attended_Mw, *self._out)
-        gate, up = linear(self._second_norm(x_Md), *self._gate_up).chunk(2, -1)
-        return x_Md + linear(self._act(gate).mul_(up), *self._down)
+    def run(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> Tensor:
+        x_Md = x_Md + self._out(self._attended(self._rotated(self._first_norm(x_Md), cos_MNh, signed_sin_MNh)))
+        gate, up = self._gate_up(self._second_norm(x_Md)).chunk(2, -1)
+        return x_Md + self._down(self._act(gate).mul_(up))
 
-    def _attend(
-        self, x_Md: Tensor, rotation: tuple[Tensor, Tensor], window: SlotWindow, cache: KVSlots, index: int
-    ) -> Tensor:
-        qkv_MNh = linear(x_Md, *self._qkv).view(x_Md.shape[0], -1, self.head_dim)
+    def _rotated(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> Tensor:
+        qkv_MNh = self._qkv(x_Md).view(x_Md.shape[0], -1, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             q, k, v = qkv_MNh.split_with_sizes([self.num_queries, self.num_groups, self.num_groups], 1)
-            qkv_MNh = torch.cat([self.query_norm(q), self.key_norm(k), v], 1)
-        cos, signed_sin = rotation
+            qkv_MNh = torch.cat([self.query_norm.forward(q), self.key_norm.forward(k), v], 1)
         swapped = qkv_MNh.roll(self.head_dim // 2, -1)
-        rotated_MNh = torch.addcmul(qkv_MNh * cos, swapped, signed_sin)
+        return torch.addcmul(qkv_MNh * cos_MNh, swapped, signed_sin_MNh)
+
+    def attend(self, rotated_MNh: Tensor, window: SlotWindow, cache: KVSlots, index: int) -> Tensor:
+        """Store keys and values in the cache's layer `index`, then attend; returns [M, H · h]."""
         q_MHh, kv_MNh = rotated_MNh.split_with_sizes([self.num_queries, 2 * self.num_groups], 1)
         q_BRGh = q_MHh.reshape(window.batch, -1, self.num_groups, self.head_dim)
-        return window.attend_rows(cache, index, q_BRGh, kv_MNh, self.scale).reshape(x_Md.shape[0], -1)
+        return window.attend_rows(cache, index, q_BRGh, kv_MNh, self.scale).reshape(len(rotated_MNh), -1)
 
 
 class RMSNorm(nn.Module):
@@ -153,6 +175,10 @@ class RMSNorm(nn.Module):
             length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             return (x * self._scaled_weight).div_(length.hypot_(self._floor)).to(x.dtype)  # type: ignore[no-any-return]
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _as_it_is(function: Operation, _width: int) -> Operation:
+    return function
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

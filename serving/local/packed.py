@@ -7,6 +7,8 @@ verifying 4 tokens cost 1.4 × one. With weights packed beforehand (what Inducto
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.out_features = linear.out_features
         self.packed = pack(linear.weight.detach())
         self.bias = None if linear.bias is None else linear.bias.detach()
 
@@ -45,9 +48,10 @@ class PackedLinear(nn.Module):
         return linear(x, self.packed, self.bias)
 
 
-def parameters_of(layer: nn.Linear | PackedLinear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as `linear` takes them."""
-    return layer.packed if isinstance(layer, PackedLinear) else layer.weight, layer.bias
+def product_of(layer: nn.Linear | PackedLinear) -> Callable[[Tensor], Tensor]:
+    """What the layer computes, without the detours of a module; its weight may change in place."""
+    weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
+    return partial(linear, weight=weight, bias=layer.bias)
 
 
 def pack_linears(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class Target:
     """A causal language model, frozen but for `install`, with `num_slots` × `context_length` positions of cache.
 
     `fused=False` keeps Hugging Face's modelling where our own pass would run: the reference of tests and benchmarks.
-    Raises ConfigError when the directory holds no model that this engine can run.
+    `compile_threads` compiles our own pass, on a CPU, for a thread that computes with so many: seconds to a minute the
+    first time. Raises ConfigError when the directory holds no model that this engine can run, or can compile.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class Target:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
         fused: bool = True,
+        compile_threads: int | None = None,
     ) -> None:
+        if compile_threads and device != "cpu":
+            raise ConfigError("--compile-target is for the CPU: leave it out")
         self._model = _load(model_dir, dtype, device)
         self._layout = read_layout(model_dir)
         config = self._model.config
@@ -77,12 +82,13 @@ class Target:
         num_layers = len(self._model.model.layers)
         aux_layers = aux_layer_ids(num_layers)
         self._run: Decoder | _HuggingFaceDecoder
+        layer_kind = type(self._model.model.layers[0]).__name__
         if fused and fusible(self._model):
-            self._run = Decoder(self._model, aux_layers, packed=device == "cpu")
+            self._run = Decoder(self._model, aux_layers, packed=device == "cpu", compile_it=bool(compile_threads))
+        elif compile_threads:
+            raise ConfigError(f"--compile-target: there is no pass of our own for {layer_kind}: leave it out")
         else:
-            log.info(
-                "the target runs through Hugging Face modelling", layers=type(self._model.model.layers[0]).__name__
-            )
+            log.info("the target runs through Hugging Face modelling", layers=layer_kind)
             self._run = _HuggingFaceDecoder(self._model, aux_layers)
             if device == "cpu":
                 pack_linears(self._model)
@@ -95,6 +101,18 @@ class Target:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             like=self.embed,
         )
+        if compile_threads:
+            self._compile(compile_threads)
+
+    @torch.inference_mode()
+    def _compile(self, num_threads: int) -> None:
+        """Run the pass at every kind of size, so that no request has to wait for the compiler."""
+        began_s, before = time.monotonic(), torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        for num_new in (1, 2):
+            self.forward(torch.zeros(1, num_new, dtype=torch.long), first_slot=0, starts=[0])
+        torch.set_num_threads(before)
+        log.info("the target's pass is compiled", seconds=round(time.monotonic() - began_s, 1))
 
     @property
     def device(self) -> torch.device:

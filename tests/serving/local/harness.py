@@ -90,6 +90,7 @@ def toy_engine(
     planner: Planner | None = None,
     sharing: GroupSharing | None = None,
     pulse: Pulse | None = None,
+    compile_target: bool = False,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
     config = LocalEngineConfig(
@@ -109,7 +110,12 @@ def toy_engine(
         prompt_labels=12,
     )
     target = Target(
-        model_dir, num_slots=slots, context_length=256, cache_margin=config.cache_margin, dtype=torch.float64
+        model_dir,
+        num_slots=slots,
+        context_length=256,
+        cache_margin=config.cache_margin,
+        dtype=torch.float64,
+        compile_threads=config.num_threads if compile_target else None,
     )
     drafts: dict[int, Eagle3Draft] = {}
     registry, traces = CollectorRegistry(), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -14,9 +15,13 @@ from serving.local import attention
 from serving.local.decoder import FusedLayer
 from serving.local.packed import PackedLinear
 from serving.local.target import Target
+from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
+from tests.moved import moved_model
+from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 # Batch, new tokens, first slot, starts.
 WINDOWS = [
@@ -155,6 +160,65 @@ def test_other_layers_run_through_hugging_face(tmp_path: Path, family: str) -> N
         hidden, _ = target.forward(tokens, first_slot=1, starts=[0])
         reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(tokens).logits
         assert _error(target.logits(hidden), reference) < 2e-6
+
+
+def _compiled(model_dir: Path, dtype: torch.dtype, *, device: str = "cpu") -> Target:
+    return Target(
+        model_dir,
+        num_slots=8,
+        context_length=64,
+        cache_margin=4,
+        dtype=dtype,
+        device=device,
+        compile_threads=torch.get_num_threads(),
+    )
+
+
+@needs_compiler
+def test_a_compiled_pass_is_as_near_to_the_exact_result_and_follows_weights_that_move(tmp_path: Path) -> None:
+    model_dir = make_toy_model(tmp_path / "0", family="qwen3")
+    _set_every_bias_and_norm(model_dir)
+    new_dir = moved_model(model_dir, tmp_path / "1")
+    compiled = _compiled(model_dir, torch.bfloat16)
+    for folder in (model_dir, new_dir):
+        if folder == new_dir:
+            compiled.install(compiled.stage(new_dir))
+        exact, ours = (_target(folder, dtype, fused=True) for dtype in (torch.float64, torch.bfloat16))
+        for part in range(3):
+            with torch.compiler.set_stance("fail_on_recompile"):
+                pooled = [
+                    torch.cat([_outputs(target, *window)[part].flatten() for window in WINDOWS])
+                    for target in (exact, ours, compiled)
+                ]
+            assert pooled[2].dtype == torch.bfloat16
+            noise = _error(pooled[1], pooled[0])
+            assert 0 < noise < 0.1
+            assert _error(pooled[2], pooled[0]) < 1.3 * noise
+
+
+@needs_compiler
+def test_no_request_waits_for_the_compiler_and_its_text_is_the_same(tmp_path: Path) -> None:
+    model_dir = make_toy_model(tmp_path)
+    texts = []
+    for compile_target in (False, True):
+        with (
+            toy_engine(model_dir, compile_target=compile_target) as engine,
+            torch.compiler.set_stance("fail_on_recompile"),
+        ):
+            answers = engine.ask(*(engine.request(prompt) for prompt in ("hello", "a b c", "one that is longer")))
+            texts.append([answer.text for answer in answers])
+    assert texts[0] == texts[1]
+    assert any(texts[0])
+
+
+def test_what_cannot_be_compiled_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="is for the CPU"):
+        _compiled(tmp_path, torch.float64, device="cuda")
+    with pytest.raises(ConfigError, match="no pass of our own for GemmaDecoderLayer"):
+        _compiled(make_toy_model(tmp_path / "gemma", family="gemma"), torch.float64)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="no C\\+\\+ compiler 'no-such-compiler': install"):
+        _compiled(make_toy_model(tmp_path / "llama"), torch.float64)
 
 
 def _set_every_bias_and_norm(model_dir: Path) -> None:
