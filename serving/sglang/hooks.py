@@ -50,6 +50,12 @@ RELEASE = Target("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
 STEPS = Target(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
 )
+_AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
+_ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
+CPU_PLAN = Target(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
+CPU_EXTEND = Target(f"{_AMX}.forward_extend", _ATTEND)
+CPU_DECODE = Target(f"{_AMX}.forward_decode", _ATTEND)
+"""Called, not hooked."""
 
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CONVERTED = ("self", "request", "raw_request")
@@ -71,6 +77,9 @@ TARGETS = (
     EXTEND_GRAPH,
     RELEASE,
     STEPS,
+    CPU_PLAN,
+    CPU_EXTEND,
+    CPU_DECODE,
     CHAT,
     COMPLETION,
 )

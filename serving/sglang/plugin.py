@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from serving.marks import HEADER, OTHER_TARGET
-from serving.sglang import hooks
+from serving.sglang import hooks, one_token
 from serving.sglang.asked import is_for_another_target, mark
 from serving.sglang.checks import check_server, refuse, refusing, sglang_version
 from serving.sglang.settings import PluginSettings, is_enabled
@@ -54,6 +54,8 @@ def _hook(settings: PluginSettings) -> None:
     add(hooks.EXTEND_GRAPH, _after_extend_graph, "after")
     add(hooks.RELEASE, _before_release, "before")
     add(hooks.STEPS, _around_steps, "around")
+    add(hooks.CPU_PLAN, one_token.after_plan, "after")
+    add(hooks.CPU_EXTEND, one_token.around_extend, "around")
     for endpoint in (hooks.CHAT, hooks.COMPLETION):
         add(endpoint, _before_conversion, "before")
 
