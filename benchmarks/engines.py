@@ -62,6 +62,7 @@ def engine_with(
         cache_margin=config.cache_margin,
         dtype=getattr(torch, config.dtype),
         compile_threads=config.num_threads if config.compile_target else None,
+        int8=config.int8_target,
     )
     engine = LocalEngine(
         config,
@@ -82,14 +83,20 @@ def engine_with(
 
 @contextlib.contextmanager
 def local_engine(
-    model_dir: Path, *, depth: int, num_threads: int, store: Path | None = None, compile_target: bool = False
+    model_dir: Path,
+    *,
+    depth: int,
+    num_threads: int,
+    store: Path | None = None,
+    compile_target: bool = False,
+    int8_target: bool = False,
 ) -> Iterator[LocalEngine]:
     """A running bfloat16 engine with the newest draft of `store`, or a fresh one; capture and control share off."""
     draft = fresh_draft(model_dir, seed=0)
     if store is not None:
         versions, fingerprint = DraftStore(store), target_fingerprint(model_dir)
         draft = load_draft(versions, versions.latest() or 0, embed=draft.embed, target_fingerprint=fingerprint)
-    settings = {"depth": depth, "control_share": 0.0, "compile_target": compile_target}
+    settings = {"depth": depth, "control_share": 0.0, "compile_target": compile_target, "int8_target": int8_target}
     with engine_with(model_dir, draft, num_threads, settings=settings) as engine:
         yield engine
 

@@ -1,6 +1,7 @@
 """Plain decoding: the local engine at depth 0 beside Hugging Face `generate`, interleaved in one run.
 
-    python -m benchmarks.local_engine [--quick] [--json FILE] [--prompts FILE.jsonl] [--threads 1 2] [--compile-target]
+    python -m benchmarks.local_engine [--quick] [--json FILE] [--prompts FILE.jsonl] [--threads 1 2]
+                                      [--compile-target] [--int8-target]
 
 Greedy answers of 128 tokens. Every thread count is run with both; each side is then judged at the one that it decodes
 fastest with. Decoding is what comes after an answer's first token; with the prompt, the whole answer. Eight requests
@@ -38,7 +39,8 @@ Rates = defaultdict[tuple[str, int], list[float]]
 def main() -> None:
     options = parser("Depth 0 of the local engine against Hugging Face generate")
     options.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
-    options.add_argument("--compile-target", action="store_true", help="the engine's, as `slipstream serve` has it")
+    for flag in ("--compile-target", "--int8-target"):
+        options.add_argument(flag, action="store_true", help="the engine's, as `slipstream serve` has it")
     arguments = options.parse_args()
     model_dir = resolve_model(arguments.model)
     repeats = 2 if arguments.quick else 5
@@ -48,7 +50,13 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         engines = {
             threads: stack.enter_context(
-                local_engine(model_dir, depth=0, num_threads=threads, compile_target=arguments.compile_target)
+                local_engine(
+                    model_dir,
+                    depth=0,
+                    num_threads=threads,
+                    compile_target=arguments.compile_target,
+                    int8_target=arguments.int8_target,
+                )
             )
             for threads in arguments.threads
         }

@@ -196,6 +196,7 @@ def load_target(config: LocalEngineConfig) -> Target:
         dtype=getattr(torch, config.dtype),
         device=config.device,
         compile_threads=config.num_threads if config.compile_target else None,
+        int8=config.int8_target,
     )
 
 

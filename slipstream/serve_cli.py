@@ -45,6 +45,7 @@ def serve(
     context_length: options.ContextLength = 2048,
     threads: options.Threads = None,
     compile_target: options.CompileTarget = False,
+    int8_target: options.Int8Target = False,
     suffix_depth: options.SuffixDepth = 16,
     share_groups: options.ShareGroups = False,
     sglang_python: options.SglangPython = None,
@@ -98,7 +99,7 @@ def _serve_locally(given: dict[str, Any]) -> None:
 
     same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
     config = LocalEngineConfig(
-        **{name: given[name] for name in (*same, "capture", "suffix_depth", "compile_target")},
+        **{name: given[name] for name in (*same, "capture", "suffix_depth", "compile_target", "int8_target")},
         device=given["device"] or "cpu",
         num_slots=given["slots"],
         num_threads=given["threads"] or max(1, (os.cpu_count() or 2) - 1),

@@ -50,6 +50,14 @@ CompileTarget = Annotated[
         help="Local engine on a CPU: compile the target's pass at the start; needs g++.",
     ),
 ]
+Int8Target = Annotated[
+    bool,
+    typer.Option(
+        "--int8-target",
+        envvar="SLIPSTREAM_INT8_TARGET",
+        help="Local engine on a CPU: the target in 8 bits, with --compile-target faster; another text than in --dtype.",
+    ),
+]
 SuffixDepth = Annotated[
     int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
 ]
@@ -96,7 +104,7 @@ DropPersonalData = Annotated[
 StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
 
 _OF_ONE_ENGINE = {
-    "local": ("slots", "context_length", "threads", "compile_target", "suffix_depth", "share_groups"),
+    "local": ("slots", "context_length", "threads", "compile_target", "int8_target", "suffix_depth", "share_groups"),
     "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
 }
 _INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}

@@ -27,8 +27,8 @@ _opaque: weakref.WeakValueDictionary[int, _Opaque] = weakref.WeakValueDictionary
 
 
 class _Opaque:
-    def __init__(self, function: Callable[[Tensor], Tensor], width: int) -> None:
-        self.function, self.width = function, width
+    def __init__(self, function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype | None) -> None:
+        self.function, self.width, self.dtype = function, width, dtype
         self._number = next(_numbers)
         _opaque[self._number] = self
 
@@ -36,12 +36,14 @@ class _Opaque:
         return torch.ops.slipstream.call(x, self._number)  # type: ignore[no-any-return]
 
 
-def opaque(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
-    """The function, [M, …] → [M, width] of the same dtype, as a call that a compiled pass makes as it is.
+def opaque(
+    function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The function, [M, …] → [M, width] of `dtype`, if given, as a call that a compiled pass makes as it is.
 
     The result is a new tensor. What else the function reads or writes must not be touched by the compiled pass.
     """
-    return _Opaque(function, width)
+    return _Opaque(function, width, dtype)
 
 
 def _call(x: Tensor, number: int) -> Tensor:
@@ -49,7 +51,8 @@ def _call(x: Tensor, number: int) -> Tensor:
 
 
 def _shape_of_call(x: Tensor, number: int) -> Tensor:
-    return x.new_empty(x.shape[0], _opaque[number].width)  # len() would fix the size
+    call = _opaque[number]
+    return x.new_empty(x.shape[0], call.width, dtype=call.dtype or x.dtype)  # len() would fix the size
 
 
 _LIBRARY.impl("call", _call, "CPU")  # type: ignore[no-untyped-call]

@@ -44,6 +44,8 @@ class LocalEngineConfig:
     num_threads: int = 1
     compile_target: bool = False
     """Off: it needs a C++ compiler, and up to a minute at the first start."""
+    int8_target: bool = False
+    """Off: the text is another one than in `dtype`."""
 
     @property
     def cache_margin(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.compiled import compiled, opaque
-from serving.local.packed import pack_linears, product_of
+from serving.local.packed import product_of
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -46,12 +46,20 @@ class Decoder:
     Used by one thread at a time.
     """
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...], *, packed: bool, compile_it: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        aux_layers: tuple[int, ...],
+        *,
+        pack: Callable[[nn.Module], None] | None,
+        compile_it: bool = False,
+    ) -> None:
+        """`pack` replaces the model's linear layers once they are fused."""
         layers = model.model.layers
         for index in range(len(layers)):
             layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
-        if packed:
-            pack_linears(model)
+        if pack is not None:
+            pack(model)
         self._layers: list[FusedLayer] = list(layers)
         wrap = opaque if compile_it else _as_it_is
         for index, layer in enumerate(self._layers):
@@ -121,14 +129,14 @@ class FusedLayer(nn.Module):
         self.query_norm = RMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = RMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
 
-    def bind(self, attend: Operation, wrap: Callable[[Operation, int], Operation]) -> None:
+    def bind(self, attend: Operation, wrap: Callable[..., Operation]) -> None:
         """Look up once what `run` calls; after this, weights only change in place.
 
-        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product and its width.
+        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product, see `product_of`.
         """
         self._attended = attend
         self._qkv, self._out, self._gate_up, self._down = (
-            wrap(product_of(layer), layer.out_features) for layer in (self.qkv, self.out, self.gate_up, self.down)
+            product_of(layer, wrap) for layer in (self.qkv, self.out, self.gate_up, self.down)
         )
         self._act: Operation = self.act.forward
         self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
@@ -177,7 +185,7 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
 
 
-def _as_it_is(function: Operation, _width: int) -> Operation:
+def _as_it_is(function: Operation, _width: int, _dtype: torch.dtype | None = None) -> Operation:
     return function
 
 

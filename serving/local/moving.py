@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serving.local.decoder import RMSNorm
-from serving.local.packed import PackedLinear
+from serving.local.packed import Replaced
 from speculator.errors import TargetError
 
 
@@ -28,9 +28,8 @@ class StagedTarget:
 def all_tensors(model: Any) -> Iterator[Tensor]:
     """Everything that the passes read and that follows from the weights, always in the same order."""
     for module in model.modules():
-        if isinstance(module, PackedLinear):
-            yield module.packed
-            yield from () if module.bias is None else (module.bias,)
+        if isinstance(module, Replaced):
+            yield from module.parts
         elif isinstance(module, RMSNorm):
             yield from module.derived
     yield from model.state_dict().values()

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from serving.local.int8 import Int8Linear
+
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
 
 
@@ -44,21 +46,41 @@ class PackedLinear(nn.Module):
         self.packed = pack(linear.weight.detach())
         self.bias = None if linear.bias is None else linear.bias.detach()
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What is read in the weight's place; another layer's of the same shape can be copied into it."""
+        return (self.packed,) if self.bias is None else (self.packed, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias)
 
 
-def product_of(layer: nn.Linear | PackedLinear) -> Callable[[Tensor], Tensor]:
-    """What the layer computes, without the detours of a module; its weight may change in place."""
+Replaced = PackedLinear | Int8Linear
+"""A layer that does not read its weight as the checkpoint has it."""
+
+
+def product_of(
+    layer: nn.Linear | Replaced, wrap: Callable[..., Callable[[Tensor], Tensor]]
+) -> Callable[[Tensor], Tensor]:
+    """What the layer computes, without the detours of a module; its weight may change in place.
+
+    `wrap` gets what oneDNN computes of it, the width of that and, where it is not the input's, its dtype.
+    """
+    if isinstance(layer, Int8Linear):
+        return layer.product(wrap)
     weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
-    return partial(linear, weight=weight, bias=layer.bias)
+    return wrap(partial(linear, weight=weight, bias=layer.bias), layer.out_features)
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Replace every bfloat16 nn.Linear of a model on the CPU; a no-op where oneDNN is missing."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def pack_linears(model: nn.Module, *, int8: bool = False) -> None:
+    """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one; a no-op without oneDNN."""
+    if not has_onednn():
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child.weight.dtype == torch.bfloat16:
-                setattr(parent, name, PackedLinear(child))
+            if isinstance(child, nn.Linear) and (int8 or child.weight.dtype == torch.bfloat16):
+                setattr(parent, name, Int8Linear(child) if int8 else PackedLinear(child))
+
+
+def has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available()  # type: ignore[no-any-return, no-untyped-call]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.decoder import Decoder, RMSNorm, fusible
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.local.packed import PackedLinear, pack_linears, stored_bytes
+from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
 from speculator.weights import read_layout, read_weights
@@ -55,7 +56,8 @@ class Target:
 
     `fused=False` keeps Hugging Face's modelling where our own pass would run: the reference of tests and benchmarks.
     `compile_threads` compiles our own pass, on a CPU, for a thread that computes with so many: seconds to a minute the
-    first time. Raises ConfigError when the directory holds no model that this engine can run, or can compile.
+    first time. `int8` keeps the weights of linear layers, and computes their products, in 8 bits, on a CPU. Raises
+    ConfigError when the directory holds no model that this engine can run, or can run so.
     """
 
     def __init__(
@@ -69,9 +71,15 @@ class Target:
         device: str = "cpu",
         fused: bool = True,
         compile_threads: int | None = None,
+        int8: bool = False,
     ) -> None:
-        if compile_threads and device != "cpu":
-            raise ConfigError("--compile-target is for the CPU: leave it out")
+        for flag, is_asked in (("--compile-target", compile_threads), ("--int8-target", int8)):
+            if is_asked and device != "cpu":
+                raise ConfigError(f"{flag} is for the CPU: leave it out")
+        if int8 and not has_onednn():
+            raise ConfigError("--int8-target needs a PyTorch with oneDNN: leave it out")
+        self.is_int8 = int8
+        self._pack = partial(pack_linears, int8=int8) if device == "cpu" else None
         self._model = _load(model_dir, dtype, device)
         self._layout = read_layout(model_dir)
         config = self._model.config
@@ -84,14 +92,14 @@ class Target:
         self._run: Decoder | _HuggingFaceDecoder
         layer_kind = type(self._model.model.layers[0]).__name__
         if fused and fusible(self._model):
-            self._run = Decoder(self._model, aux_layers, packed=device == "cpu", compile_it=bool(compile_threads))
+            self._run = Decoder(self._model, aux_layers, pack=self._pack, compile_it=bool(compile_threads))
         elif compile_threads:
             raise ConfigError(f"--compile-target: there is no pass of our own for {layer_kind}: leave it out")
         else:
             log.info("the target runs through Hugging Face modelling", layers=layer_kind)
             self._run = _HuggingFaceDecoder(self._model, aux_layers)
-            if device == "cpu":
-                pack_linears(self._model)
+            if self._pack is not None:
+                self._pack(self._model)
         self._tensors = list(all_tensors(self._model))
         self.cache = KVSlots(
             num_layers=num_layers,
@@ -129,9 +137,8 @@ class Target:
     def weights(self) -> Iterator[Tensor]:
         """What the passes read, packed layers as they lie in memory, always in the same order."""
         for module in self._model.modules():
-            if isinstance(module, PackedLinear):
-                yield stored_bytes(module.packed)
-                yield from () if module.bias is None else (module.bias,)
+            if isinstance(module, Replaced):
+                yield from (stored_bytes(part) if part.is_mkldnn else part for part in module.parts)
             elif isinstance(module, RMSNorm):
                 yield from module.derived
         # Without the tables that a pass may compute anew, such as those of rotary embeddings that stretch.
@@ -140,11 +147,10 @@ class Target:
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
         model = bare_copy(self._model, read_weights(folder, self._layout), self.embed.dtype)
-        packed = self.device.type == "cpu"
         if isinstance(self._run, Decoder):
-            Decoder(model, (), packed=packed)  # fuses its layers
-        elif packed:
-            pack_linears(model)
+            Decoder(model, (), pack=self._pack)  # fuses its layers
+        elif self._pack is not None:
+            self._pack(model)
         return StagedTarget(tuple(all_tensors(model)))
 
     def install(self, staged: StagedTarget) -> None:

@@ -32,4 +32,5 @@ def around_extend(
 
 
 def _is_one_token(forward_batch: Any) -> bool:
-    return forward_batch.forward_mode.is_target_verify() and forward_batch.spec_info.draft_token_num == 1
+    verifies: bool = forward_batch.forward_mode.is_target_verify()
+    return verifies and forward_batch.spec_info.draft_token_num == 1

@@ -91,6 +91,7 @@ def toy_engine(
     sharing: GroupSharing | None = None,
     pulse: Pulse | None = None,
     compile_target: bool = False,
+    int8_target: bool = False,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block."""
     config = LocalEngineConfig(
@@ -116,6 +117,7 @@ def toy_engine(
         cache_margin=config.cache_margin,
         dtype=torch.float64,
         compile_threads=config.num_threads if compile_target else None,
+        int8=int8_target,
     )
     drafts: dict[int, Eagle3Draft] = {}
     registry, traces = CollectorRegistry(), []
