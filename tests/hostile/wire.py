@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -142,8 +143,10 @@ def exchange(url: str, raw: bytes) -> Outcome:
         try:
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)
-        except ConnectionError:
-            pass  # It has seen enough and closed: there may still be an answer.
+        except OSError as error:
+            # It has seen enough and closed, or reset: there may still be an answer.
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise
         answer = _read(connection)
     statuses = [line.split(b" ")[1].decode() for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
     if any(status.startswith("5") for status in statuses):
