@@ -33,8 +33,9 @@ def main() -> None:
     document: dict[str, object] = {"prompts": num_prompts, "tokens": num_tokens}
     for kind, int8 in (("bfloat16", False), ("int8", True)):
         target = TargetModel(model_dir, num_slots=1, context_length=CONTEXT, cache_margin=1, int8=int8)
-        figures = torch.stack([_compared(exact, target, text) for text in texts]).sum(0) / num_tokens
-        same, divergence, loss, exact_loss = figures.tolist()
+        sums = torch.stack([_compared(exact, target, text) for text in texts]).sum(0)
+        counts = torch.tensor([num_tokens, num_tokens, num_tokens - len(texts), num_tokens - len(texts)])
+        same, divergence, loss, exact_loss = (sums / counts).tolist()
         rows += [
             (f"{kind}: same likeliest token as float32", f"{same:8.4f}"),
             (f"{kind}: divergence from float32, nats", f"{divergence:8.4f}"),

@@ -1,18 +1,20 @@
 """A pass whose small operations are compiled: Inductor makes one kernel of what stands between two matrix products.
 
-A step of one token is 121 products and, in the decoder's own pass, some 900 other operations of a few microseconds.
-Products over packed weights and the attention over slots stay calls that the compiler does not look into: an operator
-of our own, which takes the call's number. Inductor writes C++, so a compiler is needed where the engine runs; it keeps
-what it has compiled on disk, and the next start finds it there.
+A step of one token has seven times as many other operations as products, of a few microseconds each. Products over
+packed weights and the attention over slots stay calls that the compiler does not look into: an operator of our own,
+which takes the call's number. Inductor writes C++, so a compiler is needed where the engine runs; what it has compiled
+is kept on disk, and the next start finds it there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,13 @@ def opaque(
     return _Opaque(function, width, dtype)
 
 
+def as_it_is(
+    function: Callable[[Tensor], Tensor], _width: int, _dtype: torch.dtype | None = None
+) -> Callable[..., Any]:
+    """In the place of `opaque` where nothing is compiled."""
+    return function
+
+
 def _call(x: Tensor, number: int) -> Tensor:
     return _opaque[number].function(x)
 
@@ -59,22 +68,36 @@ _LIBRARY.impl("call", _call, "CPU")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("call", _shape_of_call, "Meta")  # type: ignore[no-untyped-call]
 
 
-def compiled(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`run` over tensors [M, …], compiled twice when it is first called: for M = 1, and for any other M.
-
-    Raises ConfigError where there is no compiler.
-    """
+def check_compiler() -> None:
+    """Raises ConfigError where there is none."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(f"--compile-target: there is no C++ compiler {compiler!r}: install g++, or leave it out")
+
+
+def compiled(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`run` over tensors [M, …], compiled at the first call with M = 1 and at the first with any other M."""
+    _keep_kernels_to_ourselves()
     options: dict[str, str | int | bool | Callable[..., Any]] = {
         # In this process: a pool of compiling processes would stay for as long as the engine runs.
         "compile_threads": 1,
-        # Both are looked at anew in every call, and neither can change: shapes of opaque calls, and of weights.
+        # Every call would compare the shapes that opaque calls return with those that they announced.
         "size_asserts": False,
+        # And look at every tensor of the model, which change in place alone.
         "guard_filter_fn": _needed,
     }
-    return torch.compile(run, dynamic=True, fullgraph=True, options=options)
+    # Targets of one process do not count towards each other's limit of compilations.
+    return torch.compile(  # type: ignore[call-overload, no-any-return]  # the last one is missing in PyTorch's overloads
+        run, dynamic=True, fullgraph=True, options=options, isolate_recompiles=True
+    )
+
+
+def _keep_kernels_to_ourselves() -> None:
+    """Inductor's own choice is a folder in /tmp that any user may have made before, and it runs what it finds there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream" / "compiled"
+    with contextlib.suppress(OSError):  # no home that can be written to, as in a container
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

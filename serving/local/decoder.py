@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
-from serving.local.compiled import compiled, opaque
+from serving.local.compiled import as_it_is, compiled, opaque
 from serving.local.packed import product_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ class Decoder:
         if pack is not None:
             pack(model)
         self._layers: list[FusedLayer] = list(layers)
-        wrap = opaque if compile_it else _as_it_is
+        wrap = opaque if compile_it else as_it_is
         for index, layer in enumerate(self._layers):
             layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap)
         self._embed: Tensor = model.model.embed_tokens.weight
@@ -183,10 +183,6 @@ class RMSNorm(nn.Module):
             length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             return (x * self._scaled_weight).div_(length.hypot_(self._floor)).to(x.dtype)  # type: ignore[no-any-return]
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
-
-
-def _as_it_is(function: Operation, _width: int, _dtype: torch.dtype | None = None) -> Operation:
-    return function
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from serving.local.compiled import as_it_is
+
 _LARGEST = 127
 _OFFSET = 128  # of inputs: oneDNN multiplies unsigned ones fast, and signed ones in a loop of its reference
 _ROWS_HINT = 8  # rows the layout is chosen for, as for packed bfloat16
@@ -33,6 +35,12 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).round(), scale
 
 
+def is_exact() -> bool:
+    """Whether this CPU adds such products in 32 bits: without VNNI oneDNN adds pairs in 16 first, which overflow."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_vnni", "avx_vnni"))
+
+
 class Int8Linear(nn.Module):
     """A frozen nn.Linear without gradient, [..., K] → [..., N] of the same dtype, on a CPU with oneDNN."""
 
@@ -44,14 +52,14 @@ class Int8Linear(nn.Module):
         self.scale_N = scale_N1[:, 0].contiguous()
         self.bias_N = None if linear.bias is None else linear.bias.detach().float()
         self._zeros_N = torch.zeros(self.out_features, dtype=torch.int32)
-        self._product = self.product(lambda function, _width, _dtype: function)
+        self._product = self.bound(as_it_is)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """What is read in the weight's place; another layer's of the same shape can be copied into it."""
         return (self.packed, self.scale_N) if self.bias_N is None else (self.packed, self.scale_N, self.bias_N)
 
-    def product(self, wrap: Callable[..., Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    def bound(self, wrap: Callable[..., Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
         """The layer as a function; `wrap` gets the part that oneDNN computes, its width and its dtype."""
         times = wrap(self._times, self.out_features, torch.float32)
 

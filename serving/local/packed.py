@@ -67,7 +67,7 @@ def product_of(
     `wrap` gets what oneDNN computes of it, the width of that and, where it is not the input's, its dtype.
     """
     if isinstance(layer, Int8Linear):
-        return layer.product(wrap)
+        return layer.bound(wrap)
     weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
     return wrap(partial(linear, weight=weight, bias=layer.bias), layer.out_features)
 

@@ -21,7 +21,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
+from serving.local.compiled import check_compiler
 from serving.local.decoder import Decoder, RMSNorm, fusible
+from serving.local.int8 import is_exact
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
 from speculator.errors import ConfigError
@@ -76,8 +78,10 @@ class Target:
         for flag, is_asked in (("--compile-target", compile_threads), ("--int8-target", int8)):
             if is_asked and device != "cpu":
                 raise ConfigError(f"{flag} is for the CPU: leave it out")
-        if int8 and not has_onednn():
-            raise ConfigError("--int8-target needs a PyTorch with oneDNN: leave it out")
+        if int8 and not (has_onednn() and is_exact()):
+            raise ConfigError("--int8-target needs a PyTorch with oneDNN and a CPU with VNNI: leave it out")
+        if compile_threads:
+            check_compiler()
         self.is_int8 = int8
         self._pack = partial(pack_linears, int8=int8) if device == "cpu" else None
         self._model = _load(model_dir, dtype, device)
@@ -117,9 +121,17 @@ class Target:
         """Run the pass at every kind of size, so that no request has to wait for the compiler."""
         began_s, before = time.monotonic(), torch.get_num_threads()
         torch.set_num_threads(num_threads)
-        for num_new in (1, 2):
-            self.forward(torch.zeros(1, num_new, dtype=torch.long), first_slot=0, starts=[0])
-        torch.set_num_threads(before)
+        try:
+            for num_new in (1, 2):
+                self.forward(torch.zeros(1, num_new, dtype=torch.long), first_slot=0, starts=[0])
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"--compile-target: {reason}: it needs g++, Python's headers and a folder to run libraries from "
+                "(TORCHINDUCTOR_CACHE_DIR), or leave it out"
+            ) from error
+        finally:
+            torch.set_num_threads(before)
         log.info("the target's pass is compiled", seconds=round(time.monotonic() - began_s, 1))
 
     @property

@@ -1,8 +1,8 @@
 """On a CPU a step without proposals attends as plain decoding does.
 
-SGLang verifies one token there, in the way of prompts: keys and values are stored before the attention, by a path that
-takes as long as the attention's own calls. Its operator of plain decoding does both, and rounds as a server without a
-draft does. On a GPU a step without proposals has a graph of its own, and nothing is changed.
+SGLang verifies one token there, in the way of prompts: keys and values are stored first, in calls of their own. Its
+operator of plain decoding does both at once, and rounds as a server without a draft does. On a GPU a step without
+proposals has a graph of its own, and nothing is changed.
 """
 
 from __future__ import annotations

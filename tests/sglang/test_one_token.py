@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from serving.sglang import one_token
+from serving.sglang import hooks, one_token, plugin
 from tests.sglang.ops import sgl_kernel as ops
 
 NUM_SLOTS, QUERY_HEADS, HEADS, HEAD_DIM = 64, 4, 2, 8
@@ -110,6 +110,18 @@ def _attend(backend: Any, num_tokens: int, *, hooked: bool) -> list[Tensor]:
         out = backend.forward_extend(q, k, v, LAYER, batch)
     pool = backend.token_to_kv_pool
     return [out, pool.keys.clone(), pool.values.clone()]
+
+
+def test_the_plugin_hooks_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = {}
+
+    def register(_registry: Any, _type: Any, target: hooks.Target, hook: Any, kind: str) -> None:
+        hooked[target] = kind, hook
+
+    monkeypatch.setattr(hooks, "register", register)
+    plugin._hook(SimpleNamespace())  # type: ignore[arg-type]
+    assert hooked[hooks.CPU_PLAN] == ("after", one_token.after_plan)
+    assert hooked[hooks.CPU_EXTEND] == ("around", one_token.around_extend)
 
 
 def test_one_token_attends_as_plain_decoding_does_and_several_as_before() -> None:

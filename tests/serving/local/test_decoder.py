@@ -218,7 +218,17 @@ def test_what_cannot_be_compiled_is_refused_in_a_line(tmp_path: Path, monkeypatc
         _compiled(make_toy_model(tmp_path / "gemma", family="gemma"), torch.float64)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="no C\\+\\+ compiler 'no-such-compiler': install"):
-        _compiled(make_toy_model(tmp_path / "llama"), torch.float64)
+        _compiled(tmp_path, torch.float64)
+
+
+def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no Python.h\nand much more")
+
+    monkeypatch.setattr("serving.local.decoder.compiled", lambda run: fails)
+    monkeypatch.setattr("serving.local.target.check_compiler", lambda: None)
+    with pytest.raises(ConfigError, match=r"no Python\.h: it needs g\+\+, Python's headers"):
+        _compiled(make_toy_model(tmp_path), torch.float64)
 
 
 def _set_every_bias_and_norm(model_dir: Path) -> None:
