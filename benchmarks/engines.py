@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -49,6 +50,17 @@ async def answers_of(engine: LocalEngine, prompts: Sequence[Sequence[int]], max_
     return await asyncio.gather(*(ask(engine, str(row), prompt, max_tokens) for row, prompt in enumerate(prompts)))
 
 
+def add_target_options(options: argparse.ArgumentParser) -> None:
+    """What `target_settings` reads."""
+    for flag in ("--compile-target", "--int8-target"):
+        options.add_argument(flag, action="store_true", help="the engine's, as `slipstream serve` has it")
+
+
+def target_settings(arguments: argparse.Namespace) -> dict[str, bool]:
+    """Settings of `LocalEngineConfig`."""
+    return {"compile_target": arguments.compile_target, "int8_target": arguments.int8_target}
+
+
 @contextlib.contextmanager
 def engine_with(
     model_dir: Path, draft: Eagle3Draft, threads: int, *, settings: Mapping[str, Any] | None = None, **wiring: Any
@@ -88,16 +100,16 @@ def local_engine(
     depth: int,
     num_threads: int,
     store: Path | None = None,
-    compile_target: bool = False,
-    int8_target: bool = False,
+    **settings: Any,
 ) -> Iterator[LocalEngine]:
     """A running bfloat16 engine with the newest draft of `store`, or a fresh one; capture and control share off."""
     draft = fresh_draft(model_dir, seed=0)
     if store is not None:
         versions, fingerprint = DraftStore(store), target_fingerprint(model_dir)
         draft = load_draft(versions, versions.latest() or 0, embed=draft.embed, target_fingerprint=fingerprint)
-    settings = {"depth": depth, "control_share": 0.0, "compile_target": compile_target, "int8_target": int8_target}
-    with engine_with(model_dir, draft, num_threads, settings=settings) as engine:
+    with engine_with(
+        model_dir, draft, num_threads, settings={"depth": depth, "control_share": 0.0, **settings}
+    ) as engine:
         yield engine
 
 

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import Spread, Target, finish, parser, pick_prompts
-from benchmarks.engines import greedy, local_engine, stream
+from benchmarks.engines import add_target_options, greedy, local_engine, stream, target_settings
 from serving.local.engine import LocalEngine
 from slipstream.models import resolve_model
 
@@ -39,8 +39,7 @@ Rates = defaultdict[tuple[str, int], list[float]]
 def main() -> None:
     options = parser("Depth 0 of the local engine against Hugging Face generate")
     options.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
-    for flag in ("--compile-target", "--int8-target"):
-        options.add_argument(flag, action="store_true", help="the engine's, as `slipstream serve` has it")
+    add_target_options(options)
     arguments = options.parse_args()
     model_dir = resolve_model(arguments.model)
     repeats = 2 if arguments.quick else 5
@@ -50,13 +49,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         engines = {
             threads: stack.enter_context(
-                local_engine(
-                    model_dir,
-                    depth=0,
-                    num_threads=threads,
-                    compile_target=arguments.compile_target,
-                    int8_target=arguments.int8_target,
-                )
+                local_engine(model_dir, depth=0, num_threads=threads, **target_settings(arguments))
             )
             for threads in arguments.threads
         }

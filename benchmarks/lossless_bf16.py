@@ -1,10 +1,12 @@
 """Where greedy texts with and without speculation part in bfloat16, and how close the two best logits are there.
 
     python -m benchmarks.lossless_bf16 [--quick] [--json FILE] [--prompts FILE.jsonl] [--store DRAFTS]
+                                       [--compile-target] [--int8-target]
 
-In exact arithmetic the texts are equal (tests/serving/local/test_lossless.py, float64). In bfloat16 the same position
-computed in a pass of one token and in a pass of several rounds differently; that noise is measured here on the same
-texts. Target: wherever texts part, the gap between the two best logits is within the measured noise.
+In exact arithmetic the texts are equal (tests/serving/local/test_lossless.py, float64), and where the engine computes
+with its own kernels (serving/local/kernels.py) they are in any. Elsewhere the same position computed in bfloat16 in a
+pass of one token and in a pass of several rounds differently; that noise is measured here on the same texts. Target:
+wherever texts part, the gap between the two best logits is within the measured noise. Without noise no text may part.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Spread, Target, finish, parser, pick_prompts
-from benchmarks.engines import greedy, local_engine
+from benchmarks.engines import add_target_options, greedy, local_engine, target_settings
 from serving.local.target import Target as TargetModel
 from slipstream.models import resolve_model
 
@@ -28,12 +30,15 @@ def main() -> None:
     options = parser("Greedy text with and without speculation in bfloat16")
     options.add_argument("--store", type=Path, help="draft store of a demo or trainer; default: a fresh draft")
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    add_target_options(options)
     arguments = options.parse_args()
     model_dir = resolve_model(arguments.model)
     num_prompts = 8 if arguments.quick else 32
     texts: dict[int, list[list[int]]] = {}
     for depth in (0, DEPTH):
-        with local_engine(model_dir, depth=depth, num_threads=arguments.threads, store=arguments.store) as engine:
+        with local_engine(
+            model_dir, depth=depth, num_threads=arguments.threads, store=arguments.store, **target_settings(arguments)
+        ) as engine:
             prompts = [
                 engine.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])[:512]
                 for prompt in pick_prompts(arguments.prompts, num_prompts)
@@ -41,7 +46,14 @@ def main() -> None:
             texts[depth] = [greedy(engine, [prompt], NUM_TOKENS)[0] for prompt in prompts]
 
     torch.set_num_threads(arguments.threads)
-    target = TargetModel(model_dir, num_slots=1, context_length=1024, cache_margin=1)
+    target = TargetModel(
+        model_dir,
+        num_slots=1,
+        context_length=1024,
+        cache_margin=1,
+        compile_threads=arguments.threads if arguments.compile_target else None,
+        int8=arguments.int8_target,
+    )
     noise, gaps = [], []
     for prompt, plain, drafted in zip(prompts, texts[0], texts[DEPTH], strict=True):
         single, several = (_logits(target, prompt, plain, width) for width in (1, DEPTH + 1))

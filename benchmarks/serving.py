@@ -2,6 +2,7 @@
 
     python -m benchmarks.serving [--quick] [--json FILE] [--prompts FILE.jsonl] [--answers FILE] [--store DIR]
                                  [--parts workloads hugging_face shifting random wrong]
+                                 [--compile-target] [--int8-target]
 
 Every prompt is answered in all ways of benchmarks/ways.py in turn, in another order each time, and by Hugging Face with
 the same number of threads: `generate`, and the same with `prompt_lookup_num_tokens`, both one request at a time.
@@ -41,7 +42,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import Spread, Target, fill_in, finish, parser
-from benchmarks.engines import engine_with
+from benchmarks.engines import add_target_options, engine_with, target_settings
 from benchmarks.equal_cost import at_equal_cost
 from benchmarks.live import good_draft, trained
 from benchmarks.suffix import Answer, load_answers
@@ -219,6 +220,7 @@ def main() -> None:
     options.add_argument("--train-steps", type=int, help="default 300, quick 40")
     options.add_argument("--window", type=float, help="seconds, of useless drafts; default 30, quick 2")
     options.add_argument("--count", type=int, help="prompts of each workload that are timed; default 6, quick 1")
+    add_target_options(options)
     arguments = options.parse_args()
     if "hugging_face" in arguments.parts and "workloads" not in arguments.parts:
         options.error("hugging_face is timed beside workloads")
@@ -232,21 +234,22 @@ def main() -> None:
     taught = [work for found in by_workload.values() for work in found[: len(found) // 2]]
     timed = {workload: found[len(found) // 2 :][:count] for workload, found in by_workload.items()}
     draft = _learnt(model_dir, arguments, taught)
+    target = target_settings(arguments)
     rates = Rates()
     forecasts: dict[tuple[str, int], Forecast] = {}
     beside = {}
     if "workloads" in arguments.parts:
         others = _hugging_face(model_dir) if "hugging_face" in arguments.parts else {}
-        with all_ways(model_dir, draft, arguments.threads) as ways:
+        with all_ways(model_dir, draft, arguments.threads, target=target) as ways:
             _time(ways, others, timed, rates)
             forecasts = dict(ways.forecasts)
     if "shifting" in arguments.parts:
-        with all_ways(model_dir, draft, arguments.threads) as ways:
+        with all_ways(model_dir, draft, arguments.threads, target=target) as ways:
             beside["shifting"] = _beside_plain(ways, "hybrid", _shifting(taught), window_s)
     for kind in ("random", "wrong"):
         if kind in arguments.parts:
             one = useless(kind, draft, model_dir)
-            with all_ways(model_dir, one, arguments.threads, suffixes=False) as ways:
+            with all_ways(model_dir, one, arguments.threads, suffixes=False, target=target) as ways:
                 beside[kind] = _beside_plain(ways, "head", by_workload["chat"], window_s)
     _finish(rates, list(timed) if rates.runs else [], forecasts, beside, arguments)
 

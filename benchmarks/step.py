@@ -3,9 +3,9 @@
     python -m benchmarks.step [--quick] [--json FILE] [--threads 1] [--compile-target] [--int8-target]
 
 A step of one token reads every weight once: bytes of weights over the measured read bandwidth is its floor. The read,
-our step and Hugging Face's step (over the same slots and the same packed layers) take turns, on the same threads; with
---compile-target our compiled step, too, and the target below is its. --int8-target times our step in 8 bits, compiled
-where the other one is; its floor is half as high.
+our step, the same over oneDNN's products and PyTorch's attention, and Hugging Face's (over these and the same slots)
+take turns, on the same threads; with --compile-target our compiled step, too, and the target below is its.
+--int8-target times our step in 8 bits, compiled where the other one is; its floor is half as high.
 The draft reads its pairs and proposes after a step of the target, as in a round: its weights are in no cache then.
 Target: a step of one token within 1.6 × of the floor.
 """
@@ -46,7 +46,7 @@ def main() -> None:
     new_target = partial(TargetModel, model_dir, num_slots=8, context_length=arguments.context + 64, cache_margin=8)
     ours, theirs = (new_target(fused=fused) for fused in (True, False))
     compile_threads = arguments.threads if arguments.compile_target else None
-    variants = {}
+    variants = {"onednn": new_target(own_kernels=False)}
     if compile_threads:
         variants["compiled"] = new_target(compile_threads=compile_threads)
     if arguments.int8_target:

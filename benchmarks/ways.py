@@ -18,7 +18,7 @@ import contextlib
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,9 +175,16 @@ class Ways:
 
 
 @contextlib.contextmanager
-def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: bool = True) -> Iterator[Ways]:
-    """Without `suffixes` nobody looks for them."""
-    settings: dict[str, Any] = {"control_share": 0.0, "capture": False}
+def all_ways(
+    model_dir: Path,
+    draft: Eagle3Draft,
+    threads: int,
+    *,
+    suffixes: bool = True,
+    target: Mapping[str, Any] | None = None,
+) -> Iterator[Ways]:
+    """Without `suffixes` nobody looks for them; `target` has further settings of `LocalEngineConfig`."""
+    settings: dict[str, Any] = {"control_share": 0.0, "capture": False, **(target or {})}
     if not suffixes:
         settings["suffix_depth"] = 0
     forecasts: defaultdict[tuple[str, int], Forecast] = defaultdict(Forecast)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.terminal import working
+from speculator.cache import cache_root
 from speculator.errors import ConfigError
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
-CACHE_VARIABLE = "SLIPSTREAM_CACHE"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_root() -> Path:
-    """The directory for converted models and demo stores; `$SLIPSTREAM_CACHE` moves it."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
-    return Path(os.environ.get(CACHE_VARIABLE, default))
 
 
 def resolve_model(name: str) -> Path:

@@ -65,12 +65,17 @@ def groups() -> tuple[Group, ...]:
 
 
 def _everywhere() -> tuple[Setting, ...]:
-    from slipstream.models import CACHE_VARIABLE
+    from speculator.cache import CACHE_VARIABLE
     from speculator.redis_client import PASSWORD_FILE_VARIABLE
     from speculator.spans import VARIABLE as SPANS_VARIABLE
 
     rows = (
-        (CACHE_VARIABLE, "path", "~/.cache/slipstream", "Converted models, and what benchmarks keep."),
+        (
+            CACHE_VARIABLE,
+            "path",
+            "~/.cache/slipstream",
+            "Converted models, compiled kernels, and what benchmarks keep.",
+        ),
         ("SLIPSTREAM_REDIS_URL", "text", "–", "Stands for `--redis-url`; read by the plugin, too."),
         (PASSWORD_FILE_VARIABLE, "path", "–", "The password for the user that the URL names, in a file."),
         ("SLIPSTREAM_STORE", "path", "–", "Stands for `--store`; read by the plugin, too."),

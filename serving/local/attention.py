@@ -45,6 +45,10 @@ class KVSlots:
         """Store keys and values of M = B · T tokens, N = 2G heads each, in one operation whatever the positions are."""
         self._lines[layer].index_copy_(0, lines, kv_MNh.reshape(-1, kv_MNh.shape[-1]))
 
+    def layer(self, index: int) -> Tensor:
+        """Keys and behind them values of a layer, [S, 2G, L, h]."""
+        return self._storage[index]
+
     def read(self, slots: slice, length: int) -> list[tuple[Tensor, Tensor]]:
         """Views of the keys and values of every layer, [B, G, length, h] each."""
         keys, values = self._storage[:, slots, :, :length].chunk(2, 2)
@@ -67,14 +71,15 @@ class SlotWindow:
 
     def __init__(self, first: int, starts: list[int], num_new: int, like: Tensor) -> None:
         device = like.device
-        self.batch = len(starts)
+        self.batch, self.first = len(starts), first
         self._slots = slice(first, first + self.batch)
         self._lengths = [start + num_new for start in starts]
         self._length = max(self._lengths)
         # Keys that a short context is padded with cost as much as its own; a call costs as much as some of them.
         num_padding = self.batch * self._length - sum(self._lengths)
         self._one_by_one = device.type == "cpu" and num_padding > _PADDING_OF_A_CALL * self.batch
-        self.positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(num_new, device=device)
+        self.starts_B = torch.tensor(starts, device=device)
+        self.positions_BT = self.starts_B[:, None] + torch.arange(num_new, device=device)
         self._like = like
         # One new token that follows everything in the window sees all of it.
         self._masked = num_new > 1 or (min(starts) < max(starts) and not self._one_by_one)

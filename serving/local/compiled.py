@@ -8,10 +8,12 @@ is kept on disk, and the next start finds it there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
 import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculator.cache import cache_root
 from speculator.errors import ConfigError
 
 _LIBRARY = torch.library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
@@ -68,16 +71,23 @@ _LIBRARY.impl("call", _call, "CPU")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("call", _shape_of_call, "Meta")  # type: ignore[no-untyped-call]
 
 
-def check_compiler() -> None:
-    """Raises ConfigError where there is none."""
+def find_compiler() -> str:
+    """Its name. Raises ConfigError where there is none."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise ConfigError(f"--compile-target: there is no C++ compiler {compiler!r}: install g++, or leave it out")
+        raise ConfigError(f"there is no C++ compiler {compiler!r}: install g++")
+    return compiler
 
 
-def compiled(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`run` over tensors [M, …], compiled at the first call with M = 1 and at the first with any other M."""
-    _keep_kernels_to_ourselves()
+def compiled(
+    run: Callable[..., tuple[Tensor, Tensor]], *, as_written: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`run` over tensors [M, …], compiled at the first call with M = 1 and at the first with any other M.
+
+    `as_written` rounds where `run` does, so that a token gets the same with either; it costs 2 or 3%.
+    """
+    with contextlib.suppress(OSError):  # Inductor finds out, too
+        kernel_folder()
     options: dict[str, str | int | bool | Callable[..., Any]] = {
         # In this process: a pool of compiling processes would stay for as long as the engine runs.
         "compile_threads": 1,
@@ -85,6 +95,10 @@ def compiled(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
         "size_asserts": False,
         # And look at every tensor of the model, which change in place alone.
         "guard_filter_fn": _needed,
+        # Left out otherwise, where one kernel is made of two operations: which ones depends on M.
+        "emulate_precision_casts": as_written,
+        # Threads share the sum over a single row, and not that over each of several.
+        "cpp.min_chunk_size": 1 << 30 if as_written else 512,
     }
     # Targets of one process do not count towards each other's limit of compilations.
     return torch.compile(  # type: ignore[call-overload, no-any-return]  # the last one is missing in PyTorch's overloads
@@ -92,12 +106,32 @@ def compiled(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
     )
 
 
-def _keep_kernels_to_ourselves() -> None:
-    """Inductor's own choice is a folder in /tmp that any user may have made before, and it runs what it finds there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream" / "compiled"
-    with contextlib.suppress(OSError):  # no home that can be written to, as in a container
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+def kernel_folder() -> Path:
+    """Where compiled kernels are kept, Inductor's and ours. Its own choice is a folder in /tmp that any user may have
+    made before, and it runs what it finds there. Raises OSError where the folder that was named cannot be made.
+    """
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # PyTorch sets the variable to its own choice, when some part of it is imported that has nothing to compile.
+    if named and not named.startswith(str(Path(tempfile.gettempdir()) / "torchinductor_")):
+        folder = Path(named)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    folder = _own_folder()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
+
+
+def _own_folder() -> Path:
+    try:
+        folder = cache_root() / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):  # no home, or none that can be written to, as in a container
+        status = None
+    if status is None or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

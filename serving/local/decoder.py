@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.compiled import as_it_is, compiled, opaque
-from serving.local.packed import product_of
+from serving.local.kernels import Kernels
+from serving.local.packed import BatchInvariant, Replaced, product_of
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -53,8 +54,9 @@ class Decoder:
         *,
         pack: Callable[[nn.Module], None] | None,
         compile_it: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
-        """`pack` replaces the model's linear layers once they are fused."""
+        """`pack` replaces the model's linear layers once they are fused; `kernels` attend where they can."""
         layers = model.model.layers
         for index in range(len(layers)):
             layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
@@ -63,14 +65,28 @@ class Decoder:
         self._layers: list[FusedLayer] = list(layers)
         wrap = opaque if compile_it else as_it_is
         for index, layer in enumerate(self._layers):
-            layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap)
+            gated = (
+                None if kernels is None or compile_it or not kernels.can_gate(layer.act, layer.down) else kernels.gate
+            )
+            layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap, gated)
         self._embed: Tensor = model.model.embed_tokens.weight
         self._norm = model.model.norm = RMSNorm(model.model.norm)
         self._rotary = model.model.rotary_emb
         self._aux_layers = aux_layers
+        self._kernels = kernels
+        if kernels is not None and not kernels.can_attend(self._embed.dtype, self._layers[0].head_dim):
+            self._kernels = None
         self._place: tuple[SlotWindow, KVSlots] | None = None
         """Of the pass that is running."""
-        self._through = compiled(self._through_layers) if compile_it else self._through_layers
+        self._through = self._through_layers
+        if compile_it:
+            self._through = compiled(self._through_layers, as_written=self._is_batch_invariant)
+
+    @property
+    def _is_batch_invariant(self) -> bool:
+        """Whether attention and products give a token the same, bit for bit, whatever tokens are beside it."""
+        products = (part for layer in self._layers for part in layer.products)
+        return self._kernels is not None and all(isinstance(product, BatchInvariant) for product in products)
 
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
@@ -89,7 +105,18 @@ class Decoder:
 
     def _attend(self, index: int, rotated_MNh: Tensor) -> Tensor:
         assert self._place is not None
-        return self._layers[index].attend(rotated_MNh, *self._place, index)
+        window, cache = self._place
+        layer = self._layers[index]
+        if self._kernels is None:
+            return layer.attend(rotated_MNh, window, cache, index)
+        return self._kernels.attend(
+            rotated_MNh,
+            cache.layer(index),
+            window.starts_B,
+            first_slot=window.first,
+            num_groups=layer.num_groups,
+            scale=layer.scale,
+        )
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
@@ -129,22 +156,29 @@ class FusedLayer(nn.Module):
         self.query_norm = RMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = RMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
 
-    def bind(self, attend: Operation, wrap: Callable[..., Operation]) -> None:
+    @property
+    def products(self) -> tuple[nn.Linear | Replaced, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def bind(self, attend: Operation, wrap: Callable[..., Operation], gated: Operation | None) -> None:
         """Look up once what `run` calls; after this, weights only change in place.
 
-        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product, see `product_of`.
+        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product, see `product_of`;
+        `gated` is `_gate_and_multiply` in one operation, where there is one.
         """
         self._attended = attend
-        self._qkv, self._out, self._gate_up, self._down = (
-            product_of(layer, wrap) for layer in (self.qkv, self.out, self.gate_up, self.down)
-        )
+        self._qkv, self._out, self._gate_up, self._down = (product_of(layer, wrap) for layer in self.products)
         self._act: Operation = self.act.forward
+        self._gated: Operation = gated or self._gate_and_multiply
         self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
 
     def run(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> Tensor:
         x_Md = x_Md + self._out(self._attended(self._rotated(self._first_norm(x_Md), cos_MNh, signed_sin_MNh)))
-        gate, up = self._gate_up(self._second_norm(x_Md)).chunk(2, -1)
-        return x_Md + self._down(self._act(gate).mul_(up))
+        return x_Md + self._down(self._gated(self._gate_up(self._second_norm(x_Md))))
+
+    def _gate_and_multiply(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self._act(gate).mul_(up)
 
     def _rotated(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> Tensor:
         qkv_MNh = self._qkv(x_Md).view(x_Md.shape[0], -1, self.head_dim)
@@ -171,7 +205,7 @@ class RMSNorm(nn.Module):
         width = len(norm.weight)
         # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)
         self._scaled_weight = norm.weight.float() * math.sqrt(width)
-        self._floor = torch.tensor(math.sqrt(width * self._eps), device=norm.weight.device)
+        self._floor = torch.tensor(width * self._eps, device=norm.weight.device)
 
     @property
     def derived(self) -> tuple[Tensor, Tensor]:
@@ -181,7 +215,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.bfloat16 and x.is_cpu:  # half the time of rms_norm there, and one rounding fewer
             length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-            return (x * self._scaled_weight).div_(length.hypot_(self._floor)).to(x.dtype)  # type: ignore[no-any-return]
+            # Not hypot, which rounds otherwise in vectors than alone, and so by how many tokens there are.
+            length = length.square_().add_(self._floor).sqrt_()
+            return (x * self._scaled_weight).div_(length).to(x.dtype)  # type: ignore[no-any-return]
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
 
 

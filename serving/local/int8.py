@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from serving.local.compiled import as_it_is
 
 _LARGEST = 127
-_OFFSET = 128  # of inputs: oneDNN multiplies unsigned ones fast, and signed ones in a loop of its reference
+OFFSET = 128  # of inputs: oneDNN multiplies unsigned ones fast, and signed ones in a loop of its reference
 _ROWS_HINT = 8  # rows the layout is chosen for, as for packed bfloat16
 
 
@@ -67,7 +67,7 @@ class Int8Linear(nn.Module):
             first, scale = _rounded(x)
             # What is left is at most half a step of the first.
             second = ((x.float() / scale - first) * (2 * _LARGEST)).round()
-            both = times((torch.cat([first, second]) + _OFFSET).to(torch.uint8))
+            both = times((torch.cat([first, second]) + OFFSET).to(torch.uint8))
             ours, left = both.chunk(2)
             y = (ours + left / (2 * _LARGEST)) * scale
             return (y if self.bias_N is None else y + self.bias_N).to(x.dtype)
@@ -79,5 +79,5 @@ class Int8Linear(nn.Module):
 
     def _times(self, moved: Tensor) -> Tensor:
         """Whole numbers + 128, uint8 [..., K], times the weight: float32 [..., N]."""
-        scales: tuple[Any, ...] = (1.0, _OFFSET, self.packed, self.scale_N, self._zeros_N, None, 1.0, 0)
+        scales: tuple[Any, ...] = (1.0, OFFSET, self.packed, self.scale_N, self._zeros_N, None, 1.0, 0)
         return torch.ops.onednn.qlinear_pointwise(moved, *scales, torch.float32, "none", [], "")  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Linear layers with weights reordered once for oneDNN.
+"""Linear layers with weights reordered once, for oneDNN or for kernels of our own; who computes which.
 
 PyTorch's bfloat16 matmul on CPU reorders the weight at every call as soon as there is more than one row, which makes
 verifying 4 tokens cost 1.4 × one. With weights packed beforehand (what Inductor's freezing does) it costs 1.1 ×.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.int8 import Int8Linear
+from serving.local.kernels import Bfloat16Linear, Kernels, VnniLinear
 
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
 
@@ -55,7 +56,10 @@ class PackedLinear(nn.Module):
         return linear(x, self.packed, self.bias)
 
 
-Replaced = PackedLinear | Int8Linear
+BatchInvariant = Int8Linear | VnniLinear | Bfloat16Linear
+"""A layer that gives a token the same, bit for bit, whatever tokens are beside it."""
+
+Replaced = PackedLinear | BatchInvariant
 """A layer that does not read its weight as the checkpoint has it."""
 
 
@@ -64,22 +68,33 @@ def product_of(
 ) -> Callable[[Tensor], Tensor]:
     """What the layer computes, without the detours of a module; its weight may change in place.
 
-    `wrap` gets what oneDNN computes of it, the width of that and, where it is not the input's, its dtype.
+    `wrap` gets what oneDNN or our kernel computes of it, the width of that and, where it is not the input's, its dtype.
     """
+    if isinstance(layer, VnniLinear | Bfloat16Linear):
+        return wrap(layer.forward, layer.out_features)
     if isinstance(layer, Int8Linear):
         return layer.bound(wrap)
     weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
     return wrap(partial(linear, weight=weight, bias=layer.bias), layer.out_features)
 
 
-def pack_linears(model: nn.Module, *, int8: bool = False) -> None:
-    """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one; a no-op without oneDNN."""
+def pack_linears(model: nn.Module, *, int8: bool = False, kernels: Kernels | None = None) -> None:
+    """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one; a no-op without oneDNN.
+
+    `kernels` compute the layers that they can.
+    """
     if not has_onednn():
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and (int8 or child.weight.dtype == torch.bfloat16):
-                setattr(parent, name, Int8Linear(child) if int8 else PackedLinear(child))
+                setattr(parent, name, _replaced(child, int8, kernels))
+
+
+def _replaced(linear: nn.Linear, int8: bool, kernels: Kernels | None) -> Replaced:
+    if kernels is not None and kernels.can_multiply(linear, int8=int8):
+        return VnniLinear(linear, kernels) if int8 else Bfloat16Linear(linear, kernels)
+    return Int8Linear(linear) if int8 else PackedLinear(linear)
 
 
 def has_onednn() -> bool:

@@ -21,9 +21,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
-from serving.local.compiled import check_compiler
+from serving.local.compiled import find_compiler
 from serving.local.decoder import Decoder, RMSNorm, fusible
 from serving.local.int8 import is_exact
+from serving.local.kernels import found_kernels
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
 from speculator.errors import ConfigError
@@ -56,10 +57,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_mask)
 class Target:
     """A causal language model, frozen but for `install`, with `num_slots` × `context_length` positions of cache.
 
-    `fused=False` keeps Hugging Face's modelling where our own pass would run: the reference of tests and benchmarks.
+    `fused=False` keeps Hugging Face's modelling and oneDNN where our own pass and kernels would run: the reference of
+    tests and benchmarks.
     `compile_threads` compiles our own pass, on a CPU, for a thread that computes with so many: seconds to a minute the
-    first time. `int8` keeps the weights of linear layers, and computes their products, in 8 bits, on a CPU. Raises
-    ConfigError when the directory holds no model that this engine can run, or can run so.
+    first time. `int8` keeps the weights of linear layers, and computes their products, in 8 bits, on a CPU.
+    `own_kernels=False` leaves the kernels out that there are for some CPUs. Raises ConfigError when the directory holds
+    no model that this engine can run, or can run so.
     """
 
     def __init__(
@@ -74,16 +77,19 @@ class Target:
         fused: bool = True,
         compile_threads: int | None = None,
         int8: bool = False,
+        own_kernels: bool = True,
     ) -> None:
         for flag, is_asked in (("--compile-target", compile_threads), ("--int8-target", int8)):
             if is_asked and device != "cpu":
                 raise ConfigError(f"{flag} is for the CPU: leave it out")
+        if compile_threads:
+            _check_compiler()
         if int8 and not (has_onednn() and is_exact()):
             raise ConfigError("--int8-target needs a PyTorch with oneDNN and a CPU with VNNI: leave it out")
-        if compile_threads:
-            check_compiler()
+        uses_kernels = own_kernels and fused and device == "cpu" and dtype == torch.bfloat16
+        kernels = found_kernels() if uses_kernels else None
         self.is_int8 = int8
-        self._pack = partial(pack_linears, int8=int8) if device == "cpu" else None
+        self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None
         self._model = _load(model_dir, dtype, device)
         self._layout = read_layout(model_dir)
         config = self._model.config
@@ -96,7 +102,9 @@ class Target:
         self._run: Decoder | _HuggingFaceDecoder
         layer_kind = type(self._model.model.layers[0]).__name__
         if fused and fusible(self._model):
-            self._run = Decoder(self._model, aux_layers, pack=self._pack, compile_it=bool(compile_threads))
+            self._run = Decoder(
+                self._model, aux_layers, pack=self._pack, compile_it=bool(compile_threads), kernels=kernels
+            )
         elif compile_threads:
             raise ConfigError(f"--compile-target: there is no pass of our own for {layer_kind}: leave it out")
         else:
@@ -198,6 +206,13 @@ class _HuggingFaceDecoder:
             slot_cache=cache,
         ).last_hidden_state
         return hidden_BTd, torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
+
+
+def _check_compiler() -> None:
+    try:
+        find_compiler()
+    except ConfigError as error:
+        raise ConfigError(f"--compile-target: {error}, or leave it out") from error
 
 
 def _load(model_dir: Path, dtype: torch.dtype, device: str) -> Any:

@@ -11,7 +11,7 @@ import httpx
 
 from serving.gateway.server import bind
 from slipstream.checks.finding import Finding, failed, ok
-from slipstream.models import CACHE_VARIABLE, cache_root
+from speculator.cache import CACHE_VARIABLE, cache_root
 from speculator.errors import ConfigError
 
 _NEEDED_DISK_GIB = 2.0

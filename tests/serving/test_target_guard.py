@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serving.hotswap import DraftFollower
 from serving.local.decoder import RMSNorm
-from serving.local.packed import PackedLinear, pack
+from serving.local.packed import PackedLinear, Replaced, pack
 from serving.local.target import Target
 from serving.recorder import TraceRecorder
 from serving.target_guard import TargetGuard
@@ -32,17 +32,28 @@ def flip_a_bit(tensor: Tensor) -> None:
         tensor.view(-1).view(torch.uint8)[-1] ^= 1
 
 
-def flip_a_packed_bit(layer: PackedLinear) -> None:
+def flip_a_packed_bit(layer: Replaced) -> None:
+    if not isinstance(layer, PackedLinear):
+        flip_a_bit(layer.parts[0])
+        return
     dense = layer.packed.to_dense()
     flip_a_bit(dense)
     layer.packed = pack(dense)
 
 
+@pytest.mark.parametrize("own_kernels", [False, True], ids=["onednn", "own_kernels"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, dtype: torch.dtype) -> None:
-    target = Target(make_toy_model(tmp_path), num_slots=1, context_length=8, cache_margin=1, dtype=dtype)
+def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, dtype: torch.dtype, own_kernels: bool) -> None:
+    target = Target(
+        make_toy_model(tmp_path),
+        num_slots=1,
+        context_length=8,
+        cache_margin=1,
+        dtype=dtype,
+        own_kernels=own_kernels,
+    )
     modules = list(target._model.modules())
-    packed = [module for module in modules if isinstance(module, PackedLinear)]
+    packed = [module for module in modules if isinstance(module, Replaced)]
     assert bool(packed) == (dtype is torch.bfloat16 and torch.backends.mkldnn.is_available())
     guard = TargetGuard(target.weights)
     target.logits(target.forward(torch.tensor([[5, 6]]), first_slot=0, starts=[0])[0])

@@ -1,4 +1,4 @@
-"""A local engine on the toy target, in float64 on one thread, and a way to ask it for text."""
+"""A local engine on the toy target, in float64 if not said otherwise, on one thread, and a way to ask it for text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from serving.engine import Chunk, GenerateRequest
 from serving.evidence import WatchedRound
 from serving.group_text import GroupSharing
-from serving.local.config import LocalEngineConfig
+from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.proposer import Planner
 from serving.local.target import Target
@@ -92,12 +92,14 @@ def toy_engine(
     pulse: Pulse | None = None,
     compile_target: bool = False,
     int8_target: bool = False,
+    dtype: DtypeName = "float64",
+    target: Target | None = None,
 ) -> Iterator[Harness]:
-    """A running engine; stopped at the end of the block."""
+    """A running engine; stopped at the end of the block. A `target` is taken as it is, with as many slots."""
     config = LocalEngineConfig(
         model_dir=model_dir,
         model_name="toy",
-        dtype="float64",
+        dtype=dtype,
         depth=depth,
         min_confidence=min_confidence,
         suffix_depth=suffix_depth,
@@ -110,18 +112,18 @@ def toy_engine(
         context_window=20,
         prompt_labels=12,
     )
-    target = Target(
+    target = target or Target(
         model_dir,
         num_slots=slots,
         context_length=256,
         cache_margin=config.cache_margin,
-        dtype=torch.float64,
+        dtype=getattr(torch, dtype),
         compile_threads=config.num_threads if compile_target else None,
         int8=int8_target,
     )
     drafts: dict[int, Eagle3Draft] = {}
     registry, traces = CollectorRegistry(), []
-    draft = (draft or random_draft(model_dir, seed=1)).to(torch.float64)
+    draft = (draft or random_draft(model_dir, seed=1)).to(target.embed.dtype)
     meter = SpeedupMeter()
 
     def load_draft(version: int) -> dict[str, torch.Tensor]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime import cache_dir_utils
 from transformers import AutoModelForCausalLM
 
 from serving.local import attention
+from serving.local.compiled import kernel_folder
 from serving.local.decoder import FusedLayer
-from serving.local.packed import PackedLinear
+from serving.local.packed import Replaced
 from serving.local.target import Target
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
@@ -146,7 +150,7 @@ def test_weights_are_packed_in_bfloat16_on_the_cpu_and_the_originals_are_gone(tm
     target = _target(make_toy_model(tmp_path), torch.bfloat16, fused=True)
     layer = target._model.model.layers[0]
     projections = [layer.qkv, layer.out, layer.gate_up, layer.down]
-    assert all(isinstance(projection, PackedLinear) for projection in projections)
+    assert all(isinstance(projection, Replaced) for projection in projections)
     assert not [name for name, _ in target._model.named_parameters() if "_proj" in name]
 
 
@@ -171,6 +175,7 @@ def _compiled(model_dir: Path, dtype: torch.dtype, *, device: str = "cpu") -> Ta
         dtype=dtype,
         device=device,
         compile_threads=torch.get_num_threads(),
+        own_kernels=False,
     )
 
 
@@ -225,10 +230,32 @@ def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path, monkeypatch: p
     def fails(*_: object) -> None:
         raise RuntimeError("no Python.h\nand much more")
 
-    monkeypatch.setattr("serving.local.decoder.compiled", lambda run: fails)
-    monkeypatch.setattr("serving.local.target.check_compiler", lambda: None)
+    monkeypatch.setattr("serving.local.decoder.compiled", lambda run, **_: fails)
+    monkeypatch.setattr("serving.local.target.find_compiler", lambda: "g++")
     with pytest.raises(ConfigError, match=r"no Python\.h: it needs g\+\+, Python's headers"):
         _compiled(make_toy_model(tmp_path), torch.float64)
+
+
+def test_kernels_are_kept_where_nobody_else_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / "cache" / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())  # as PyTorch sets it by itself
+    assert kernel_folder() == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert kernel_folder() == own
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "named"))
+    assert kernel_folder() == tmp_path / "named"
+    (tmp_path / "file").touch()
+    for cache, mode in ((tmp_path / "file", 0o700), (tmp_path / "cache", 0o770)):
+        monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        own.chmod(mode)
+        folder = kernel_folder()
+        assert folder != own
+        assert folder.parent == tmp_path
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def _set_every_bias_and_norm(model_dir: Path) -> None:

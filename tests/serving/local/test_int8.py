@@ -141,6 +141,7 @@ def test_8_bits_can_be_compiled_once_for_all_sizes(tmp_path: Path) -> None:
         dtype=torch.bfloat16,
         compile_threads=torch.get_num_threads(),
         int8=True,
+        own_kernels=False,
     )
     with torch.compiler.set_stance("fail_on_recompile"):
         for shape in ((1, 1), (1, 2), (4, 6), (4, 1)):
