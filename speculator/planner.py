@@ -5,7 +5,9 @@ R_ik the probability that proposal k of request i is reached and accepted, and V
 
     nothing     b / V(b, 0)
     suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R from speculator/suffix.py
-    head        (b + Σ_i g_i) / (V(b, P̄) + D(b, s̄))                     g: what its chains earned lately, by domain
+    head        (b + Σ_i g_i) / (V(b, P̄) + D(b, s̄, u))                  g: what its chains earned lately, by domain
+
+u are the pairs that the head has not read: after long suffix chains they cost more than its proposals.
 
 The largest of them is the rate λ of this round, and the price of time: the head's chains grow while one more token of
 all of them, Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it. That
@@ -170,7 +172,7 @@ class RoundPlanner:
             return without
         self._look_budget = self._look_share * max(self._nearest_record(domain).look_share for domain in set(domains))
         if self._dismissed != tuple(domains):
-            plan = self._with_head(domains, num_keys, suffixes, head_depth)
+            plan = self._with_head(domains, num_keys, suffixes, head_depth, num_pairs=sum(unread))
             if plan.rate > without.rate:
                 self._last_use = self._num_plans
                 return replace(plan, plain_s=without.plain_s)
@@ -235,8 +237,12 @@ class RoundPlanner:
         num_keys: int,
         suffixes: Sequence[Sequence[float]],
         head_depth: int,
+        *,
+        num_pairs: int,
     ) -> Plan:
-        """A round that asks the head, if it goes like its last ones."""
+        """A round that asks the head, if it goes like its last ones but for the pairs that it has to read: where suffix
+        chains were accepted they are many.
+        """
         batch = len(domains)
         from_suffix = tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
         depth = min(round(self._proposals[batch].value), head_depth)
@@ -245,7 +251,7 @@ class RoundPlanner:
             sum(reaches[:depth]) if is_suffix else self.gain(domain)
             for domain, reaches, is_suffix in zip(domains, suffixes, from_suffix, strict=True)
         )
-        seconds = self.times.verify_s(batch, depth, num_keys) + self.times.draft_s(batch, steps, 2 * batch)
+        seconds = self.times.verify_s(batch, depth, num_keys) + self.times.draft_s(batch, steps, num_pairs)
         return Plan(
             batch=batch,
             num_keys=num_keys,
@@ -262,7 +268,9 @@ class RoundPlanner:
 
     def _beats_plain(self, domains: Sequence[str], num_keys: int, head_depth: int, plain_s: float) -> bool:
         """Whether the head would pay where there are no suffixes: there it is compared with least."""
-        return self._with_head(domains, num_keys, [()] * len(domains), head_depth).rate * plain_s > len(domains)
+        batch = len(domains)
+        usual = self._with_head(domains, num_keys, [()] * batch, head_depth, num_pairs=2 * batch)
+        return usual.rate * plain_s > batch
 
     def _more_s(self, plan: Plan, num_proposals: int) -> float:
         more_s = self.times.verify_s(plan.batch, num_proposals + 1, plan.num_keys) - self.times.verify_s(

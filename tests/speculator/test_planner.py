@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -205,6 +206,22 @@ def test_a_good_suffix_needs_no_head() -> None:
     world.run(1000)
     assert world.rate > 2 * world.best_fixed()
     assert world.heads < 100
+
+
+def _copying(seed: int, *, head_depth: int) -> float:
+    """The rate of an answer that mostly copies, and for a few rounds in between does not."""
+    world, lengths = World(0.6, seed=seed), random.Random(seed)
+    while world.rounds < 2500:
+        world.suffix = [0.9] * 12
+        world.run(lengths.randint(5, 15), head_depth=head_depth)
+        world.suffix = [lengths.choice([0.0, 0.1, 0.3])] * 3
+        world.run(lengths.randint(2, 6), head_depth=head_depth)
+    return world.rate
+
+
+def test_between_long_copies_the_head_is_charged_with_reading_them() -> None:
+    ratios = [_copying(seed, head_depth=DEPTH) / _copying(seed, head_depth=0) for seed in range(4)]
+    assert statistics.mean(ratios) > 0.985  # 0.975 if it were charged with two pairs a request
 
 
 def test_a_suffix_that_promises_little_is_not_verified() -> None:
