@@ -69,7 +69,7 @@ def main() -> None:
         }
         for kind, target in variants.items():
             runs[kind] = lambda target=target, tokens=tokens, starts=starts: _step(target, tokens, starts)
-        times_ms = _interleaved(runs, repeats)
+        times_ms = interleaved(runs, repeats)
         times_ms["floor"] = [value * weight_bytes / READ_BYTES for value in times_ms["floor"]]
         over_floor = _ratio(times_ms["ours"], times_ms["floor"])
         ratios = {
@@ -155,7 +155,7 @@ def _draft_times(
         "first": lambda: next(chains[0]),
         "further": lambda: next(chains[0]),
     }
-    times_ms = _interleaved(runs, repeats)
+    times_ms = interleaved(runs, repeats)
     del times_ms["target"]
     return times_ms
 
@@ -177,7 +177,7 @@ def _step(target: TargetModel, tokens: torch.Tensor, starts: list[int]) -> list[
     return chosen
 
 
-def _interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Milliseconds of each run, in turns; the first two turns warm up."""
     times_ms: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 2):

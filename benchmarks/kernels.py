@@ -1,0 +1,144 @@
+"""Our kernels beside oneDNN's products and PyTorch's attention: all linear layers of a step, and its attention.
+
+    python -m benchmarks.kernels [--quick] [--json FILE] [--threads 1]
+
+Layers of the model's sizes with random weights, each read from memory once before any is read again, as in a step. In 8
+bits both sides get bfloat16 and give it. Ways take turns. There is no target: benchmarks.step has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import Spread, finish, parser
+from benchmarks.step import interleaved
+from serving.local.attention import KVSlots, SlotWindow
+from serving.local.int8 import Int8Linear
+from serving.local.kernels import Bfloat16Linear, Kernels, VnniLinear, found_kernels
+from serving.local.packed import PackedLinear
+from slipstream.models import resolve_model
+from speculator.errors import ConfigError
+
+TOKENS = (1, 5, 8, 16, 64)
+CONTEXTS = ((1, 1, 200), (1, 5, 200), (8, 1, 200), (8, 5, 200), (1, 32, 200), (1, 32, 900))
+"""Requests, new tokens of each, positions before them."""
+
+
+def main() -> None:
+    options = parser("Our kernels beside the libraries'", has_prompts=False)
+    options.add_argument("--threads", type=int, default=1, help="the demo's engine has one")
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    kernels = found_kernels()
+    if kernels is None or not kernels.has_bfloat16:
+        raise ConfigError("there are no kernels for this machine: see the line above")
+    config = json.loads((resolve_model(arguments.model) / "config.json").read_text())
+    repeats = 9 if arguments.quick else 25
+    rows: list[tuple[str, object]] = [(f"threads {arguments.threads}, {repeats} repeats, ms", "median    (min … max)")]
+    document: dict[str, Any] = {"threads": arguments.threads, "repeats": repeats}
+    with torch.inference_mode():
+        for part, timed in (
+            ("products", _products(config, kernels, repeats)),
+            ("attention", _attention(config, kernels, repeats)),
+        ):
+            for size, times_ms in timed.items():
+                spreads = {way: Spread.of(values) for way, values in times_ms.items()}
+                rows += [(f"{part}, {size}: {way}", spread) for way, spread in spreads.items()]
+                document[f"{part}, {size}"] = {way: spread.to_dict() for way, spread in spreads.items()}
+    finish(rows, [], document, arguments.json)
+
+
+def _products(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of all linear layers of a pass, by the number of its tokens."""
+    hidden, inner, heads, groups, head_dim = _sizes(config)
+    of_layer = (
+        (hidden, (heads + 2 * groups) * head_dim),
+        (heads * head_dim, hidden),
+        (hidden, 2 * inner),
+        (inner, hidden),
+    )
+    linears = [
+        nn.Linear(*sizes, bias=False).bfloat16().requires_grad_(False)
+        for sizes in (*of_layer * config["num_hidden_layers"], (hidden, config["vocab_size"]))
+    ]
+    made: dict[str, Callable[[nn.Linear], nn.Module]] = {
+        "bfloat16, oneDNN": PackedLinear,
+        "bfloat16, ours": lambda linear: Bfloat16Linear(linear, kernels),
+        "8 bits, oneDNN": Int8Linear,
+        "8 bits, ours": lambda linear: VnniLinear(linear, kernels),
+    }
+    ways = {way: [make(linear) for linear in linears] for way, make in made.items()}
+    widths = [linear.in_features for linear in linears]
+    del linears
+    timed = {}
+    for num_tokens in TOKENS:
+        by_width = {width: torch.randn(num_tokens, width).bfloat16() for width in set(widths)}
+
+        inputs = [by_width[width] for width in widths]
+        runs = {way: partial(_multiply, layers, inputs) for way, layers in ways.items()}
+        timed[f"{num_tokens} tokens"] = interleaved(runs, repeats)
+    return timed
+
+
+def _multiply(layers: Sequence[nn.Module], inputs: Sequence[Tensor]) -> None:
+    for layer, x in zip(layers, inputs, strict=True):
+        layer(x)
+
+
+def _attention(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of all layers' attention, keys and values stored, by requests × tokens and the context before."""
+    _, _, heads, groups, head_dim = _sizes(config)
+    num_layers = config["num_hidden_layers"]
+    longest = max(sum(context[1:]) for context in CONTEXTS)
+    cache = KVSlots(num_layers, 8, groups, longest, head_dim, torch.zeros(1, dtype=torch.bfloat16))
+    cache.keys.normal_()
+    cache.values.normal_()
+    timed = {}
+    for batch, num_new, before in CONTEXTS:
+        new_heads = torch.randn(batch * num_new, heads + 2 * groups, head_dim).bfloat16()
+        queries, kv = new_heads.split([heads, 2 * groups], 1)
+        queries = queries.reshape(batch, -1, groups, head_dim)
+
+        starts = [before] * batch
+        runs = {
+            "PyTorch": partial(_attend, cache, queries, kv, starts, num_new),
+            "ours": partial(_attend_by, kernels, cache, new_heads, starts, num_new, groups),
+        }
+        timed[f"{batch} × {num_new} behind {before}"] = interleaved(runs, repeats)
+    return timed
+
+
+def _attend(cache: KVSlots, queries: Tensor, kv: Tensor, starts: list[int], num_new: int) -> None:
+    window, scale = SlotWindow(0, starts, num_new, kv), kv.shape[-1] ** -0.5
+    for layer in range(len(cache.keys)):
+        window.attend_rows(cache, layer, queries, kv, scale)
+
+
+def _attend_by(
+    kernels: Kernels, cache: KVSlots, heads: Tensor, starts: list[int], num_new: int, num_groups: int
+) -> None:
+    starts_B, scale = SlotWindow(0, starts, num_new, heads).starts_B, heads.shape[-1] ** -0.5
+    for layer in range(len(cache.keys)):
+        kernels.attend(heads, cache.layer(layer), starts_B, first_slot=0, num_groups=num_groups, scale=scale)
+
+
+def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    """Hidden size, inner size, query heads, key heads, head size."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return (
+        hidden,
+        config["intermediate_size"],
+        heads,
+        config["num_key_value_heads"],
+        config.get("head_dim") or hidden // heads,
+    )
+
+
+if __name__ == "__main__":
+    main()
