@@ -20,7 +20,10 @@ from benchmarks.common import Spread, finish, parser
 from benchmarks.step import interleaved
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.int8 import Int8Linear
-from serving.local.kernels import Bfloat16Linear, Kernels, VnniLinear, found_kernels
+from serving.local.kernels.build import found_kernels
+from serving.local.kernels.layers import Bfloat16Linear, VnniLinear
+from serving.local.kernels.library import Heads, Kernels, Norm, Window
+from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear
 from slipstream.models import resolve_model
 from speculator.errors import ConfigError
@@ -36,7 +39,7 @@ def main() -> None:
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     kernels = found_kernels()
-    if kernels is None or not kernels.has_bfloat16:
+    if kernels is None:
         raise ConfigError("there are no kernels for this machine: see the line above")
     config = json.loads((resolve_model(arguments.model) / "config.json").read_text())
     repeats = 9 if arguments.quick else 25
@@ -92,40 +95,45 @@ def _multiply(layers: Sequence[nn.Module], inputs: Sequence[Tensor]) -> None:
 
 
 def _attention(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of all layers' attention, keys and values stored, by requests × tokens and the context before."""
+    """Milliseconds of all layers' attention, keys and values stored, by requests × tokens and the context before.
+
+    Ours rotates queries and keys, too.
+    """
     _, _, heads, groups, head_dim = _sizes(config)
-    num_layers = config["num_hidden_layers"]
+    num_layers, num_slots = config["num_hidden_layers"], 8
     longest = max(sum(context[1:]) for context in CONTEXTS)
-    cache = KVSlots(num_layers, 8, groups, longest, head_dim, torch.zeros(1, dtype=torch.bfloat16))
-    cache.keys.normal_()
-    cache.values.normal_()
+    theirs = KVSlots(num_layers, num_slots, groups, longest, head_dim, torch.zeros(1, dtype=torch.bfloat16))
+    for kept in theirs.read(slice(0, num_slots), longest):
+        for part in kept:
+            part.normal_()
+    ours = PanelSlots(num_layers, num_slots, groups, longest, head_dim)
+    ours.storage.normal_()
     timed = {}
     for batch, num_new, before in CONTEXTS:
-        new_heads = torch.randn(batch * num_new, heads + 2 * groups, head_dim).bfloat16()
-        queries, kv = new_heads.split([heads, 2 * groups], 1)
+        qkv = torch.randn(batch * num_new, heads + 2 * groups, head_dim).bfloat16()
+        queries, kv = qkv.split([heads, 2 * groups], 1)
         queries = queries.reshape(batch, -1, groups, head_dim)
-
-        starts = [before] * batch
         runs = {
-            "PyTorch": partial(_attend, cache, queries, kv, starts, num_new),
-            "ours": partial(_attend_by, kernels, cache, new_heads, starts, num_new, groups),
+            "PyTorch": partial(_attend, theirs, num_layers, queries, kv, [before] * batch, num_new),
+            "ours": partial(_attend_by, kernels, ours, qkv, [before] * batch, num_new),
         }
         timed[f"{batch} × {num_new} behind {before}"] = interleaved(runs, repeats)
     return timed
 
 
-def _attend(cache: KVSlots, queries: Tensor, kv: Tensor, starts: list[int], num_new: int) -> None:
+def _attend(cache: KVSlots, num_layers: int, queries: Tensor, kv: Tensor, starts: list[int], num_new: int) -> None:
     window, scale = SlotWindow(0, starts, num_new, kv), kv.shape[-1] ** -0.5
-    for layer in range(len(cache.keys)):
+    for layer in range(num_layers):
         window.attend_rows(cache, layer, queries, kv, scale)
 
 
-def _attend_by(
-    kernels: Kernels, cache: KVSlots, heads: Tensor, starts: list[int], num_new: int, num_groups: int
-) -> None:
-    starts_B, scale = SlotWindow(0, starts, num_new, heads).starts_B, heads.shape[-1] ** -0.5
-    for layer in range(len(cache.keys)):
-        kernels.attend(heads, cache.layer(layer), starts_B, first_slot=0, num_groups=num_groups, scale=scale)
+def _attend_by(kernels: Kernels, cache: PanelSlots, qkv_MNh: Tensor, starts: list[int], num_new: int) -> None:
+    groups, (num_tokens, num_heads, head_dim) = cache.storage.shape[2], qkv_MNh.shape
+    heads = Heads(num_heads // groups - 2, groups, head_dim, head_dim**-0.5, Norm(0, None, None), Norm(0, None, None))
+    windows = [Window(slot, start, num_new) for slot, start in enumerate(starts)]
+    rotation = torch.ones(num_tokens, head_dim), torch.zeros(num_tokens, head_dim)
+    for layer in cache.storage:
+        kernels.attend(heads, windows, rotation, qkv_MNh.view(num_tokens, -1), layer)
 
 
 def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:

@@ -4,7 +4,7 @@
                                        [--compile-target] [--int8-target]
 
 In exact arithmetic the texts are equal (tests/serving/local/test_lossless.py, float64), and where the engine computes
-with its own kernels (serving/local/kernels.py) they are in any. Elsewhere the same position computed in bfloat16 in a
+with its own kernels (serving/local/kernels) they are in any. Elsewhere the same position computed in bfloat16 in a
 pass of one token and in a pass of several rounds differently; that noise is measured here on the same texts. Target:
 wherever texts part, the gap between the two best logits is within the measured noise. Without noise no text may part.
 """

@@ -47,7 +47,7 @@ CompileTarget = Annotated[
     typer.Option(
         "--compile-target",
         envvar="SLIPSTREAM_COMPILE_TARGET",
-        help="Local engine on a CPU: compile the target's pass at the start; needs g++.",
+        help="Local engine on a CPU: compile the target's pass, where our own kernels do not run it; needs g++.",
     ),
 ]
 Int8Target = Annotated[
@@ -55,7 +55,7 @@ Int8Target = Annotated[
     typer.Option(
         "--int8-target",
         envvar="SLIPSTREAM_INT8_TARGET",
-        help="Local engine on a CPU: the target in 8 bits, with --compile-target faster; another text than in --dtype.",
+        help="Local engine on a CPU: the target in 8 bits; another text than in --dtype.",
     ),
 ]
 SuffixDepth = Annotated[

@@ -58,6 +58,20 @@ def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32, fam
     return directory
 
 
+def set_every_bias_and_norm(model_dir: Path) -> None:
+    """A fresh model's biases are zero and its norms one, which would hide a mistake in either.
+
+    Saved in bfloat16, so that every dtype computes with the same weights.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            offset = 1.0 if "norm" in name else 0.0
+            parameter.data.normal_(offset, 0.3, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(model_dir)
+
+
 def random_draft(model_dir: Path, *, seed: int, draft_vocab_size: int = 24, scale: float = 1.0) -> Eagle3Draft:
     """A draft with random weights for the toy target in `model_dir`; every seed has the same draft vocabulary."""
     from speculator.checkpoint import read_target_tensor

@@ -20,7 +20,7 @@ _PADDING_OF_A_CALL = 64
 
 
 class KVSlots:
-    """`keys` and `values` [layers, S, G, L, h] with room for `length` positions a slot, in one storage.
+    """Keys and values of some layers, with room for `length` positions a slot.
 
     Positions past a request's committed length hold leftovers of rejected proposals; the mask never shows them and
     the next write covers them. On CPU, pages that were never written cost no memory.
@@ -32,7 +32,7 @@ class KVSlots:
         shape = (num_layers, num_slots, 2 * num_heads, length, head_dim)
         # Zeros, not empty: a NaN left in fresh memory would survive a masked softmax (0 × NaN).
         self._storage = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.keys, self.values = self._storage[:, :, :num_heads], self._storage[:, :, num_heads:]
+        self.num_slots, self.length = num_slots, length
         self._lines = [layer.view(-1, head_dim) for layer in self._storage]
         self._first_lines = torch.arange(2 * num_heads, device=like.device) * length  # of the heads of slot 0
 
@@ -44,10 +44,6 @@ class KVSlots:
     def write(self, layer: int, lines: Tensor, kv_MNh: Tensor) -> None:
         """Store keys and values of M = B · T tokens, N = 2G heads each, in one operation whatever the positions are."""
         self._lines[layer].index_copy_(0, lines, kv_MNh.reshape(-1, kv_MNh.shape[-1]))
-
-    def layer(self, index: int) -> Tensor:
-        """Keys and behind them values of a layer, [S, 2G, L, h]."""
-        return self._storage[index]
 
     def read(self, slots: slice, length: int) -> list[tuple[Tensor, Tensor]]:
         """Views of the keys and values of every layer, [B, G, length, h] each."""
@@ -71,15 +67,14 @@ class SlotWindow:
 
     def __init__(self, first: int, starts: list[int], num_new: int, like: Tensor) -> None:
         device = like.device
-        self.batch, self.first = len(starts), first
+        self.batch, self.first, self.starts = len(starts), first, starts
         self._slots = slice(first, first + self.batch)
         self._lengths = [start + num_new for start in starts]
         self._length = max(self._lengths)
         # Keys that a short context is padded with cost as much as its own; a call costs as much as some of them.
         num_padding = self.batch * self._length - sum(self._lengths)
         self._one_by_one = device.type == "cpu" and num_padding > _PADDING_OF_A_CALL * self.batch
-        self.starts_B = torch.tensor(starts, device=device)
-        self.positions_BT = self.starts_B[:, None] + torch.arange(num_new, device=device)
+        self.positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(num_new, device=device)
         self._like = like
         # One new token that follows everything in the window sees all of it.
         self._masked = num_new > 1 or (min(starts) < max(starts) and not self._one_by_one)

@@ -79,13 +79,8 @@ def find_compiler() -> str:
     return compiler
 
 
-def compiled(
-    run: Callable[..., tuple[Tensor, Tensor]], *, as_written: bool = False
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`run` over tensors [M, …], compiled at the first call with M = 1 and at the first with any other M.
-
-    `as_written` rounds where `run` does, so that a token gets the same with either; it costs 2 or 3%.
-    """
+def compiled(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`run` over tensors [M, …], compiled at the first call with M = 1 and at the first with any other M."""
     with contextlib.suppress(OSError):  # Inductor finds out, too
         kernel_folder()
     options: dict[str, str | int | bool | Callable[..., Any]] = {
@@ -95,10 +90,6 @@ def compiled(
         "size_asserts": False,
         # And look at every tensor of the model, which change in place alone.
         "guard_filter_fn": _needed,
-        # Left out otherwise, where one kernel is made of two operations: which ones depends on M.
-        "emulate_precision_casts": as_written,
-        # Threads share the sum over a single row, and not that over each of several.
-        "cpp.min_chunk_size": 1 << 30 if as_written else 512,
     }
     # Targets of one process do not count towards each other's limit of compilations.
     return torch.compile(  # type: ignore[call-overload, no-any-return]  # the last one is missing in PyTorch's overloads

@@ -43,7 +43,7 @@ class LocalEngineConfig:
     """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
     num_threads: int = 1
     compile_target: bool = False
-    """Off: it needs a C++ compiler, and up to a minute at the first start."""
+    """Off: it needs a C++ compiler, and up to a minute at the first start; unused where our kernels run the pass."""
     int8_target: bool = False
     """Off: the text is another one than in `dtype`."""
 

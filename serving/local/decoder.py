@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.compiled import as_it_is, compiled, opaque
-from serving.local.kernels import Kernels
-from serving.local.packed import BatchInvariant, Replaced, product_of
+from serving.local.packed import Replaced, product_of
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -41,52 +40,34 @@ def fusible(model: Any) -> bool:
     )
 
 
+def fuse(model: Any) -> None:
+    """Replace the layers of a fusible model by fused ones, and its last norm."""
+    layers = model.model.layers
+    for index in range(len(layers)):
+        layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
+    model.model.norm = RMSNorm(model.model.norm)
+
+
 class Decoder:
-    """Embedding, layers and final norm of a fusible model, whose layers it replaces by fused and maybe packed ones.
+    """Embedding, layers and final norm of a fused model, with PyTorch's operations.
 
     Used by one thread at a time.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        aux_layers: tuple[int, ...],
-        *,
-        pack: Callable[[nn.Module], None] | None,
-        compile_it: bool = False,
-        kernels: Kernels | None = None,
-    ) -> None:
-        """`pack` replaces the model's linear layers once they are fused; `kernels` attend where they can."""
-        layers = model.model.layers
-        for index in range(len(layers)):
-            layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
-        if pack is not None:
-            pack(model)
-        self._layers: list[FusedLayer] = list(layers)
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], *, compile_it: bool) -> None:
+        self._layers: list[FusedLayer] = list(model.model.layers)
         wrap = opaque if compile_it else as_it_is
         for index, layer in enumerate(self._layers):
-            gated = (
-                None if kernels is None or compile_it or not kernels.can_gate(layer.act, layer.down) else kernels.gate
-            )
-            layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap, gated)
+            layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap)
         self._embed: Tensor = model.model.embed_tokens.weight
-        self._norm = model.model.norm = RMSNorm(model.model.norm)
+        self._norm: RMSNorm = model.model.norm
         self._rotary = model.model.rotary_emb
         self._aux_layers = aux_layers
-        self._kernels = kernels
-        if kernels is not None and not kernels.can_attend(self._embed.dtype, self._layers[0].head_dim):
-            self._kernels = None
         self._place: tuple[SlotWindow, KVSlots] | None = None
         """Of the pass that is running."""
         self._through = self._through_layers
         if compile_it:
-            self._through = compiled(self._through_layers, as_written=self._is_batch_invariant)
-
-    @property
-    def _is_batch_invariant(self) -> bool:
-        """Whether attention and products give a token the same, bit for bit, whatever tokens are beside it."""
-        products = (part for layer in self._layers for part in layer.products)
-        return self._kernels is not None and all(isinstance(product, BatchInvariant) for product in products)
+            self._through = compiled(self._through_layers)
 
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
@@ -106,17 +87,7 @@ class Decoder:
     def _attend(self, index: int, rotated_MNh: Tensor) -> Tensor:
         assert self._place is not None
         window, cache = self._place
-        layer = self._layers[index]
-        if self._kernels is None:
-            return layer.attend(rotated_MNh, window, cache, index)
-        return self._kernels.attend(
-            rotated_MNh,
-            cache.layer(index),
-            window.starts_B,
-            first_slot=window.first,
-            num_groups=layer.num_groups,
-            scale=layer.scale,
-        )
+        return self._layers[index].attend(rotated_MNh, window, cache, index)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
@@ -160,23 +131,21 @@ class FusedLayer(nn.Module):
     def products(self) -> tuple[nn.Linear | Replaced, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def bind(self, attend: Operation, wrap: Callable[..., Operation], gated: Operation | None) -> None:
+    def bind(self, attend: Operation, wrap: Callable[..., Operation]) -> None:
         """Look up once what `run` calls; after this, weights only change in place.
 
-        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product, see `product_of`;
-        `gated` is `_gate_and_multiply` in one operation, where there is one.
+        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product, see `product_of`.
         """
         self._attended = attend
         self._qkv, self._out, self._gate_up, self._down = (product_of(layer, wrap) for layer in self.products)
         self._act: Operation = self.act.forward
-        self._gated: Operation = gated or self._gate_and_multiply
         self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
 
     def run(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> Tensor:
         x_Md = x_Md + self._out(self._attended(self._rotated(self._first_norm(x_Md), cos_MNh, signed_sin_MNh)))
         return x_Md + self._down(self._gated(self._gate_up(self._second_norm(x_Md))))
 
-    def _gate_and_multiply(self, gate_up: Tensor) -> Tensor:
+    def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return self._act(gate).mul_(up)
 

@@ -79,7 +79,7 @@ class LocalEngine:
         self._config, self._target, self._load_draft = config, target, load_draft
         self.metrics, self._captures, self._sharing = metrics, on_trace is not None, sharing
         self._tokenizer = LocalTokenizer(config.model_dir)
-        cache_length = target.cache.keys.shape[3]
+        cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or _planner(config)
         self._assembler = TraceAssembler(target, on_trace or _no_trace, metrics)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.int8 import Int8Linear
-from serving.local.kernels import Bfloat16Linear, Kernels, VnniLinear
+from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
+from serving.local.kernels.library import Kernels
 
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
 
@@ -56,10 +57,7 @@ class PackedLinear(nn.Module):
         return linear(x, self.packed, self.bias)
 
 
-BatchInvariant = Int8Linear | VnniLinear | Bfloat16Linear
-"""A layer that gives a token the same, bit for bit, whatever tokens are beside it."""
-
-Replaced = PackedLinear | BatchInvariant
+Replaced = PackedLinear | Int8Linear | KernelLinear
 """A layer that does not read its weight as the checkpoint has it."""
 
 
@@ -68,10 +66,9 @@ def product_of(
 ) -> Callable[[Tensor], Tensor]:
     """What the layer computes, without the detours of a module; its weight may change in place.
 
-    `wrap` gets what oneDNN or our kernel computes of it, the width of that and, where it is not the input's, its dtype.
+    `wrap` gets what oneDNN computes of it, the width of that and, where it is not the input's, its dtype.
     """
-    if isinstance(layer, VnniLinear | Bfloat16Linear):
-        return wrap(layer.forward, layer.out_features)
+    assert not isinstance(layer, KernelLinear), "a pass of its own runs those"
     if isinstance(layer, Int8Linear):
         return layer.bound(wrap)
     weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
@@ -79,11 +76,10 @@ def product_of(
 
 
 def pack_linears(model: nn.Module, *, int8: bool = False, kernels: Kernels | None = None) -> None:
-    """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one; a no-op without oneDNN.
-
-    `kernels` compute the layers that they can.
+    """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one: by layers of `kernels`, which
+    the model fits, or of oneDNN, where there is one.
     """
-    if not has_onednn():
+    if kernels is None and not has_onednn():
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -92,7 +88,7 @@ def pack_linears(model: nn.Module, *, int8: bool = False, kernels: Kernels | Non
 
 
 def _replaced(linear: nn.Linear, int8: bool, kernels: Kernels | None) -> Replaced:
-    if kernels is not None and kernels.can_multiply(linear, int8=int8):
+    if kernels is not None:
         return VnniLinear(linear, kernels) if int8 else Bfloat16Linear(linear, kernels)
     return Int8Linear(linear) if int8 else PackedLinear(linear)
 

@@ -23,7 +23,7 @@ class DraftReader:
 
     def __init__(self, target: Target, draft: ServingDraft) -> None:
         self._draft = draft
-        slots, length = target.cache.keys.shape[1], target.cache.keys.shape[3]
+        slots, length = target.cache.num_slots, target.cache.length
         width = 3 * target.embed.shape[1]
         self._features = torch.zeros(slots, length, width, dtype=target.embed.dtype, device=target.device)
 

@@ -8,7 +8,7 @@ Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.compiled import find_compiler
-from serving.local.decoder import Decoder, RMSNorm, fusible
+from serving.local.decoder import Decoder, RMSNorm, fuse, fusible
 from serving.local.int8 import is_exact
-from serving.local.kernels import found_kernels
+from serving.local.kernels.build import found_kernels
+from serving.local.kernels.decoder import KernelDecoder, fits
+from serving.local.kernels.library import Kernels
+from serving.local.kernels.slots import PanelSlots
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
 from speculator.errors import ConfigError
@@ -34,6 +37,9 @@ from speculator.weights import read_layout, read_weights
 log = structlog.get_logger(__name__)
 
 _ATTENTION = "slipstream_slots"
+
+_Pass = Callable[[Tensor, SlotWindow, Any], tuple[Tensor, Tensor]]
+"""New tokens [B, T], where they go, and the slots → final hidden states [B, T, d] and features [B, T, 3d]."""
 
 
 def _slot_attention(
@@ -86,43 +92,58 @@ class Target:
             _check_compiler()
         if int8 and not (has_onednn() and is_exact()):
             raise ConfigError("--int8-target needs a PyTorch with oneDNN and a CPU with VNNI: leave it out")
-        uses_kernels = own_kernels and fused and device == "cpu" and dtype == torch.bfloat16
-        kernels = found_kernels() if uses_kernels else None
         self.is_int8 = int8
-        self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None
         self._model = _load(model_dir, dtype, device)
+        self._is_fused = fused and fusible(self._model)
+        uses_kernels = own_kernels and self._is_fused and device == "cpu" and fits(self._model)
+        kernels = found_kernels() if uses_kernels else None
+        self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None
         self._layout = read_layout(model_dir)
         config = self._model.config
         self.eos_token_ids = _eos_token_ids(model_dir, config)
         self.config: dict[str, Any] = config.to_dict()
-        self.context_length = min(context_length, config.max_position_embeddings)
+        # As far as a sliding window that every layer has does not slide.
+        window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+        self.context_length = min(context_length, config.max_position_embeddings, window or context_length)
         self.embed: Tensor = self._model.get_input_embeddings().weight.detach()
         num_layers = len(self._model.model.layers)
         aux_layers = aux_layer_ids(num_layers)
-        self._run: Decoder | _HuggingFaceDecoder
-        layer_kind = type(self._model.model.layers[0]).__name__
-        if fused and fusible(self._model):
-            self._run = Decoder(
-                self._model, aux_layers, pack=self._pack, compile_it=bool(compile_threads), kernels=kernels
-            )
-        elif compile_threads:
-            raise ConfigError(f"--compile-target: there is no pass of our own for {layer_kind}: leave it out")
-        else:
-            log.info("the target runs through Hugging Face modelling", layers=layer_kind)
-            self._run = _HuggingFaceDecoder(self._model, aux_layers)
-            if self._pack is not None:
-                self._pack(self._model)
+        if compile_threads and not self._is_fused:
+            raise ConfigError(f"--compile-target: there is no pass of our own for {self._layer_kind}: leave it out")
+        self._bring_into_form(self._model)
         self._tensors = list(all_tensors(self._model))
-        self.cache = KVSlots(
-            num_layers=num_layers,
-            num_slots=num_slots,
-            num_heads=config.num_key_value_heads,
-            length=self.context_length + cache_margin,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            like=self.embed,
-        )
-        if compile_threads:
+        sizes: dict[str, int] = {
+            "num_layers": num_layers,
+            "num_slots": num_slots,
+            "num_heads": config.num_key_value_heads,
+            "length": self.context_length + cache_margin,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        }
+        self.cache = KVSlots(**sizes, like=self.embed) if kernels is None else PanelSlots(**sizes)
+        self._run = self._new_pass(aux_layers, kernels, compile_it=bool(compile_threads))
+        if isinstance(self._run, Decoder) and compile_threads:
             self._compile(compile_threads)
+
+    def _new_pass(self, aux_layers: tuple[int, ...], kernels: Kernels | None, *, compile_it: bool) -> _Pass:
+        if kernels is not None:
+            if compile_it:
+                log.info("--compile-target: kernels of our own run the whole pass, nothing is left to compile")
+            return KernelDecoder(self._model, aux_layers, kernels, self.cache.length)
+        if self._is_fused:
+            return Decoder(self._model, aux_layers, compile_it=compile_it)
+        log.info("the target runs through Hugging Face modelling", layers=self._layer_kind)
+        return _HuggingFaceDecoder(self._model, aux_layers)
+
+    @property
+    def _layer_kind(self) -> str:
+        return type(self._model.model.layers[0]).__name__
+
+    def _bring_into_form(self, model: Any) -> None:
+        """Fuse and pack what the passes read."""
+        if self._is_fused:
+            fuse(model)
+        if self._pack is not None:
+            self._pack(model)
 
     @torch.inference_mode()
     def _compile(self, num_threads: int) -> None:
@@ -167,10 +188,7 @@ class Target:
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
         model = bare_copy(self._model, read_weights(folder, self._layout), self.embed.dtype)
-        if isinstance(self._run, Decoder):
-            Decoder(model, (), pack=self._pack)  # fuses its layers
-        elif self._pack is not None:
-            self._pack(model)
+        self._bring_into_form(model)
         return StagedTarget(tuple(all_tensors(model)))
 
     def install(self, staged: StagedTarget) -> None:

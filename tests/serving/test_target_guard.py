@@ -45,7 +45,7 @@ def flip_a_packed_bit(layer: Replaced) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, dtype: torch.dtype, own_kernels: bool) -> None:
     target = Target(
-        make_toy_model(tmp_path),
+        make_toy_model(tmp_path, hidden_size=256 if own_kernels else 32),  # which they fit
         num_slots=1,
         context_length=8,
         cache_margin=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
 from tests.moved import moved_model
 from tests.serving.local.harness import toy_engine
-from tests.toy import make_toy_model
+from tests.toy import make_toy_model, set_every_bias_and_norm
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -69,7 +70,7 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_features_and_logits_are_hugging_faces(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     model_dir = make_toy_model(tmp_path, family=family)
-    _set_every_bias_and_norm(model_dir)
+    set_every_bias_and_norm(model_dir)
     ours, theirs = (_target(model_dir, dtype, fused=fused) for fused in (True, False))
     for window in WINDOWS:
         for mine, reference in zip(_outputs(ours, *window), _outputs(theirs, *window), strict=True):
@@ -82,7 +83,7 @@ def test_states_features_and_logits_are_hugging_faces(tmp_path: Path, family: st
 def test_in_bfloat16_we_are_as_near_to_the_exact_result_as_hugging_face(tmp_path: Path, family: str) -> None:
     """Both round at every step, in different places."""
     model_dir = make_toy_model(tmp_path, family=family)
-    _set_every_bias_and_norm(model_dir)
+    set_every_bias_and_norm(model_dir)
     exact = _target(model_dir, torch.float64, fused=False)
     ours, theirs = (_target(model_dir, torch.bfloat16, fused=fused) for fused in (True, False))
     for part in range(3):
@@ -98,7 +99,7 @@ def test_in_bfloat16_we_are_as_near_to_the_exact_result_as_hugging_face(tmp_path
 def test_a_whole_text_agrees_with_the_plain_model(tmp_path: Path, family: str) -> None:
     """Neither our cache nor our attention is in the reference here."""
     model_dir = make_toy_model(tmp_path, family=family)
-    _set_every_bias_and_norm(model_dir)
+    set_every_bias_and_norm(model_dir)
     target = _target(model_dir, torch.float64, fused=True)
     tokens = _tokens(target, 1, 20, seed=3)
     with torch.inference_mode():
@@ -130,6 +131,14 @@ def test_a_short_context_is_not_padded_to_a_long_one(tmp_path: Path, num_new: in
     assert {call.args[1].shape[2] for call in attend.call_args_list[8:]} == {start + num_new for start in window[3]}
     for one, other in zip(apart, together, strict=True):
         assert _error(one, other) < 1e-12
+
+
+def test_a_text_is_no_longer_than_a_window_that_slides_in_every_layer(tmp_path: Path) -> None:
+    model_dir = make_toy_model(tmp_path, family="mistral")
+    config = json.loads((model_dir / "config.json").read_text())
+    for window, length in ((16, 16), (None, 64)):
+        (model_dir / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+        assert _target(model_dir, torch.float64, fused=True).context_length == length
 
 
 def test_slots_do_not_see_each_other_and_leftovers_are_never_read(tmp_path: Path) -> None:
@@ -182,7 +191,7 @@ def _compiled(model_dir: Path, dtype: torch.dtype, *, device: str = "cpu") -> Ta
 @needs_compiler
 def test_a_compiled_pass_is_as_near_to_the_exact_result_and_follows_weights_that_move(tmp_path: Path) -> None:
     model_dir = make_toy_model(tmp_path / "0", family="qwen3")
-    _set_every_bias_and_norm(model_dir)
+    set_every_bias_and_norm(model_dir)
     new_dir = moved_model(model_dir, tmp_path / "1")
     compiled = _compiled(model_dir, torch.bfloat16)
     for folder in (model_dir, new_dir):
@@ -256,17 +265,3 @@ def test_kernels_are_kept_where_nobody_else_can_put_any(tmp_path: Path, monkeypa
         assert folder != own
         assert folder.parent == tmp_path
         assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def _set_every_bias_and_norm(model_dir: Path) -> None:
-    """A fresh model's biases are zero and its norms one, which would hide a mistake in either.
-
-    Saved in bfloat16, so that every dtype computes with the same weights.
-    """
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            offset = 1.0 if "norm" in name else 0.0
-            parameter.data.normal_(offset, 0.3, generator=generator)
-    model.to(torch.bfloat16).save_pretrained(model_dir)

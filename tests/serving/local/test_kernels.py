@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import math
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import structlog.testing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serving.local.attention import KVSlots, SlotWindow
 from serving.local.compiled import find_compiler, kernel_folder
 from serving.local.int8 import Int8Linear
-from serving.local.kernels import Bfloat16Linear, Kernels, VnniLinear, available, compiled_kernels, found_kernels
-from serving.local.packed import PackedLinear, has_onednn
+from serving.local.kernels.build import available, compiled_kernels, found_kernels
+from serving.local.kernels.decoder import KernelDecoder
+from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
+from serving.local.kernels.library import Heads, Kernels, Norm, Window
+from serving.local.kernels.slots import PanelSlots
+from serving.local.packed import PackedLinear
 from serving.local.target import Target
 from speculator.sampling import SamplingParams
 from tests.moved import moved_model
 from tests.serving.local.harness import GREEDY, toy_engine
-from tests.toy import make_toy_model, random_draft
+from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
-    pytest.mark.skipif(not (available() and has_onednn()), reason="a CPU without AVX-512 VNNI, or no oneDNN"),
+    pytest.mark.skipif(not available(), reason="a CPU without AVX-512 VNNI, or with AMX"),
 ]
-has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-needs_bfloat16 = pytest.mark.skipif(not has_bfloat16, reason="a CPU without bfloat16 products")
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
 
 
@@ -43,19 +45,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=256)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((False, False), marks=needs_bfloat16, id="bfloat16"),
-        pytest.param((False, True), marks=needs_bfloat16, id="bfloat16-compiled"),
-        pytest.param((True, False), id="int8"),
-        pytest.param((True, True), id="int8-compiled"),
-    ],
-)
+@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "int8"])
 def target(model_dir: Path, request: pytest.FixtureRequest) -> Target:
-    int8, is_compiled = request.param
-    target = _target(model_dir, int8=int8, compile_threads=1 if is_compiled else None)
-    kind = VnniLinear if int8 else Bfloat16Linear
+    target = _target(model_dir, int8=request.param)
+    kind = VnniLinear if request.param else Bfloat16Linear
     layers = [module for module in target._model.modules() if isinstance(module, kind)]
     assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
     return target
@@ -64,12 +57,12 @@ def target(model_dir: Path, request: pytest.FixtureRequest) -> Target:
 def _target(
     model_dir: Path,
     *,
-    int8: bool,
+    int8: bool = False,
     compile_threads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     own_kernels: bool = True,
 ) -> Target:
-    return Target(
+    target = Target(
         model_dir,
         num_slots=4,
         context_length=256,
@@ -79,6 +72,8 @@ def _target(
         int8=int8,
         own_kernels=own_kernels,
     )
+    assert isinstance(target._run, KernelDecoder) == (own_kernels and dtype == torch.bfloat16)
+    return target
 
 
 def _tokens(target: Target, *shape: int) -> Tensor:
@@ -105,6 +100,7 @@ def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
             for rows in (1, 2, 3, 4, 7, 41):
                 assert torch.equal(ours(x[:rows]), theirs(x[:rows]))
             assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), theirs(x[::2])[None])
+            assert ours(x[:0]).shape == (0, num_outputs)
     finally:
         torch.set_num_threads(before)
 
@@ -113,41 +109,25 @@ def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
 def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 64).bfloat16().requires_grad_(False)
-    layers = [VnniLinear(linear, kernels), *([Bfloat16Linear(linear, kernels)] if has_bfloat16 else [])]
     for place in (0, 17, 63):
         x = torch.randn(3, 64).bfloat16()
         x[1, place] = broken
-        for layer in layers:
+        for layer in (VnniLinear(linear, kernels), Bfloat16Linear(linear, kernels)):
             y = layer(x)
             assert not y[1].isfinite().any()
             assert y[::2].isfinite().all()
-    if math.isnan(broken):
-        heads, cache = torch.randn(1, 3, 64).bfloat16(), KVSlots(1, 1, 1, 40, 64, torch.zeros(1, dtype=torch.bfloat16))
-        cache.keys[..., 5, 3] = broken
-        starts = torch.tensor([20])
-        assert kernels.attend(heads, cache.layer(0), starts, first_slot=0, num_groups=1, scale=1.0).isnan().all()
-        assert kernels.gate(torch.full((1, 64), broken).bfloat16()).isnan().all()
+    for place in (64 + 3, 2 * 64 + 3):  # of a key, of a value
+        before, after = (torch.randn(30, 3 * 64).bfloat16() for _ in range(2))
+        slots = PanelSlots(1, 2, 1, 80, 64)
+        before[19:21, place] = broken
+        seen = [_attended(kernels, slots, before[token][None], [Window(1, token, 1)], sharing=1) for token in range(30)]
+        assert torch.cat(seen[:19]).isfinite().all()
+        assert all(not one.isfinite().all() for one in seen[20:])
+        # What is left behind the end is not seen, whether its place is the first of two or the second.
+        for token in range(30):
+            assert _attended(kernels, slots, after[token][None], [Window(1, token, 1)], sharing=1).isfinite().all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_is_gated_is_what_pytorch_gates(kernels: Kernels, num_threads: int) -> None:
-    gates = torch.cat([torch.linspace(-80, 80, 960), torch.tensor([0.0, -0.0, 1e-30, -3e38] * 8)]).bfloat16()
-    gate_up = torch.stack([torch.cat([gates, gates.roll(shift)]) for shift in range(7)])
-    gate, up = gate_up.double().chunk(2, -1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        out = kernels.gate(gate_up)
-    finally:
-        torch.set_num_threads(before)
-    # Rounded twice: after the gate's function, and after the product.
-    exact = (F.silu(gate).bfloat16().double() * up).bfloat16()
-    torch.testing.assert_close(out, exact, rtol=2**-7, atol=1e-30)
-    assert (out == exact).double().mean() > 0.99
-    assert torch.equal(torch.cat([kernels.gate(row[None]) for row in gate_up]), out)
-
-
-@needs_bfloat16
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (576, 1536), (1536, 100)])
@@ -173,71 +153,160 @@ def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
         torch.set_num_threads(before)
 
 
-def test_other_layers_are_left_to_onednn(kernels: Kernels) -> None:
-    for int8 in (False, True):
-        assert not kernels.can_multiply(nn.Linear(100, 576).bfloat16(), int8=int8)
-        assert not kernels.can_multiply(nn.Linear(64, 64), int8=int8)
-    assert kernels.can_multiply(nn.Linear(64, 100).bfloat16(), int8=True)
-    assert kernels.can_multiply(nn.Linear(64, 100).bfloat16(), int8=False) == has_bfloat16
+def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
+    narrow, stretching = make_toy_model(tmp_path / "0"), make_toy_model(tmp_path / "1", hidden_size=256)
+    config = json.loads((stretching / "config.json").read_text())
+    # It would turn tokens by how long the longest text beside them is.
+    rope = {**config["rope_parameters"], "rope_type": "dynamic", "factor": 2.0}
+    (stretching / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    for model_dir in (narrow, stretching):
+        target = Target(model_dir, num_slots=1, context_length=8, cache_margin=1)
+        assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
+
+
+def test_with_kernels_nothing_is_compiled(model_dir: Path) -> None:
+    with structlog.testing.capture_logs() as logs, torch.compiler.set_stance("fail_on_recompile"):
+        target = _target(model_dir, compile_threads=1)
+        target.forward(_tokens(target, 1, 3), first_slot=0, starts=[0])
+    assert any("nothing is left to compile" in line["event"] for line in logs)
+
+
+def _attended(
+    kernels: Kernels,
+    slots: PanelSlots,
+    qkv: Tensor,
+    windows: list[Window],
+    *,
+    sharing: int,
+    scale: float = 1.0,
+    angles: Tensor | None = None,
+) -> Tensor:
+    """Over the first layer; without `angles` [M, h] nothing is rotated."""
+    groups = slots.storage.shape[2]
+    head_dim = qkv.shape[1] // ((sharing + 2) * groups)
+    heads = Heads(sharing, groups, head_dim, scale, Norm(0, None, None), Norm(0, None, None))
+    angles = torch.zeros(len(qkv), head_dim) if angles is None else angles
+    return kernels.attend(heads, windows, (angles.cos(), angles.sin()), qkv, slots.storage[0])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("num_groups", "num_sharing"), [(3, 3), (1, 8), (4, 1)])
-def test_attention_is_that_of_pytorch_and_each_tokens_own(
+def test_attention_is_exact_and_each_tokens_own(
     kernels: Kernels, num_groups: int, num_sharing: int, head_dim: int, num_threads: int
 ) -> None:
-    assert kernels.can_attend(torch.bfloat16, head_dim)
-    assert not kernels.can_attend(torch.float32, head_dim)
-    generator = torch.Generator().manual_seed(0)
-
-    def new_cache() -> KVSlots:
-        cache = KVSlots(2, 4, num_groups, 80, head_dim, torch.zeros(1, dtype=torch.bfloat16))
-        cache._storage.copy_(torch.randn(cache._storage.shape, generator=torch.Generator().manual_seed(1)))
-        return cache
-
-    num_heads, scale = (num_sharing + 2) * num_groups, head_dim**-0.5
+    torch.manual_seed(0)
+    num_slots, num_tokens, num_heads = 4, 140, (num_sharing + 2) * num_groups
+    qkv = torch.randn(num_slots, num_tokens, num_heads, head_dim).bfloat16()
+    angles = (torch.arange(num_tokens)[:, None] * torch.logspace(0, -3, head_dim // 2)).repeat(1, 2)
+    exact = _exact_attention(qkv.double(), angles.double(), num_groups, head_dim**-0.5)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        for first, starts, num_new in ((0, [0], 1), (1, [37], 6), (0, [70, 3, 16, 15], 1), (1, [0, 31, 12], 5)):
-            heads = torch.randn(len(starts) * num_new, num_heads, head_dim, generator=generator).bfloat16()
-            ours, theirs = new_cache(), new_cache()
-            window = SlotWindow(first, starts, num_new, heads)
-            out = kernels.attend(
-                heads, ours.layer(1), window.starts_B, first_slot=first, num_groups=num_groups, scale=scale
-            )
-            queries, kv = heads.split([num_sharing * num_groups, 2 * num_groups], 1)
-            rows = queries.reshape(len(starts), -1, num_groups, head_dim)
-            expected = window.attend_rows(theirs, 1, rows, kv, scale).reshape(out.shape)
-            assert torch.equal(ours._storage, theirs._storage)
-            torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
-            alone = new_cache()
-            for row, start in enumerate(starts):
-                for token in range(num_new):
-                    own = row * num_new + token
-                    one = kernels.attend(
-                        heads[own : own + 1],
-                        alone.layer(1),
-                        torch.tensor([start + token]),
-                        first_slot=first + row,
-                        num_groups=num_groups,
-                        scale=scale,
+        outputs = []
+        for sizes in ([1] * 140, [7] * 20, [5, 64, 1, 58, 12], [140]):
+            slots = PanelSlots(2, num_slots, num_groups, num_tokens, head_dim)
+            slots.storage.normal_(0, 100)  # leftovers
+            out = torch.empty(num_slots, num_tokens, num_sharing * num_groups * head_dim, dtype=torch.bfloat16)
+            # Slot by slot and together, in any order, and each with another number of tokens.
+            for start, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
+                for members in ((2,), (3, 0, 1)):
+                    windows = [Window(slot, start, size) for slot in members]
+                    rows = qkv[list(members), start : start + size].reshape(len(members) * size, -1)
+                    turned = angles[start : start + size].repeat(len(members), 1)
+                    got = _attended(
+                        kernels, slots, rows, windows, sharing=num_sharing, scale=head_dim**-0.5, angles=turned
                     )
-                    assert torch.equal(one[0], out[own])
+                    out[list(members), start : start + size] = got.view(len(members), size, -1)
+            outputs.append(out)
+        torch.testing.assert_close(outputs[0].double(), exact, rtol=0.02, atol=0.01)
+        assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
     finally:
         torch.set_num_threads(before)
 
 
+def _exact_attention(qkv_STNh: Tensor, angles_Th: Tensor, num_groups: int, scale: float) -> Tensor:
+    num_slots, num_tokens, num_heads, _ = qkv_STNh.shape
+    sharing = num_heads // num_groups - 2
+    cos, sin = angles_Th.cos()[:, None], angles_Th.sin()[:, None]
+    left, right = qkv_STNh.chunk(2, -1)
+    rotated = qkv_STNh * cos + torch.cat([-right, left], -1) * sin
+    queries, keys = rotated[:, :, : sharing * num_groups], rotated[:, :, sharing * num_groups : -num_groups]
+    values = qkv_STNh[:, :, -num_groups:]
+    out = F.scaled_dot_product_attention(
+        queries.transpose(1, 2),
+        keys.transpose(1, 2).repeat(1, sharing, 1, 1),
+        values.transpose(1, 2).repeat(1, sharing, 1, 1),
+        is_causal=True,
+        scale=scale,
+    )
+    return out.transpose(1, 2).reshape(num_slots, num_tokens, -1)
+
+
+def test_windows_of_different_length_are_read_in_one_pass(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    sizes = (1, 9, 3)
+    qkv = [torch.randn(size, 5 * 64).bfloat16() for size in sizes]
+    together = _attended(
+        kernels,
+        PanelSlots(1, 3, 1, 20, 64),
+        torch.cat(qkv),
+        [Window(slot, 0, size) for slot, size in enumerate(sizes)],
+        sharing=3,
+    )
+    alone = [
+        _attended(kernels, PanelSlots(1, 3, 1, 20, 64), rows, [Window(0, 0, len(rows))], sharing=3) for rows in qkv
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_attention_stays_exact_where_scores_are_extreme(kernels: Kernels) -> None:
-    cache = KVSlots(1, 1, 1, 40, 64, torch.zeros(1, dtype=torch.bfloat16))
-    cache._storage.normal_(generator=torch.Generator().manual_seed(0))
-    cache.keys[:, :, :, 5] *= 300
-    heads = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(2)).bfloat16() * 30
-    out = kernels.attend(heads, cache.layer(0), torch.tensor([33]), first_slot=0, num_groups=1, scale=1.0)
-    keys, values = cache.keys[0, 0, 0, :34].float(), cache.values[0, 0, 0, :34].float()
-    exact = F.softmax(heads[0, 0].float() @ keys.T, -1) @ values
-    torch.testing.assert_close(out[0].float(), exact, rtol=0.01, atol=0.01)
+    torch.manual_seed(2)
+    qkv = torch.randn(34, 3, 64)
+    qkv[:, 0] *= 30
+    qkv[5, 1] *= 300
+    qkv = qkv.bfloat16()
+    out = _attended(kernels, PanelSlots(1, 1, 1, 40, 64), qkv.view(34, -1), [Window(0, 0, 34)], sharing=1)
+    exact = _exact_attention(qkv.double()[None], torch.zeros(34, 64).double(), 1, 1.0)[0]
+    torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.01)
+
+
+def test_a_slot_that_was_moved_holds_what_the_other_held(kernels: Kernels) -> None:
+    torch.manual_seed(3)
+    for length in (1, 63, 64, 65, 99):
+        slots = PanelSlots(1, 3, 2, 100, 128)
+        qkv, new = (torch.randn(size, 8 * 128).bfloat16() for size in (length, 1))
+        _attended(kernels, slots, qkv, [Window(2, 0, length)], sharing=2)
+        slots.move(2, 0, length)
+        there, here = (_attended(kernels, slots, new, [Window(slot, length, 1)], sharing=2) for slot in (2, 0))
+        assert torch.equal(there, here)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_a_pass_is_as_near_to_the_exact_result_as_hugging_faces(tmp_path: Path, family: str) -> None:
+    model_dir = make_toy_model(tmp_path, hidden_size=256, family=family)
+    set_every_bias_and_norm(model_dir)
+    ours = _target(model_dir)
+    theirs, exact = (
+        Target(model_dir, num_slots=4, context_length=256, cache_margin=17, dtype=dtype, fused=False)
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    tokens = _tokens(ours, 4, 90)
+    parts = []
+    for one in (ours, theirs, exact):
+        passes = [
+            one.forward(tokens[:, start:end], first_slot=0, starts=[start] * 4) for start, end in ((0, 80), (80, 90))
+        ]
+        hidden, features = (torch.cat(part, 1) for part in zip(*passes, strict=True))
+        parts.append([one.logits(hidden), features])
+    alone = [ours.forward(tokens[1:2, place : place + 1], first_slot=1, starts=[place])[1] for place in range(90)]
+    assert torch.equal(torch.cat(alone, 1)[0], parts[0][1][1])
+    for mine, reference, ideal in zip(*parts, strict=True):
+        assert mine.dtype == torch.bfloat16
+        noise = (reference - ideal).norm() / ideal.norm()
+        assert 0 < noise < 0.25
+        assert (mine - ideal).norm() / ideal.norm() < 1.3 * noise
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -337,9 +406,9 @@ def test_without_a_compiler_that_works_there_are_none(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     for compiler in (str(failing), "no-such-compiler"):
         monkeypatch.setenv("CXX", compiler)
-        target = _target(model_dir, int8=False)
+        target = Target(model_dir, num_slots=4, context_length=256, cache_margin=17)
         assert any(isinstance(module, PackedLinear) for module in target._model.modules())
-        assert not any(isinstance(module, Bfloat16Linear) for module in target._model.modules())
+        assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
         hidden, _ = target.forward(_tokens(target, 1, 3), first_slot=0, starts=[0])
         assert hidden.isfinite().all()
 

@@ -1,0 +1,7 @@
+"""A pass of our own in C++, for CPUs with AVX-512 and VNNI and models that it fits.
+
+A library's call of one product takes longer to prepare than to read a small layer's weights, and a step makes 121 of
+them; between two products a step makes seven calls of PyTorch's (docs/local-loop.md has the figures, and what other
+libraries take). And no library promises that a token's result does not depend on how many are beside it, which is what
+makes the text with a draft the same, bit for bit.
+"""

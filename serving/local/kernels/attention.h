@@ -1,0 +1,157 @@
+// Attention over slots: two products with weights that grow. Suffixes: M tokens, h head size, L positions of a slot.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "norm.h"
+#include "sums.h"
+
+constexpr int kMostHead = 256;  // h
+
+struct Heads {
+  int64_t sharing, groups, size;  // query heads of a key head, key heads, and h, a multiple of kPanel
+  float scale;
+  Norm query, key;  // before they are rotated; or none
+};
+
+// Some tokens that follow one another, of one slot.
+struct Window {
+  int64_t slot, start, num_tokens;
+};
+
+// A key head of a slot: keys [L / kPanel, h / 2, kPanel, 2], whose outputs are positions, and values
+// [h / kPanel, L / 2, kPanel, 2], whose inputs are. L is a multiple of kPanel.
+struct Kept {
+  uint16_t* keys;
+  uint16_t* values;
+  int64_t length;
+};
+
+// A head [h], normed if it is to be, with the first half rotated against the second.
+inline void rotate(const uint16_t* head, const Norm& norm, const float* cos, const float* sin, int64_t h, float* out) {
+  uint16_t normed[kMostHead];
+  if (norm.weight != nullptr) {
+    apply(norm, head, normed);
+    head = normed;
+  }
+  const int64_t half = h / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const __m512 first = from_bfloat16(head + i), second = from_bfloat16(head + half + i);
+    _mm512_storeu_ps(out + i, first * _mm512_loadu_ps(cos + i) - second * _mm512_loadu_ps(sin + i));
+    _mm512_storeu_ps(out + half + i, second * _mm512_loadu_ps(cos + half + i) + first * _mm512_loadu_ps(sin + half + i));
+  }
+}
+
+inline void keep(const Kept& kept, int64_t position, const float* key, const uint16_t* value, int64_t h) {
+  uint16_t rounded[kMostHead];
+  for (int64_t i = 0; i < h; i += kLanes) store(rounded + i, _mm512_loadu_ps(key + i));
+  uint16_t* const place = kept.keys + position / kPanel * kPanel * h + position % kPanel * 2;
+  for (int64_t i = 0; i < h; i += 2) std::memcpy(place + i * kPanel, rounded + i, 2 * sizeof *rounded);
+  for (int64_t i = 0; i < h; i += kLanes) {
+    uint16_t* const pairs = kept.values + i / kPanel * kPanel * kept.length + position / 2 * 2 * kPanel + i % kPanel * 2;
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i)));
+    // With the first of a pair the second's place is cleared: a product takes both.
+    const __m512i both = position % 2 == 0
+                             ? wide
+                             : _mm512_or_si512(_mm512_slli_epi32(wide, 16),
+                                               _mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(0xffff)));
+    _mm512_storeu_si512(pairs, both);
+  }
+}
+
+// Scores [padded] → weights that are not divided by their sum yet, which is returned; 0 from `visible` on.
+inline float soften(float* scores, int64_t visible, int64_t padded) {
+  const __m512 unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 most = unseen;
+  for (int64_t l = 0; l < padded; l += kLanes) {
+    const __mmask16 is_seen = (1u << std::clamp<int64_t>(visible - l, 0, kLanes)) - 1;
+    const __m512 seen = _mm512_mask_loadu_ps(unseen, is_seen, scores + l);
+    _mm512_storeu_ps(scores + l, seen);
+    most = _mm512_max_ps(most, seen);
+  }
+  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t l = 0; l < padded; l += kLanes) {
+    const __m512 weight = exp_of(_mm512_loadu_ps(scores + l) - largest);
+    _mm512_storeu_ps(scores + l, weight);
+    total = total + weight;
+  }
+  return _mm512_reduce_add_ps(total);
+}
+
+// kRows queries [kRows, h], of which each sees no more than the next, → out, rows by their addresses. What one does not
+// see and another does has weight 0, and has to be a number.
+template <int kRows>
+void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_t* visible, float* scores,
+                 uint16_t* const* out) {
+  const int64_t longest = visible[kRows - 1], padded = (longest + kPanel - 1) / kPanel * kPanel;
+  int32_t* const products = reinterpret_cast<int32_t*>(scores);
+  for (int64_t l = 0; l < padded; l += kPanel)
+    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, Ahead{nullptr, 0},
+                            products + l, padded);
+  __m512 totals[kRows];
+  for (int row = 0; row < kRows; ++row) totals[row] = _mm512_set1_ps(soften(scores + row * padded, visible[row], padded));
+  for (int64_t i = 0; i < h; i += kPanel) {
+    int32_t sums[kRows][kPanel];
+    sum_up<Bfloat16, kRows>(kept.values + i * kept.length, (longest + 1) / 2, scores, padded * sizeof *scores, nullptr,
+                            Ahead{nullptr, 0}, sums[0], kPanel);
+    for (int row = 0; row < kRows; ++row)
+      for (int part = 0; part < kPanel; part += kLanes)
+        store(out[row] + i + part, _mm512_loadu_ps(sums[row] + part) / totals[row]);
+  }
+}
+
+// One key head of a window. cos and sin [M, h], qkv [M, P · G + 2G, h], query heads by their place in the group first,
+// and out [M, P · G, h], all from the window's first token on.
+inline void attend_group(const Heads& heads, int64_t group, const Window& window, const Kept& kept, const float* cos,
+                         const float* sin, const uint16_t* qkv, uint16_t* out) {
+  static constexpr decltype(&attend_rows<1>) kAttend[kMostRows] = {
+      attend_rows<1>, attend_rows<2>, attend_rows<3>, attend_rows<4>, attend_rows<5>, attend_rows<6>,
+  };
+  static thread_local std::vector<float> queries, scores;
+  const int64_t h = heads.size, P = heads.sharing, G = heads.groups, num_rows = window.num_tokens * P;
+  queries.resize(num_rows * h);
+  scores.resize(kMostRows * (window.start + window.num_tokens + kPanel));
+  for (int64_t t = 0; t < window.num_tokens; ++t) {
+    const uint16_t* const token = qkv + t * (P + 2) * G * h;
+    float key[kMostHead];
+    rotate(token + (P * G + group) * h, heads.key, cos + t * h, sin + t * h, h, key);
+    keep(kept, window.start + t, key, token + ((P + 1) * G + group) * h, h);
+    for (int64_t p = 0; p < P; ++p) {
+      float* const query = queries.data() + (t * P + p) * h;
+      rotate(token + (p * G + group) * h, heads.query, cos + t * h, sin + t * h, h, query);
+      for (int64_t i = 0; i < h; i += kLanes)
+        _mm512_storeu_ps(query + i, _mm512_loadu_ps(query + i) * _mm512_set1_ps(heads.scale));
+    }
+  }
+  for (int64_t row = 0; row < num_rows; row += kMostRows) {
+    const int64_t together = std::min<int64_t>(num_rows - row, kMostRows);
+    int64_t visible[kMostRows];
+    uint16_t* places[kMostRows];
+    for (int64_t i = 0; i < together; ++i) {
+      const int64_t t = (row + i) / P, p = (row + i) % P;
+      visible[i] = window.start + t + 1;
+      places[i] = out + ((t * P + p) * G + group) * h;
+    }
+    kAttend[together - 1](kept, h, queries.data() + row * h, visible, scores.data(), places);
+  }
+}
+
+// Stores keys and values of all windows' tokens, whose rows follow one another in qkv, and attends. The cache of a
+// layer is [slots, G, keys and values, L · h].
+inline void attend(const Heads& heads, int64_t num_windows, const Window* windows, const float* cos, const float* sin,
+                   const uint16_t* qkv, uint16_t* cache, int64_t L, uint16_t* out, int64_t num_threads) {
+  const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
+#pragma omp parallel for collapse(2) if (num_threads > 1) num_threads(num_threads)
+  for (int64_t w = 0; w < num_windows; ++w)
+    for (int64_t group = 0; group < G; ++group) {
+      int64_t first = 0;  // row of the window's first token
+      for (int64_t before = 0; before < w; ++before) first += windows[before].num_tokens;
+      uint16_t* const keys = cache + (windows[w].slot * G + group) * 2 * L * h;
+      attend_group(heads, group, windows[w], Kept{keys, keys + L * h, L}, cos + first * h, sin + first * h,
+                   qkv + first * (P + 2) * G * h, out + first * P * G * h);
+    }
+}

@@ -1,0 +1,115 @@
+"""The pass of the library over a target's layers.
+
+Shape letters: B batch, T new tokens, M = B × T, d hidden size, h head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serving.local.attention import SlotWindow
+from serving.local.decoder import FusedLayer, RMSNorm
+from serving.local.kernels.layers import KernelLinear
+from serving.local.kernels.library import (
+    LANES,
+    MOST_HEAD_DIM,
+    PANEL,
+    Block,
+    Heads,
+    Kernels,
+    Layer,
+    Model,
+    Norm,
+    Window,
+    pointer,
+)
+from serving.local.kernels.slots import PanelSlots
+
+_SILU = {"SiLU", "SiLUActivation"}
+"""PyTorch's and Hugging Face's."""
+_STRETCHING = {"dynamic", "longrope"}
+"""Rotary embeddings that turn a token by how long the longest text beside it is."""
+
+
+def fits(model: Any) -> bool:
+    """Whether the library runs a model that `fusible` accepts: everything comes in whole registers, heads in panels."""
+    config, first = model.config, model.model.layers[0]
+    head_dim: int = first.self_attn.head_dim
+    return (
+        model.dtype == torch.bfloat16
+        and head_dim % PANEL == 0
+        and head_dim <= MOST_HEAD_DIM
+        and config.hidden_size % LANES == config.intermediate_size % LANES == 0
+        and model.model.rotary_emb.rope_type not in _STRETCHING
+        and all(type(layer.mlp.act_fn).__name__ in _SILU for layer in model.model.layers)
+    )
+
+
+class KernelDecoder:
+    """Embedding, layers and final norm of a model that has been fused and whose linear layers are `KernelLinear`.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], kernels: Kernels, length: int) -> None:
+        """For positions below `length`."""
+        self._kernels = kernels
+        # What the structures point to lives as long as these.
+        self._layers: list[FusedLayer] = list(model.model.layers)
+        self._embed: Tensor = model.model.embed_tokens.weight
+        self._norm: RMSNorm = model.model.norm
+        # Once and for all: computed for some positions, they may be rounded by how many these are.
+        like, positions = torch.empty(0, dtype=torch.float32), torch.arange(length)[None]
+        self._cos_Lh, self._sin_Lh = (table[0].contiguous() for table in model.model.rotary_emb(like, positions))
+        blocks = (Block * len(self._layers))(*map(_block, self._layers))
+        self._model = Model(
+            len(blocks),
+            len(aux_layers),
+            blocks,
+            (ctypes.c_int64 * len(aux_layers))(*aux_layers),
+            _norm(self._norm),
+            _described(model.lm_head).weight,
+        )
+
+    def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: PanelSlots) -> tuple[Tensor, Tensor]:
+        """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
+        x_Md = F.embedding(tokens_BT.flatten(), self._embed)
+        positions_M = window.positions_BT.flatten()
+        rotation = self._cos_Lh[positions_M], self._sin_Lh[positions_M]
+        windows = _windows(window.first, window.starts, tokens_BT.shape[1])
+        hidden_Md, aux = self._kernels.run(self._model, windows, rotation, x_Md, cache.storage)
+        return hidden_Md.view(*tokens_BT.shape, -1), aux.view(*tokens_BT.shape, -1)
+
+
+def _windows(first_slot: int, starts: Sequence[int], num_new: int) -> list[Window]:
+    return [Window(first_slot + row, start, num_new) for row, start in enumerate(starts)]
+
+
+def _block(layer: FusedLayer) -> Block:
+    heads = Heads(
+        layer.num_queries // layer.num_groups,
+        layer.num_groups,
+        layer.head_dim,
+        layer.scale,
+        _norm(layer.query_norm),
+        _norm(layer.key_norm),
+    )
+    return Block(_norm(layer.attention_norm), _norm(layer.mlp_norm), heads, *map(_described, layer.products))
+
+
+def _norm(norm: RMSNorm | None) -> Norm:
+    if norm is None:
+        return Norm(0, None, None)
+    weight, floor = norm.derived
+    return Norm(len(weight), pointer(weight), pointer(floor))
+
+
+def _described(linear: Any) -> Layer:
+    assert isinstance(linear, KernelLinear)
+    return linear.layer

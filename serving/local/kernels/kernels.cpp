@@ -1,0 +1,98 @@
+// A target's pass over Llama-like layers, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs with AVX-512 and
+// VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of several tokens
+// gives bit for bit what decoding one by one does.
+//
+// Suffixes: M tokens, d hidden size, I inner size, h head size.
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "norm.h"
+
+namespace {
+
+struct Block {
+  Norm attention_norm, mlp_norm;
+  Heads heads;
+  Layer qkv, out, gate_up, down;
+};
+
+struct Model {
+  int64_t num_blocks, num_aux;
+  const Block* blocks;
+  const int64_t* aux_blocks;  // whose inputs are wanted, in ascending order
+  Norm norm;
+  const void* after;  // the weight that is read after the pass, or none
+};
+
+// x + more, rounded, in x's place.
+void add(int64_t size, uint16_t* x, const uint16_t* more) {
+  for (int64_t i = 0; i < size; i += kLanes) store(x + i, from_bfloat16(x + i) + from_bfloat16(more + i));
+}
+
+void apply_all(const Norm& norm, int64_t M, const uint16_t* x_Md, uint16_t* y_Md) {
+  for (int64_t m = 0; m < M; ++m) apply(norm, x_Md + m * norm.K, y_Md + m * norm.K);
+}
+
+// Gates and behind them what they multiply [M, 2I] → silu(gate) · up [M, I], rounded after either.
+void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, int64_t num_threads) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+#pragma omp parallel for if (num_threads > 1) num_threads(num_threads)
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t i = 0; i < I; i += kLanes) {
+      const __m512 gate = from_bfloat16(gate_up + 2 * m * I + i), up = from_bfloat16(gate_up + (2 * m + 1) * I + i);
+      const __m512 power = exp_of(_mm512_setzero_ps() - _mm512_abs_ps(gate));
+      const __mmask16 is_negative = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_LT_OQ);
+      const __m512 above = _mm512_mask_blend_ps(is_negative, one, power);  // of σ(gate) = above / (1 + e^−|gate|)
+      store(out + m * I + i, widened(to_bfloat16(gate * (above / (one + power)))) * up);
+    }
+}
+
+}  // namespace
+
+// What the other side takes them for, in bytes.
+extern "C" const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Window)};
+
+extern "C" void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {
+  multiply(*layer, M, x, y, nullptr, num_threads);
+}
+
+extern "C" void slipstream_attend(const Heads* heads, int64_t num_windows, const Window* windows, const float* cos,
+                                  const float* sin, const uint16_t* qkv, uint16_t* cache, int64_t L, uint16_t* out,
+                                  int64_t num_threads) {
+  attend(*heads, num_windows, windows, cos, sin, qkv, cache, L, out, num_threads);
+}
+
+// Embeddings x [M, d], which are overwritten, → hidden states [M, d] and the inputs of some layers [M, num_aux · d].
+extern "C" void slipstream_pass(const Model* model, int64_t M, int64_t num_windows, const Window* windows,
+                                const float* cos, const float* sin, uint16_t* cache, int64_t layer_stride, int64_t L,
+                                uint16_t* x, uint16_t* hidden, uint16_t* aux, int64_t num_threads) {
+  static thread_local std::vector<uint16_t> inputs, wide, narrow;
+  const int64_t d = model->norm.K;
+  int64_t num_kept = 0;
+  for (int64_t index = 0; index < model->num_blocks; ++index, cache += layer_stride) {
+    const Block& block = model->blocks[index];
+    const int64_t I = block.down.K;
+    inputs.resize(M * d);
+    wide.resize(M * std::max(block.qkv.N, block.gate_up.N));
+    narrow.resize(M * std::max(block.out.K, I));
+    if (num_kept < model->num_aux && model->aux_blocks[num_kept] == index) {
+      for (int64_t m = 0; m < M; ++m) std::copy_n(x + m * d, d, aux + (m * model->num_aux + num_kept) * d);
+      ++num_kept;
+    }
+    apply_all(block.attention_norm, M, x, inputs.data());
+    multiply(block.qkv, M, inputs.data(), wide.data(), block.out.weight, num_threads);
+    attend(block.heads, num_windows, windows, cos, sin, wide.data(), cache, L, narrow.data(), num_threads);
+    multiply(block.out, M, narrow.data(), inputs.data(), block.gate_up.weight, num_threads);
+    add(M * d, x, inputs.data());
+    apply_all(block.mlp_norm, M, x, inputs.data());
+    multiply(block.gate_up, M, inputs.data(), wide.data(), block.down.weight, num_threads);
+    gate(M, I, wide.data(), narrow.data(), num_threads);
+    const void* const next = index + 1 < model->num_blocks ? model->blocks[index + 1].qkv.weight : model->after;
+    multiply(block.down, M, narrow.data(), inputs.data(), next, num_threads);
+    add(M * d, x, inputs.data());
+  }
+  apply_all(model->norm, M, x, hidden);
+}

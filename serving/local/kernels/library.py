@@ -1,0 +1,198 @@
+"""The compiled library: what its functions take, and what they are told of a model.
+
+Suffixes: M tokens, K inputs, N outputs, P query heads of one key head, G key heads, h head size, L positions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PANEL = 64
+"""Outputs of a weight, positions of keys and numbers of values that lie together."""
+LANES = 16
+"""What the sizes of a layer's inputs are multiples of."""
+MOST_HEAD_DIM = 256
+
+_number, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class Norm(ctypes.Structure):
+    """An RMSNorm: number of inputs, scaled weight and floor; all zero where there is none."""
+
+    _fields_ = (("K", _number), ("weight", _pointer), ("floor", _pointer))
+
+
+class Layer(ctypes.Structure):
+    """A linear layer whose weight lies in panels; offsets and scale in 8 bits alone."""
+
+    _fields_ = (
+        ("K", _number),
+        ("N", _number),
+        ("weight", _pointer),
+        ("offsets_N", _pointer),
+        ("scale_N", _pointer),
+        ("bias_N", _pointer),
+    )
+
+
+class Heads(ctypes.Structure):
+    _fields_ = (
+        ("sharing", _number),
+        ("groups", _number),
+        ("size", _number),
+        ("scale", _float),
+        ("query", Norm),
+        ("key", Norm),
+    )
+
+
+class Block(ctypes.Structure):
+    """A layer of the model."""
+
+    _fields_ = (
+        ("attention_norm", Norm),
+        ("mlp_norm", Norm),
+        ("heads", Heads),
+        ("qkv", Layer),
+        ("out", Layer),
+        ("gate_up", Layer),
+        ("down", Layer),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("num_blocks", _number),
+        ("num_aux", _number),
+        ("blocks", ctypes.POINTER(Block)),
+        ("aux_blocks", ctypes.POINTER(_number)),
+        ("norm", Norm),
+        ("after", _pointer),
+    )
+
+
+class Window(ctypes.Structure):
+    """New tokens of a slot that follow one another, and the position of the first."""
+
+    _fields_ = (("slot", _number), ("start", _number), ("num_tokens", _number))
+
+
+class Kernels:
+    """Its functions over tensors, on as many threads as PyTorch uses. They read where they are told, whatever is there:
+    what a structure points to has to live as long as it is used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        sizes = (_number * 3).in_dll(library, "slipstream_sizes")
+        assert list(sizes) == [ctypes.sizeof(kind) for kind in (Model, Block, Window)]
+        self._linear = _declared(library.slipstream_linear, ctypes.POINTER(Layer), _number, _pointer, _pointer, _number)
+        of_windows = (_number, ctypes.POINTER(Window), _pointer, _pointer)
+        self._attend = _declared(
+            library.slipstream_attend,
+            ctypes.POINTER(Heads),
+            *of_windows,
+            _pointer,
+            _pointer,
+            _number,
+            _pointer,
+            _number,
+        )
+        self._run = _declared(
+            library.slipstream_pass,
+            ctypes.POINTER(Model),
+            _number,
+            *of_windows,
+            *(_pointer, _number, _number),
+            *(_pointer, _pointer, _pointer),
+            _number,
+        )
+
+    def linear(self, layer: Layer, x: Tensor) -> Tensor:
+        """bfloat16 [..., K] → [..., N]."""
+        assert x.dtype == torch.bfloat16
+        assert x.shape[-1] == layer.K
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], layer.N)
+        self._linear(layer, x.numel() // layer.K, x.data_ptr(), y.data_ptr(), torch.get_num_threads())
+        return y
+
+    def attend(
+        self, heads: Heads, windows: Sequence[Window], rotation: tuple[Tensor, Tensor], qkv: Tensor, cache: Tensor
+    ) -> Tensor:
+        """Store keys and values of the windows' tokens in a layer's part of `PanelSlots.storage`, then attend to all up
+        to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
+        A pass does the same by itself; alone it is for tests and benchmarks.
+        """
+        cos_Mh, sin_Mh = _checked(windows, rotation, qkv, cache)
+        assert qkv.shape[1] == (heads.sharing + 2) * heads.groups * heads.size
+        out = qkv.new_empty(len(qkv), heads.sharing * heads.groups * heads.size)
+        self._attend(
+            heads,
+            len(windows),
+            (Window * len(windows))(*windows),
+            cos_Mh.data_ptr(),
+            sin_Mh.data_ptr(),
+            qkv.data_ptr(),
+            cache.data_ptr(),
+            cache.shape[-1] // heads.size,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def run(
+        self, model: Model, windows: Sequence[Window], rotation: tuple[Tensor, Tensor], x_Md: Tensor, storage: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A pass over embeddings [M, d], which are overwritten: final hidden states [M, d] and the inputs of the aux
+        layers side by side.
+        """
+        cos_Mh, sin_Mh = _checked(windows, rotation, x_Md, storage)
+        num_tokens, width = x_Md.shape
+        hidden_Md, aux = torch.empty_like(x_Md), x_Md.new_empty(num_tokens, model.num_aux * width)
+        self._run(
+            model,
+            num_tokens,
+            len(windows),
+            (Window * len(windows))(*windows),
+            cos_Mh.data_ptr(),
+            sin_Mh.data_ptr(),
+            storage.data_ptr(),
+            storage.stride(0),
+            storage.shape[-1] // cos_Mh.shape[1],
+            x_Md.data_ptr(),
+            hidden_Md.data_ptr(),
+            aux.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return hidden_Md, aux
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _checked(
+    windows: Sequence[Window], rotation: tuple[Tensor, Tensor], rows: Tensor, cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rotation, where everything fits to everything else."""
+    num_slots, _, _, room = cache.shape[-4:]
+    cos_Mh, _ = rotation
+    assert cos_Mh.shape[1] <= MOST_HEAD_DIM
+    assert all(table.dtype == torch.float32 and table.is_contiguous() for table in rotation)
+    assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in (rows, cache))
+    assert len(rows) == len(cos_Mh) == sum(window.num_tokens for window in windows)
+    assert all(0 <= window.slot < num_slots and window.start >= 0 for window in windows)
+    assert all(window.start + window.num_tokens <= room // cos_Mh.shape[1] for window in windows)
+    return rotation
+
+
+def _declared(function: Any, *arguments: Any) -> Any:
+    function.argtypes, function.restype = arguments, None
+    return function

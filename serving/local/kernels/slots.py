@@ -1,0 +1,33 @@
+"""Keys and values of the slots as the library reads them: as weights in panels, which grow."""
+
+from __future__ import annotations
+
+import torch
+
+from serving.local.kernels.library import PANEL
+
+
+class PanelSlots:
+    """`storage` [layers, S slots, G key heads, keys and values, L · h] in bfloat16, room for `length` positions a slot.
+
+    Of a head: keys [L / 64, h / 2, 64, 2], positions third, and values [h / 64, L / 2, 64, 2], positions second and
+    last. Positions past a request's committed length hold leftovers of rejected proposals, which nothing shows and the
+    next write covers. Pages that were never written cost no memory.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, num_heads: int, length: int, head_dim: int) -> None:
+        assert head_dim % PANEL == 0
+        self.num_slots, self.length = num_slots, length
+        self._num_panels = head_dim // PANEL
+        room = -(-length // PANEL) * PANEL * head_dim
+        self.storage = torch.zeros(num_layers, num_slots, num_heads, 2, room, dtype=torch.bfloat16)
+        self._per_position = head_dim
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` positions of one slot over another."""
+        keys = self.storage[..., 0, :]
+        num_numbers = -(-length // PANEL) * PANEL * self._per_position
+        keys[:, destination, :, :num_numbers] = keys[:, source, :, :num_numbers]
+        values = self.storage[..., 1, :].view(*self.storage.shape[:3], self._num_panels, -1)
+        num_numbers = -(-length // 2) * 2 * PANEL
+        values[:, destination, ..., :num_numbers] = values[:, source, ..., :num_numbers]
