@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.local.attention import KVSlots
 from serving.local.fused_draft import FusedDraft
+from serving.local.kernels.build import found_kernels
+from serving.local.kernels.draft import KernelDraft, fits
 from serving.local.noise import shared_noise
 from speculator.checkpoint import check_state, draft_state
 from speculator.model import Eagle3Draft
@@ -44,14 +45,20 @@ class ServingDraft:
     requests stay as the older weights computed them, which costs a little acceptance for a moment and never a token.
     """
 
-    def __init__(self, model: Eagle3Draft, version: int, *, num_slots: int, length: int) -> None:
+    def __init__(
+        self, model: Eagle3Draft, version: int, *, num_slots: int, length: int, own_kernels: bool = True
+    ) -> None:
+        """`own_kernels=False` leaves the library out that there is for some CPUs."""
         self._config, self._d2t, self._target_ids = model.config, model.d2t, model.target_ids
-        self._fused = FusedDraft(model)
+        kernels = found_kernels() if own_kernels and fits(model) else None
+        self._fused: FusedDraft | KernelDraft
+        if kernels is None:
+            self._fused = FusedDraft(model, num_slots=num_slots, length=length)
+        else:
+            self._fused = KernelDraft(model, kernels, num_slots=num_slots, length=length)
+        self.cache = self._fused.cache
         self.storage = self._fused.weights
         """Every weight in service; addresses never change."""
-        like = model.norm.weight
-        self.cache = KVSlots(1, num_slots, model.config.num_key_value_heads, length, model.config.head_dim, like)
-        self._positions = torch.arange(length, device=like.device)
         self._installed = self.stage(version, draft_state(model))
 
     @property
@@ -80,21 +87,13 @@ class ServingDraft:
         `tokens` has, by request, token t+1 of the pairs at positions t = start, start + 1, …, at least one;
         `aux_Nw` the target's features [N, 3d] of those positions, request after request.
         """
-        counts = [len(ids) for ids in tokens]
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        index = [
+        return self._fused.layer(
             list(itertools.chain.from_iterable(tokens)),
-            [slot for slot, count in enumerate(counts, first_slot) for _ in range(count)],
-            [position for start, length in zip(starts, lengths, strict=True) for position in range(start, length)],
-        ]
-        tokens_N, slots_N, positions_N = torch.tensor(index, device=aux_Nw.device)
-        feature_Nd = self._fused.features(aux_Nw)
-        qkv_NHh = self._fused.project(tokens_N, feature_Nd, positions_N)
-        self._write(self.cache.lines(slots_N, positions_N[:, None]), qkv_NHh)
-        if len(tokens_N) > len(counts):
-            newest_B = torch.tensor([end - 1 for end in itertools.accumulate(counts)], device=aux_Nw.device)
-            feature_Nd, qkv_NHh = feature_Nd[newest_B], qkv_NHh[newest_B]
-        return self._layer(feature_Nd, qkv_NHh, first_slot, lengths)
+            self._fused.features(aux_Nw),
+            first_slot=first_slot,
+            starts=starts,
+            counts=[len(ids) for ids in tokens],
+        )
 
     def chain(
         self, output_Bd: Tensor, *, lengths: Sequence[int], sources: Sequence[DraftSource]
@@ -105,31 +104,14 @@ class ServingDraft:
         the draft's log-probabilities under the sampling that the request is served with.
         """
         lengths = list(lengths)
-        slots_B = torch.arange(len(lengths), device=output_Bd.device)
-        positions_B = torch.tensor(lengths, device=output_Bd.device) - 1
-        lines = self.cache.lines(slots_B, positions_B[:, None])
+        ones = [1] * len(lengths)
         while True:
             ids_B, logprob_B = self._draw(output_Bd, lengths, sources)
-            yield ids_B.tolist(), logprob_B.tolist()
-            qkv_BHh = self._fused.project(ids_B, output_Bd, positions_B)
-            self._write(lines, qkv_BHh)
-            output_Bd = self._layer(output_Bd, qkv_BHh, 0, lengths)
+            ids = ids_B.tolist()
+            yield ids, logprob_B.tolist()
+            starts = [length - 1 for length in lengths]
+            output_Bd = self._fused.layer(ids, output_Bd, first_slot=0, starts=starts, counts=ones)
             lengths = [length + 1 for length in lengths]
-            positions_B, lines = positions_B + 1, lines + 1  # positions of a slot are neighbours
-
-    def _write(self, lines: Tensor, qkv_NHh: Tensor) -> None:
-        self.cache.write(0, lines, qkv_NHh[:, self._config.num_attention_heads :])
-
-    def _layer(self, feature_Bd: Tensor, qkv_BHh: Tensor, first_slot: int, lengths: Sequence[int]) -> Tensor:
-        """The layer's output for the newest position of slots that hold `lengths` of them."""
-        longest = max(lengths)
-        ((keys, values),) = self.cache.read(slice(first_slot, first_slot + len(lengths)), longest)
-        mask_B11L = None
-        if min(lengths) < longest:
-            length_B111 = torch.tensor(lengths, device=feature_Bd.device)[:, None, None, None]
-            mask_B11L = self._positions[:longest] < length_B111
-        attended_Bw = self._fused.attend(qkv_BHh[:, : self._config.num_attention_heads], keys, values, mask_B11L)
-        return self._fused.finish(feature_Bd, attended_Bw)
 
     def _draw(
         self, output_Bd: Tensor, positions: Sequence[int], sources: Sequence[DraftSource]

@@ -104,15 +104,20 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_
   }
 }
 
+// Which tokens of a window attend: all, or the newest alone, where of the others keys and values are wanted and no more.
+enum class Asked { kAll, kNewest };
+
 // One key head of a window. cos and sin [M, h], qkv [M, P · G + 2G, h], query heads by their place in the group first,
-// and out [M, P · G, h], all from the window's first token on.
+// and out [M, P · G, h], all from the window's first token on, out from the first that attends.
 inline void attend_group(const Heads& heads, int64_t group, const Window& window, const Kept& kept, const float* cos,
-                         const float* sin, const uint16_t* qkv, uint16_t* out) {
+                         const float* sin, const uint16_t* qkv, Asked asked, uint16_t* out) {
   static constexpr decltype(&attend_rows<1>) kAttend[kMostRows] = {
       attend_rows<1>, attend_rows<2>, attend_rows<3>, attend_rows<4>, attend_rows<5>, attend_rows<6>,
   };
   static thread_local std::vector<float> queries, scores;
-  const int64_t h = heads.size, P = heads.sharing, G = heads.groups, num_rows = window.num_tokens * P;
+  const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
+  const int64_t first_asked = asked == Asked::kNewest ? window.num_tokens - 1 : 0;
+  const int64_t num_rows = (window.num_tokens - first_asked) * P;
   queries.resize(num_rows * h);
   scores.resize(kMostRows * (window.start + window.num_tokens + kPanel));
   for (int64_t t = 0; t < window.num_tokens; ++t) {
@@ -120,8 +125,8 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
     float key[kMostHead];
     rotate(token + (P * G + group) * h, heads.key, cos + t * h, sin + t * h, h, key);
     keep(kept, window.start + t, key, token + ((P + 1) * G + group) * h, h);
-    for (int64_t p = 0; p < P; ++p) {
-      float* const query = queries.data() + (t * P + p) * h;
+    for (int64_t p = 0; p < P && t >= first_asked; ++p) {
+      float* const query = queries.data() + ((t - first_asked) * P + p) * h;
       rotate(token + (p * G + group) * h, heads.query, cos + t * h, sin + t * h, h, query);
       for (int64_t i = 0; i < h; i += kLanes)
         _mm512_storeu_ps(query + i, _mm512_loadu_ps(query + i) * _mm512_set1_ps(heads.scale));
@@ -133,17 +138,17 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
     uint16_t* places[kMostRows];
     for (int64_t i = 0; i < together; ++i) {
       const int64_t t = (row + i) / P, p = (row + i) % P;
-      visible[i] = window.start + t + 1;
+      visible[i] = window.start + first_asked + t + 1;
       places[i] = out + ((t * P + p) * G + group) * h;
     }
     kAttend[together - 1](kept, h, queries.data() + row * h, visible, scores.data(), places);
   }
 }
 
-// Stores keys and values of all windows' tokens, whose rows follow one another in qkv, and attends. The cache of a
-// layer is [slots, G, keys and values, L · h].
+// Stores keys and values of all windows' tokens, whose rows follow one another in qkv, and attends, to out [tokens that
+// attend, P · G, h]. The cache of a layer is [slots, G, keys and values, L · h].
 inline void attend(const Heads& heads, int64_t num_windows, const Window* windows, const float* cos, const float* sin,
-                   const uint16_t* qkv, uint16_t* cache, int64_t L, uint16_t* out, int64_t num_threads) {
+                   const uint16_t* qkv, uint16_t* cache, int64_t L, Asked asked, uint16_t* out, int64_t num_threads) {
   const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
 #pragma omp parallel for collapse(2) if (num_threads > 1) num_threads(num_threads)
   for (int64_t w = 0; w < num_windows; ++w)
@@ -152,6 +157,6 @@ inline void attend(const Heads& heads, int64_t num_windows, const Window* window
       for (int64_t before = 0; before < w; ++before) first += windows[before].num_tokens;
       uint16_t* const keys = cache + (windows[w].slot * G + group) * 2 * L * h;
       attend_group(heads, group, windows[w], Kept{keys, keys + L * h, L}, cos + first * h, sin + first * h,
-                   qkv + first * (P + 2) * G * h, out + first * P * G * h);
+                   qkv + first * (P + 2) * G * h, asked, out + (asked == Asked::kNewest ? w : first) * P * G * h);
     }
 }

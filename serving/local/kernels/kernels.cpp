@@ -1,4 +1,4 @@
-// A target's pass over Llama-like layers, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs with AVX-512 and
+// A target's pass over Llama-like layers, and a draft's, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs with AVX-512 and
 // VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of several tokens
 // gives bit for bit what decoding one by one does.
 //
@@ -27,6 +27,13 @@ struct Model {
   const void* after;  // the weight that is read after the pass, or none
 };
 
+// The one layer of a draft. A pair is a token's embedding and the feature of the position before it.
+struct Draft {
+  Norm embedding_norm, feature_norm, mlp_norm;
+  Heads heads;
+  Layer qkv, out, gate_up, down;
+};
+
 // x + more, rounded, in x's place.
 void add(int64_t size, uint16_t* x, const uint16_t* more) {
   for (int64_t i = 0; i < size; i += kLanes) store(x + i, from_bfloat16(x + i) + from_bfloat16(more + i));
@@ -50,10 +57,22 @@ void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, int64_t 
     }
 }
 
+// Behind the attention: x [M, d], which is overwritten, and what was attended, → the layer's output in x's place.
+void finish(int64_t M, int64_t d, const Norm& norm, const Layer& out, const Layer& gate_up, const Layer& down,
+            const void* next, uint16_t* attended, uint16_t* more, uint16_t* wide, uint16_t* x, int64_t num_threads) {
+  multiply(out, M, attended, more, gate_up.weight, num_threads);
+  add(M * d, x, more);
+  apply_all(norm, M, x, more);
+  multiply(gate_up, M, more, wide, down.weight, num_threads);
+  gate(M, down.K, wide, attended, num_threads);
+  multiply(down, M, attended, more, next, num_threads);
+  add(M * d, x, more);
+}
+
 }  // namespace
 
 // What the other side takes them for, in bytes.
-extern "C" const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Window)};
+extern "C" const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Window)};
 
 extern "C" void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {
   multiply(*layer, M, x, y, nullptr, num_threads);
@@ -62,7 +81,7 @@ extern "C" void slipstream_linear(const Layer* layer, int64_t M, const uint16_t*
 extern "C" void slipstream_attend(const Heads* heads, int64_t num_windows, const Window* windows, const float* cos,
                                   const float* sin, const uint16_t* qkv, uint16_t* cache, int64_t L, uint16_t* out,
                                   int64_t num_threads) {
-  attend(*heads, num_windows, windows, cos, sin, qkv, cache, L, out, num_threads);
+  attend(*heads, num_windows, windows, cos, sin, qkv, cache, L, Asked::kAll, out, num_threads);
 }
 
 // Embeddings x [M, d], which are overwritten, → hidden states [M, d] and the inputs of some layers [M, num_aux · d].
@@ -74,25 +93,54 @@ extern "C" void slipstream_pass(const Model* model, int64_t M, int64_t num_windo
   int64_t num_kept = 0;
   for (int64_t index = 0; index < model->num_blocks; ++index, cache += layer_stride) {
     const Block& block = model->blocks[index];
-    const int64_t I = block.down.K;
     inputs.resize(M * d);
     wide.resize(M * std::max(block.qkv.N, block.gate_up.N));
-    narrow.resize(M * std::max(block.out.K, I));
+    narrow.resize(M * std::max(block.out.K, block.down.K));
     if (num_kept < model->num_aux && model->aux_blocks[num_kept] == index) {
       for (int64_t m = 0; m < M; ++m) std::copy_n(x + m * d, d, aux + (m * model->num_aux + num_kept) * d);
       ++num_kept;
     }
     apply_all(block.attention_norm, M, x, inputs.data());
     multiply(block.qkv, M, inputs.data(), wide.data(), block.out.weight, num_threads);
-    attend(block.heads, num_windows, windows, cos, sin, wide.data(), cache, L, narrow.data(), num_threads);
-    multiply(block.out, M, narrow.data(), inputs.data(), block.gate_up.weight, num_threads);
-    add(M * d, x, inputs.data());
-    apply_all(block.mlp_norm, M, x, inputs.data());
-    multiply(block.gate_up, M, inputs.data(), wide.data(), block.down.weight, num_threads);
-    gate(M, I, wide.data(), narrow.data(), num_threads);
+    attend(block.heads, num_windows, windows, cos, sin, wide.data(), cache, L, Asked::kAll,
+           narrow.data(), num_threads);
     const void* const next = index + 1 < model->num_blocks ? model->blocks[index + 1].qkv.weight : model->after;
-    multiply(block.down, M, narrow.data(), inputs.data(), next, num_threads);
-    add(M * d, x, inputs.data());
+    finish(M, d, block.mlp_norm, block.out, block.gate_up, block.down, next, narrow.data(), inputs.data(), wide.data(),
+           x, num_threads);
   }
   apply_all(model->norm, M, x, hidden);
+}
+
+// Embeddings and features [N, d] of pairs, which follow one another in each window, → the layer's output [windows, d]
+// for the newest of each; of all others keys and values are stored.
+extern "C" void slipstream_draft(const Draft* draft, int64_t N, int64_t num_windows, const Window* windows,
+                                 const float* cos, const float* sin, uint16_t* cache, int64_t L,
+                                 const uint16_t* embeddings, const uint16_t* features, uint16_t* output,
+                                 int64_t num_threads) {
+  static thread_local std::vector<uint16_t> pairs, wide, narrow;
+  const int64_t d = draft->feature_norm.K, B = num_windows;
+  pairs.resize(N * 2 * d);
+  wide.resize(std::max(N * draft->qkv.N, B * draft->gate_up.N));
+  narrow.resize(B * std::max(draft->out.K, draft->down.K));
+  for (int64_t n = 0; n < N; ++n) {
+    apply(draft->embedding_norm, embeddings + n * d, pairs.data() + 2 * n * d);
+    apply(draft->feature_norm, features + n * d, pairs.data() + (2 * n + 1) * d);
+  }
+  multiply(draft->qkv, N, pairs.data(), wide.data(), draft->out.weight, num_threads);
+  attend(draft->heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), num_threads);
+  for (int64_t w = 0, end = 0; w < B; ++w) {
+    end += windows[w].num_tokens;
+    std::copy_n(features + (end - 1) * d, d, output + w * d);
+  }
+  finish(B, d, draft->mlp_norm, draft->out, draft->gate_up, draft->down, nullptr, narrow.data(), pairs.data(),
+         wide.data(), output, num_threads);
+}
+
+// x [M, K] normed → [M, N].
+extern "C" void slipstream_normed_linear(const Norm* norm, const Layer* layer, int64_t M, const uint16_t* x,
+                                         uint16_t* y, int64_t num_threads) {
+  static thread_local std::vector<uint16_t> normed;
+  normed.resize(M * norm->K);
+  apply_all(*norm, M, x, normed.data());
+  multiply(*layer, M, normed.data(), y, nullptr, num_threads);
 }

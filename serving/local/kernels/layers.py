@@ -31,7 +31,7 @@ class KernelLinear(nn.Module):
         assert linear.in_features % LANES == 0
         super().__init__()
         self._kernels = kernels
-        self._weight = _panels(weight_NK)
+        self._weight = panels(weight_NK)
         bias_N = None if linear.bias is None else linear.bias.detach().float()
         rest = [None if of_N is None else _padded(of_N) for of_N in (offsets_N, scale_N, bias_N)]
         self._parts = (self._weight, *(part for part in rest if part is not None))
@@ -63,7 +63,7 @@ class Bfloat16Linear(KernelLinear):
         super().__init__(linear, kernels, linear.weight.detach(), offsets_N=None, scale_N=None)
 
 
-def _panels(weight_NK: Tensor) -> Tensor:
+def panels(weight_NK: Tensor) -> Tensor:
     """[panels, steps, 64, inputs of a step]: the order in which a kernel reads it, padded with rows of zeros."""
     together = _STEP_BYTES // weight_NK.element_size()
     padded = F.pad(weight_NK, (0, 0, 0, -len(weight_NK) % PANEL))

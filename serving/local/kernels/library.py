@@ -77,6 +77,21 @@ class Model(ctypes.Structure):
     )
 
 
+class Draft(ctypes.Structure):
+    """The layer of a draft."""
+
+    _fields_ = (
+        ("embedding_norm", Norm),
+        ("feature_norm", Norm),
+        ("mlp_norm", Norm),
+        ("heads", Heads),
+        ("qkv", Layer),
+        ("out", Layer),
+        ("gate_up", Layer),
+        ("down", Layer),
+    )
+
+
 class Window(ctypes.Structure):
     """New tokens of a slot that follow one another, and the position of the first."""
 
@@ -90,8 +105,9 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        sizes = (_number * 3).in_dll(library, "slipstream_sizes")
-        assert list(sizes) == [ctypes.sizeof(kind) for kind in (Model, Block, Window)]
+        kinds = Model, Block, Draft, Window
+        sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
+        assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
         self._linear = _declared(library.slipstream_linear, ctypes.POINTER(Layer), _number, _pointer, _pointer, _number)
         of_windows = (_number, ctypes.POINTER(Window), _pointer, _pointer)
         self._attend = _declared(
@@ -112,6 +128,22 @@ class Kernels:
             *(_pointer, _number, _number),
             *(_pointer, _pointer, _pointer),
             _number,
+        )
+
+        self._draft = _declared(
+            library.slipstream_draft,
+            ctypes.POINTER(Draft),
+            _number,
+            *of_windows,
+            *(_pointer, _number),
+            *(_pointer, _pointer, _pointer),
+            _number,
+        )
+        self._normed_linear = _declared(
+            library.slipstream_normed_linear,
+            ctypes.POINTER(Norm),
+            ctypes.POINTER(Layer),
+            *(_number, _pointer, _pointer, _number),
         )
 
     def linear(self, layer: Layer, x: Tensor) -> Tensor:
@@ -172,6 +204,46 @@ class Kernels:
             torch.get_num_threads(),
         )
         return hidden_Md, aux
+
+    def normed_linear(self, norm: Norm, layer: Layer, x_MK: Tensor) -> Tensor:
+        """bfloat16 [M, K] → [M, N]."""
+        assert x_MK.dtype == torch.bfloat16
+        assert x_MK.shape[1] == norm.K == layer.K
+        x_MK = x_MK.contiguous()
+        y_MN = x_MK.new_empty(len(x_MK), layer.N)
+        self._normed_linear(norm, layer, len(x_MK), x_MK.data_ptr(), y_MN.data_ptr(), torch.get_num_threads())
+        return y_MN
+
+    def draft(
+        self,
+        draft: Draft,
+        windows: Sequence[Window],
+        rotation: tuple[Tensor, Tensor],
+        embeddings_Nd: Tensor,
+        features_Nd: Tensor,
+        cache: Tensor,
+    ) -> Tensor:
+        """Read pairs, whose windows follow one another: the layer's output [B, d] for the newest of each window."""
+        embeddings_Nd, features_Nd = embeddings_Nd.contiguous(), features_Nd.contiguous()
+        cos_Nh, sin_Nh = _checked(windows, rotation, features_Nd, cache)
+        assert embeddings_Nd.shape == features_Nd.shape
+        assert embeddings_Nd.dtype == torch.bfloat16
+        output_Bd = features_Nd.new_empty(len(windows), features_Nd.shape[1])
+        self._draft(
+            draft,
+            len(features_Nd),
+            len(windows),
+            (Window * len(windows))(*windows),
+            cos_Nh.data_ptr(),
+            sin_Nh.data_ptr(),
+            cache.data_ptr(),
+            cache.shape[-1] // cos_Nh.shape[1],
+            embeddings_Nd.data_ptr(),
+            features_Nd.data_ptr(),
+            output_Bd.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return output_Bd
 
 
 def pointer(tensor: Tensor | None) -> int | None:

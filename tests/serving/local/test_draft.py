@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serving.local.draft import DraftSource, ServingDraft
+from serving.local.fused_draft import FusedDraft
+from serving.local.kernels.build import found_kernels
+from serving.local.kernels.draft import KernelDraft
 from serving.local.noise import shared_noise
 from speculator.checkpoint import apply_state, draft_state
 from speculator.model import Eagle3Draft
@@ -33,10 +36,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_p=0.5)]
 
 
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Eagle3Draft:
-    """In float32, with weights that bfloat16 can hold; its vocabulary is half the target's, out of order nowhere."""
-    draft = random_draft(make_toy_model(tmp_path_factory.mktemp("toy")), seed=3, scale=0.4)
+@pytest.fixture(scope="module", params=[32, 256])
+def draft(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Eagle3Draft:
+    """In float32, with weights that bfloat16 can hold; its vocabulary is half the target's, out of order nowhere. Where
+    there are kernels, they compute the wider one in bfloat16.
+    """
+    model_dir = make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=request.param)
+    draft = random_draft(model_dir, seed=3, scale=0.4 * (32 / request.param) ** 0.5)
     for parameter in draft.parameters():
         parameter.data += 1.0 if parameter.ndim == 1 else 0.0
     apply_state(draft, draft_state(draft))
@@ -140,6 +146,8 @@ def test_chains_are_the_references_with_its_log_probabilities(
 def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_the_reference(draft: Eagle3Draft) -> None:
     """Both round at every step, in different places."""
     rounded, serving = copy.deepcopy(draft).to(torch.bfloat16), _serving(draft, torch.bfloat16)
+    has_kernels = draft.config.hidden_size == 256 and found_kernels() is not None
+    assert isinstance(serving._fused, KernelDraft if has_kernels else FusedDraft)
     outputs = []
     for _, counts in BATCHES:
         exact, theirs = (
@@ -176,6 +184,17 @@ def test_an_installed_version_computes_what_a_draft_that_started_with_it_does(
     assert torch.equal(after, _read(fresh, references, first, counts))
     assert not torch.equal(swapped._fused.logits(before), logits)
     assert torch.equal(swapped._fused.logits(before), fresh._fused.logits(before))
+
+
+@torch.inference_mode()
+def test_with_kernels_a_request_gets_the_same_bits_whatever_is_beside_it(draft: Eagle3Draft) -> None:
+    serving = _serving(draft, torch.bfloat16)
+    if not isinstance(serving._fused, KernelDraft):
+        pytest.skip("no kernels for this draft on this machine")
+    references = [Reference(copy.deepcopy(draft).bfloat16(), seed, 30) for seed in range(3)]
+    together = _read(serving, references, 0, [[9, 1], [2, 4], [20, 3]])
+    for slot, counts in enumerate(([10], [3, 3], [1, 21, 1])):
+        assert torch.equal(_read(serving, [references[slot]], 4, [counts])[0], together[slot])
 
 
 def test_noise_is_computed_once_for_draft_and_verification_and_is_the_positions_own() -> None:
