@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Spread, finish, parser
-from benchmarks.step import interleaved
+from benchmarks.step import interleaved, sizes_of
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.int8 import Int8Linear
 from serving.local.kernels.build import found_kernels
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _products(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of all linear layers of a pass, by the number of its tokens."""
-    hidden, inner, heads, groups, head_dim = _sizes(config)
+    hidden, inner, heads, groups, head_dim = sizes_of(config)
     of_layer = (
         (hidden, (heads + 2 * groups) * head_dim),
         (heads * head_dim, hidden),
@@ -82,7 +82,6 @@ def _products(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[st
     timed = {}
     for num_tokens in TOKENS:
         by_width = {width: torch.randn(num_tokens, width).bfloat16() for width in set(widths)}
-
         inputs = [by_width[width] for width in widths]
         runs = {way: partial(_multiply, layers, inputs) for way, layers in ways.items()}
         timed[f"{num_tokens} tokens"] = interleaved(runs, repeats)
@@ -99,7 +98,7 @@ def _attention(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[s
 
     Ours rotates queries and keys, too.
     """
-    _, _, heads, groups, head_dim = _sizes(config)
+    _, _, heads, groups, head_dim = sizes_of(config)
     num_layers, num_slots = config["num_hidden_layers"], 8
     longest = max(sum(context[1:]) for context in CONTEXTS)
     theirs = KVSlots(num_layers, num_slots, groups, longest, head_dim, torch.zeros(1, dtype=torch.bfloat16))
@@ -129,23 +128,11 @@ def _attend(cache: KVSlots, num_layers: int, queries: Tensor, kv: Tensor, starts
 
 def _attend_by(kernels: Kernels, cache: PanelSlots, qkv_MNh: Tensor, starts: list[int], num_new: int) -> None:
     groups, (num_tokens, num_heads, head_dim) = cache.storage.shape[2], qkv_MNh.shape
-    heads = Heads(num_heads // groups - 2, groups, head_dim, head_dim**-0.5, Norm(0, None, None), Norm(0, None, None))
+    heads = Heads(num_heads // groups - 2, groups, head_dim, head_dim**-0.5, Norm(), Norm())
     windows = [Window(slot, start, num_new) for slot, start in enumerate(starts)]
-    rotation = torch.ones(num_tokens, head_dim), torch.zeros(num_tokens, head_dim)
+    rotation = torch.ones(cache.length, head_dim), torch.zeros(cache.length, head_dim)
     for layer in cache.storage:
         kernels.attend(heads, windows, rotation, qkv_MNh.view(num_tokens, -1), layer)
-
-
-def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    """Hidden size, inner size, query heads, key heads, head size."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    return (
-        hidden,
-        config["intermediate_size"],
-        heads,
-        config["num_key_value_heads"],
-        config.get("head_dim") or hidden // heads,
-    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,76 +46,89 @@ def main() -> None:
     repeats = 12 if arguments.quick else 40
     model_dir = resolve_model(arguments.model)
     new_target = partial(TargetModel, model_dir, num_slots=8, context_length=arguments.context + 64, cache_margin=8)
-    ours, theirs = (new_target(fused=fused) for fused in (True, False))
-    compile_threads = arguments.threads if arguments.compile_target else None
-    variants = {"onednn": new_target(own_kernels=False)}
-    if compile_threads:
-        variants["compiled"] = new_target(compile_threads=compile_threads, own_kernels=False)
+    targets = {"ours": new_target(), "hugging_face": new_target(fused=False), "onednn": new_target(own_kernels=False)}
+    if arguments.compile_target:
+        targets["compiled"] = new_target(compile_threads=arguments.threads, own_kernels=False)
     if arguments.int8_target:
-        variants["int8"] = new_target(int8=True)
-    source = torch.ones(READ_BYTES // 4)
-    weight_bytes = _weight_bytes(ours)
+        targets["int8"] = new_target(int8=True)
+    weight_bytes = _weight_bytes(targets["ours"])
     rows: list[tuple[str, object]] = [
         (f"threads {arguments.threads}, context {arguments.context}, {repeats} repeats", "median    (min … max)"),
         ("bytes of weights a step reads", f"{weight_bytes / 1e6:8.1f} MB"),
     ]
     document: dict[str, object] = {"threads": arguments.threads, "weight_bytes": weight_bytes, "repeats": repeats}
-    targets = []
-    for batch, num_new in WINDOWS:
-        tokens = torch.randint(len(ours.embed), (batch, num_new), generator=torch.Generator().manual_seed(0))
-        starts = [arguments.context] * batch
-        runs = {
-            "floor": source.sum,
-            "ours": lambda tokens=tokens, starts=starts: _step(ours, tokens, starts),
-            "hugging_face": lambda tokens=tokens, starts=starts: _step(theirs, tokens, starts),
-        }
-        for kind, target in variants.items():
-            runs[kind] = lambda target=target, tokens=tokens, starts=starts: _step(target, tokens, starts)
-        times_ms = interleaved(runs, repeats)
-        times_ms["floor"] = [value * weight_bytes / READ_BYTES for value in times_ms["floor"]]
-        over_floor = _ratio(times_ms["ours"], times_ms["floor"])
-        ratios = {
-            "over_floor": over_floor,
-            "hugging_face_over_ours": _ratio(times_ms["hugging_face"], times_ms["ours"]),
-        }
+    source = torch.ones(READ_BYTES // 4)
+    ratios: dict[tuple[int, int], dict[str, Spread]] = {}
+    for window in WINDOWS:
+        times_ms = _target_times(targets, source, arguments.context, *window, repeats)
+        ratios[window] = _ratios(targets, times_ms)
         spreads = {name: Spread.of(values) for name, values in times_ms.items()}
-        name = f"{batch} × {num_new}"
-        rows += [
-            (f"{name}: floor, ms", spreads["floor"]),
-            (f"{name}: step, ms", spreads["ours"]),
-            (f"{name}: Hugging Face's step, ms", spreads["hugging_face"]),
-            (f"{name}: step over floor", over_floor),
-            (f"{name}: Hugging Face's step over ours", ratios["hugging_face_over_ours"]),
-        ]
-        for kind, target in variants.items():
-            share = _weight_bytes(target) / weight_bytes
-            ratios[f"{kind}_over_floor"] = _ratio(times_ms[kind], [share * floor for floor in times_ms["floor"]])
-            ratios[f"ours_over_{kind}"] = _ratio(times_ms["ours"], times_ms[kind])
-            rows += [
-                (f"{name}: {kind} step, ms", spreads[kind]),
-                (f"{name}: {kind} step over its floor", ratios[f"{kind}_over_floor"]),
-                (f"{name}: step over {kind}", ratios[f"ours_over_{kind}"]),
-            ]
-        document[f"{batch}x{num_new}"] = {
+        rows += _described(" × ".join(map(str, window)), spreads, ratios[window])
+        document["x".join(map(str, window))] = {
             **{f"{name}_ms": spread.to_dict() for name, spread in spreads.items()},
-            **{name: ratio.to_dict() for name, ratio in ratios.items()},
+            **{name: ratio.to_dict() for name, ratio in ratios[window].items()},
         }
-        if batch == num_new == 1:
-            # What a server with the same flags runs.
-            is_compiled = arguments.compile_target and not isinstance(ours.cache, PanelSlots)
-            judged = ratios["compiled_over_floor" if is_compiled else "over_floor"].median
-            targets.append(Target("step_over_floor", judged, 1.6, at_least=False))
     draft_model = fresh_draft(model_dir, seed=0).to(torch.bfloat16)
     draft = ServingDraft(draft_model, 1, num_slots=8, length=arguments.context + 64)
     for batch, num_pairs in DRAFT_WINDOWS:
-        times_ms = _draft_times(ours, draft, source, arguments.context, batch, num_pairs, repeats)
+        times_ms = _draft_times(targets["ours"], draft, source, arguments.context, batch, num_pairs, repeats)
         for part, num_bytes in _draft_bytes(draft_model.config).items():
             times_ms[f"{part}_floor"] = [value * num_bytes / READ_BYTES for value in times_ms["floor"]]
         del times_ms["floor"]
         spreads = {name: Spread.of(values) for name, values in times_ms.items()}
         rows += [(f"draft, {batch} × {num_pairs} pairs: {name}, ms", spread) for name, spread in spreads.items()]
         document[f"draft_{batch}x{num_pairs}"] = {f"{name}_ms": spread.to_dict() for name, spread in spreads.items()}
-    finish(rows, targets, document, arguments.json)
+    # What a server with the same flags runs.
+    is_compiled = arguments.compile_target and not isinstance(targets["ours"].cache, PanelSlots)
+    judged = ratios[1, 1]["compiled_over_floor" if is_compiled else "over_floor"].median
+    finish(rows, [Target("step_over_floor", judged, 1.6, at_least=False)], document, arguments.json)
+
+
+def _target_times(
+    targets: Mapping[str, TargetModel],
+    source: torch.Tensor,
+    context: int,
+    batch: int,
+    num_new: int,
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Milliseconds of a step of each target, and of reading what the first one reads."""
+    ours = targets["ours"]
+    tokens = torch.randint(len(ours.embed), (batch, num_new), generator=torch.Generator().manual_seed(0))
+    steps = {name: partial(_step, target, tokens, [context] * batch) for name, target in targets.items()}
+    times_ms = interleaved({"floor": source.sum, **steps}, repeats)
+    times_ms["floor"] = [value * _weight_bytes(ours) / READ_BYTES for value in times_ms["floor"]]
+    return times_ms
+
+
+def _ratios(targets: Mapping[str, TargetModel], times_ms: Mapping[str, list[float]]) -> dict[str, Spread]:
+    ratios = {
+        "over_floor": _ratio(times_ms["ours"], times_ms["floor"]),
+        "hugging_face_over_ours": _ratio(times_ms["hugging_face"], times_ms["ours"]),
+    }
+    weight_bytes = _weight_bytes(targets["ours"])
+    for kind in [kind for kind in targets if kind not in ("ours", "hugging_face")]:
+        share = _weight_bytes(targets[kind]) / weight_bytes
+        ratios[f"{kind}_over_floor"] = _ratio(times_ms[kind], [share * floor for floor in times_ms["floor"]])
+        ratios[f"ours_over_{kind}"] = _ratio(times_ms["ours"], times_ms[kind])
+    return ratios
+
+
+def _described(name: str, spreads: Mapping[str, Spread], ratios: Mapping[str, Spread]) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [
+        (f"{name}: floor, ms", spreads["floor"]),
+        (f"{name}: step, ms", spreads["ours"]),
+        (f"{name}: Hugging Face's step, ms", spreads["hugging_face"]),
+        (f"{name}: step over floor", ratios["over_floor"]),
+        (f"{name}: Hugging Face's step over ours", ratios["hugging_face_over_ours"]),
+    ]
+    for kind in [kind for kind in spreads if f"{kind}_over_floor" in ratios]:
+        rows += [
+            (f"{name}: {kind} step, ms", spreads[kind]),
+            (f"{name}: {kind} step over its floor", ratios[f"{kind}_over_floor"]),
+            (f"{name}: step over {kind}", ratios[f"ours_over_{kind}"]),
+        ]
+    return rows
 
 
 def _draft_bytes(config: DraftConfig) -> dict[str, int]:
@@ -165,12 +179,22 @@ def _draft_times(
 
 def _weight_bytes(target: TargetModel) -> int:
     """Bytes of layers and output projection, once each; the embedding is looked up, not read."""
-    config = target.config
-    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or width // heads
-    attention = 2 * width * (heads + config["num_key_value_heads"]) * head_dim
-    layers = config["num_hidden_layers"] * (attention + 3 * width * inner)
+    width, inner, heads, groups, head_dim = sizes_of(target.config)
+    attention = 2 * width * (heads + groups) * head_dim
+    layers = target.config["num_hidden_layers"] * (attention + 3 * width * inner)
     return int((layers + target.embed.numel()) * (1 if target.is_int8 else target.embed.element_size()))
+
+
+def sizes_of(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    """Hidden size, inner size, query heads, key heads, head size."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return (
+        hidden,
+        config["intermediate_size"],
+        heads,
+        config["num_key_value_heads"],
+        config.get("head_dim") or hidden // heads,
+    )
 
 
 @torch.inference_mode()

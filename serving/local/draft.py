@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.local.fused_draft import FusedDraft
+from serving.local.fused_draft import FusedDraft, Span
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.draft import KernelDraft, fits
 from serving.local.noise import shared_noise
@@ -87,13 +87,9 @@ class ServingDraft:
         `tokens` has, by request, token t+1 of the pairs at positions t = start, start + 1, …, at least one;
         `aux_Nw` the target's features [N, 3d] of those positions, request after request.
         """
-        return self._fused.layer(
-            list(itertools.chain.from_iterable(tokens)),
-            self._fused.features(aux_Nw),
-            first_slot=first_slot,
-            starts=starts,
-            counts=[len(ids) for ids in tokens],
-        )
+        spans = [Span(start, len(ids)) for start, ids in zip(starts, tokens, strict=True)]
+        ids_N = list(itertools.chain.from_iterable(tokens))
+        return self._fused.layer(ids_N, self._fused.features(aux_Nw), spans, first_slot=first_slot)
 
     def chain(
         self, output_Bd: Tensor, *, lengths: Sequence[int], sources: Sequence[DraftSource]
@@ -104,13 +100,12 @@ class ServingDraft:
         the draft's log-probabilities under the sampling that the request is served with.
         """
         lengths = list(lengths)
-        ones = [1] * len(lengths)
         while True:
             ids_B, logprob_B = self._draw(output_Bd, lengths, sources)
             ids = ids_B.tolist()
             yield ids, logprob_B.tolist()
-            starts = [length - 1 for length in lengths]
-            output_Bd = self._fused.layer(ids, output_Bd, first_slot=0, starts=starts, counts=ones)
+            newest = [Span(length - 1, 1) for length in lengths]
+            output_Bd = self._fused.layer(ids, output_Bd, newest, first_slot=0)
             lengths = [length + 1 for length in lengths]
 
     def _draw(

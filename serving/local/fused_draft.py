@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,13 @@ from serving.local.packed import linear, pack
 from speculator.model import DraftConfig, Eagle3Draft
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
+
+
+class Span(NamedTuple):
+    """Pairs of one slot that follow one another, and the position of the first."""
+
+    start: int
+    num_pairs: int
 
 
 class FusedDraft:
@@ -64,27 +72,20 @@ class FusedDraft:
         """Reduce the three target features [N, 3d] to one [N, d]."""
         return linear(aux_Nw.to(self.dtype), self.weights["fc"])
 
-    def layer(
-        self,
-        tokens_N: Sequence[int],
-        feature_Nd: Tensor,
-        *,
-        first_slot: int,
-        starts: Sequence[int],
-        counts: Sequence[int],
-    ) -> Tensor:
-        """The layer's output [B, d] at the newest of `counts` pairs of each slot, from its position `starts` on."""
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    def layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[Span], *, first_slot: int) -> Tensor:
+        """Read the pairs of slots `first_slot`…, span after span: the layer's output [B, d] at the newest of each."""
+        lengths = [start + num_pairs for start, num_pairs in spans]
         index = [
             tokens_N,
-            [slot for slot, count in enumerate(counts, first_slot) for _ in range(count)],
-            [position for start, length in zip(starts, lengths, strict=True) for position in range(start, length)],
+            [slot for slot, span in enumerate(spans, first_slot) for _ in range(span.num_pairs)],
+            [position for span, length in zip(spans, lengths, strict=True) for position in range(span.start, length)],
         ]
         ids_N, slots_N, positions_N = torch.tensor(index, device=self.device)
         qkv_NHh = self._project(ids_N, feature_Nd, positions_N)
         self.cache.write(0, self.cache.lines(slots_N, positions_N[:, None]), qkv_NHh[:, self.num_queries :])
-        if len(ids_N) > len(counts):
-            newest_B = torch.tensor([end - 1 for end in itertools.accumulate(counts)], device=self.device)
+        if len(ids_N) > len(spans):
+            ends = itertools.accumulate(span.num_pairs for span in spans)
+            newest_B = torch.tensor([end - 1 for end in ends], device=self.device)
             feature_Nd, qkv_NHh = feature_Nd[newest_B], qkv_NHh[newest_B]
         longest = max(lengths)
         ((keys, values),) = self.cache.read(slice(first_slot, first_slot + len(lengths)), longest)

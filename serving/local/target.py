@@ -65,8 +65,9 @@ class Target:
 
     `fused=False` keeps Hugging Face's modelling and oneDNN where our own pass and kernels would run: the reference of
     tests and benchmarks.
-    `compile_threads` compiles our own pass, on a CPU, for a thread that computes with so many: seconds to a minute the
-    first time. `int8` keeps the weights of linear layers, and computes their products, in 8 bits, on a CPU.
+    `compile_threads` compiles our own pass, on a CPU where kernels do not run it, for a thread that computes with so
+    many: seconds to a minute the first time. `int8` keeps the weights of linear layers, and computes their products, in
+    8 bits, on a CPU.
     `own_kernels=False` leaves the kernels out that there are for some CPUs. Raises ConfigError when the directory holds
     no model that this engine can run, or can run so.
     """

@@ -90,14 +90,14 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_
   const int64_t longest = visible[kRows - 1], padded = (longest + kPanel - 1) / kPanel * kPanel;
   int32_t* const products = reinterpret_cast<int32_t*>(scores);
   for (int64_t l = 0; l < padded; l += kPanel)
-    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, Ahead{nullptr, 0},
-                            products + l, padded);
+    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, Ahead{}, products + l,
+                            padded);
   __m512 totals[kRows];
   for (int row = 0; row < kRows; ++row) totals[row] = _mm512_set1_ps(soften(scores + row * padded, visible[row], padded));
   for (int64_t i = 0; i < h; i += kPanel) {
     int32_t sums[kRows][kPanel];
     sum_up<Bfloat16, kRows>(kept.values + i * kept.length, (longest + 1) / 2, scores, padded * sizeof *scores, nullptr,
-                            Ahead{nullptr, 0}, sums[0], kPanel);
+                            Ahead{}, sums[0], kPanel);
     for (int row = 0; row < kRows; ++row)
       for (int part = 0; part < kPanel; part += kLanes)
         store(out[row] + i + part, _mm512_loadu_ps(sums[row] + part) / totals[row]);
@@ -107,8 +107,8 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_
 // Which tokens of a window attend: all, or the newest alone, where of the others keys and values are wanted and no more.
 enum class Asked { kAll, kNewest };
 
-// One key head of a window. cos and sin [M, h], qkv [M, P · G + 2G, h], query heads by their place in the group first,
-// and out [M, P · G, h], all from the window's first token on, out from the first that attends.
+// One key head of a window. cos and sin [positions, h], qkv [M, P · G + 2G, h] from the window's first token on, query
+// heads by their place in the group first, and out [M, P · G, h] from the first that attends.
 inline void attend_group(const Heads& heads, int64_t group, const Window& window, const Kept& kept, const float* cos,
                          const float* sin, const uint16_t* qkv, Asked asked, uint16_t* out) {
   static constexpr decltype(&attend_rows<1>) kAttend[kMostRows] = {
@@ -122,12 +122,13 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
   scores.resize(kMostRows * (window.start + window.num_tokens + kPanel));
   for (int64_t t = 0; t < window.num_tokens; ++t) {
     const uint16_t* const token = qkv + t * (P + 2) * G * h;
+    const int64_t position = window.start + t;
     float key[kMostHead];
-    rotate(token + (P * G + group) * h, heads.key, cos + t * h, sin + t * h, h, key);
-    keep(kept, window.start + t, key, token + ((P + 1) * G + group) * h, h);
+    rotate(token + (P * G + group) * h, heads.key, cos + position * h, sin + position * h, h, key);
+    keep(kept, position, key, token + ((P + 1) * G + group) * h, h);
     for (int64_t p = 0; p < P && t >= first_asked; ++p) {
       float* const query = queries.data() + ((t - first_asked) * P + p) * h;
-      rotate(token + (p * G + group) * h, heads.query, cos + t * h, sin + t * h, h, query);
+      rotate(token + (p * G + group) * h, heads.query, cos + position * h, sin + position * h, h, query);
       for (int64_t i = 0; i < h; i += kLanes)
         _mm512_storeu_ps(query + i, _mm512_loadu_ps(query + i) * _mm512_set1_ps(heads.scale));
     }
@@ -156,7 +157,7 @@ inline void attend(const Heads& heads, int64_t num_windows, const Window* window
       int64_t first = 0;  // row of the window's first token
       for (int64_t before = 0; before < w; ++before) first += windows[before].num_tokens;
       uint16_t* const keys = cache + (windows[w].slot * G + group) * 2 * L * h;
-      attend_group(heads, group, windows[w], Kept{keys, keys + L * h, L}, cos + first * h, sin + first * h,
-                   qkv + first * (P + 2) * G * h, asked, out + (asked == Asked::kNewest ? w : first) * P * G * h);
+      attend_group(heads, group, windows[w], Kept{keys, keys + L * h, L}, cos, sin, qkv + first * (P + 2) * G * h, asked,
+                   out + (asked == Asked::kNewest ? w : first) * P * G * h);
     }
 }

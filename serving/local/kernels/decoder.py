@@ -6,7 +6,6 @@ Shape letters: B batch, T new tokens, M = B × T, d hidden size, h head size.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +15,7 @@ from torch import Tensor
 from serving.local.attention import SlotWindow
 from serving.local.decoder import FusedLayer, RMSNorm
 from serving.local.kernels.layers import KernelLinear
-from serving.local.kernels.library import (
-    LANES,
-    MOST_HEAD_DIM,
-    PANEL,
-    Block,
-    Heads,
-    Kernels,
-    Layer,
-    Model,
-    Norm,
-    Window,
-    pointer,
-)
+from serving.local.kernels.library import Block, Heads, Kernels, Layer, Model, Norm, Window, can_compute, pointer
 from serving.local.kernels.slots import PanelSlots
 
 _SILU = {"SiLU", "SiLUActivation"}
@@ -38,14 +25,15 @@ _STRETCHING = {"dynamic", "longrope"}
 
 
 def fits(model: Any) -> bool:
-    """Whether the library runs a model that `fusible` accepts: everything comes in whole registers, heads in panels."""
-    config, first = model.config, model.model.layers[0]
-    head_dim: int = first.self_attn.head_dim
+    """Whether the library runs a model that `fusible` accepts."""
+    config = model.config
     return (
         model.dtype == torch.bfloat16
-        and head_dim % PANEL == 0
-        and head_dim <= MOST_HEAD_DIM
-        and config.hidden_size % LANES == config.intermediate_size % LANES == 0
+        and can_compute(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            head_dim=model.model.layers[0].self_attn.head_dim,
+        )
         and model.model.rotary_emb.rope_type not in _STRETCHING
         and all(type(layer.mlp.act_fn).__name__ in _SILU for layer in model.model.layers)
     )
@@ -66,7 +54,8 @@ class KernelDecoder:
         self._norm: RMSNorm = model.model.norm
         # Once and for all: computed for some positions, they may be rounded by how many these are.
         like, positions = torch.empty(0, dtype=torch.float32), torch.arange(length)[None]
-        self._cos_Lh, self._sin_Lh = (table[0].contiguous() for table in model.model.rotary_emb(like, positions))
+        cos_Lh, sin_Lh = (table[0].contiguous() for table in model.model.rotary_emb(like, positions))
+        self._rotation = cos_Lh, sin_Lh
         blocks = (Block * len(self._layers))(*map(_block, self._layers))
         self._model = Model(
             len(blocks),
@@ -80,15 +69,9 @@ class KernelDecoder:
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: PanelSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
         x_Md = F.embedding(tokens_BT.flatten(), self._embed)
-        positions_M = window.positions_BT.flatten()
-        rotation = self._cos_Lh[positions_M], self._sin_Lh[positions_M]
-        windows = _windows(window.first, window.starts, tokens_BT.shape[1])
-        hidden_Md, aux = self._kernels.run(self._model, windows, rotation, x_Md, cache.storage)
+        windows = [Window(slot, start, tokens_BT.shape[1]) for slot, start in enumerate(window.starts, window.first)]
+        hidden_Md, aux = self._kernels.run(self._model, windows, self._rotation, x_Md, cache.storage)
         return hidden_Md.view(*tokens_BT.shape, -1), aux.view(*tokens_BT.shape, -1)
-
-
-def _windows(first_slot: int, starts: Sequence[int], num_new: int) -> list[Window]:
-    return [Window(first_slot + row, start, num_new) for row, start in enumerate(starts)]
 
 
 def _block(layer: FusedLayer) -> Block:
@@ -105,7 +88,7 @@ def _block(layer: FusedLayer) -> Block:
 
 def _norm(norm: RMSNorm | None) -> Norm:
     if norm is None:
-        return Norm(0, None, None)
+        return Norm()
     weight, floor = norm.derived
     return Norm(len(weight), pointer(weight), pointer(floor))
 

@@ -1,6 +1,6 @@
 """The draft's network in the library.
 
-Shape letters: N pairs, B requests, d hidden size, H query heads, h head size, L positions, D draft vocabulary.
+Shape letters: N pairs, B requests, d hidden size, h head size, L positions, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -11,33 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.fused_draft import fused_matrices, fused_norms
+from serving.local.fused_draft import Span, fused_matrices, fused_norms
 from serving.local.kernels.layers import panels
-from serving.local.kernels.library import (
-    LANES,
-    MOST_HEAD_DIM,
-    PANEL,
-    Draft,
-    Heads,
-    Kernels,
-    Layer,
-    Norm,
-    Window,
-    pointer,
-)
+from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
 from serving.local.kernels.slots import PanelSlots
-from speculator.model import DraftConfig, Eagle3Draft
+from speculator.model import Eagle3Draft
 
 
 def fits(model: Eagle3Draft) -> bool:
-    """Whether the library computes this draft: everything comes in whole registers, heads in panels."""
+    """Whether the library computes this draft."""
     config, weight = model.config, model.norm.weight
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
-        and config.head_dim % PANEL == 0
-        and config.head_dim <= MOST_HEAD_DIM
-        and config.hidden_size % LANES == config.intermediate_size % LANES == 0
+        and can_compute(
+            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_dim=config.head_dim
+        )
     )
 
 
@@ -47,25 +36,23 @@ class KernelDraft:
     def __init__(self, model: Eagle3Draft, kernels: Kernels, *, num_slots: int, length: int) -> None:
         config = model.config
         self._config, self._kernels, self._embed = config, kernels, model.embed.to(torch.bfloat16)
-        self._cos_Lh, self._sin_Lh = (table.float().contiguous() for table in (model.rotary.cos, model.rotary.sin))
+        self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
         self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
         self.weights = self.fused(dict(model.named_parameters()))
         """By name; only ever changed in place."""
-        self._layers = {name: self._layer_of(name, config) for name in ("fc", "qkv", "out", "gate_up", "down", "head")}
-        embedding_norm, feature_norm = self.weights["pair_norm"]
-        none = Norm(0, None, None)
+        self._layers = {name: self._layer_of(name) for name in ("fc", "qkv", "out", "gate_up", "down", "head")}
         heads = Heads(
             config.num_attention_heads // config.num_key_value_heads,
             config.num_key_value_heads,
             config.head_dim,
             config.head_dim**-0.5,
-            none,
-            none,
+            Norm(),
+            Norm(),
         )
-        norms = embedding_norm, feature_norm, self.weights["mlp_norm"]
+        embedding_norm, *norms = map(self._norm_of, (*self.weights["pair_norm"], self.weights["mlp_norm"]))
         layers = (self._layers[name] for name in ("qkv", "out", "gate_up", "down"))
-        self._draft = Draft(*map(self._norm_of, norms), heads, *layers)
+        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers))
         self._norm = self._norm_of(self.weights["norm"])
 
     @torch.no_grad()
@@ -81,22 +68,13 @@ class KernelDraft:
         """Reduce the three target features [N, 3d] to one [N, d]."""
         return self._kernels.linear(self._layers["fc"], aux_Nw.to(torch.bfloat16))
 
-    def layer(
-        self,
-        tokens_N: Sequence[int],
-        feature_Nd: Tensor,
-        *,
-        first_slot: int,
-        starts: Sequence[int],
-        counts: Sequence[int],
-    ) -> Tensor:
-        """The layer's output [B, d] at the newest of `counts` pairs of each slot, from its position `starts` on."""
-        spans = list(zip(starts, counts, strict=True))
-        windows = [Window(slot, start, count) for slot, (start, count) in enumerate(spans, first_slot)]
-        positions_N = torch.tensor([position for start, count in spans for position in range(start, start + count)])
+    def layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[Span], *, first_slot: int) -> Tensor:
+        """What `FusedDraft.layer` says."""
+        windows = [Window(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
         embedding_Nd = F.embedding(torch.tensor(tokens_N), self._embed)
-        rotation = self._cos_Lh[positions_N], self._sin_Lh[positions_N]
-        return self._kernels.draft(self._draft, windows, rotation, embedding_Nd, feature_Nd, self.cache.storage[0])
+        return self._kernels.draft(
+            self._draft, windows, self._rotation, embedding_Nd, feature_Nd, self.cache.storage[0]
+        )
 
     def logits(self, output_Bd: Tensor) -> Tensor:
         """Logits over the draft vocabulary [B, D]."""
@@ -105,7 +83,8 @@ class KernelDraft:
     def _norm_of(self, weight: Tensor) -> Norm:
         return Norm(len(weight), pointer(weight), pointer(self._floor))
 
-    def _layer_of(self, name: str, config: DraftConfig) -> Layer:
+    def _layer_of(self, name: str) -> Layer:
+        config = self._config
         d, heads = config.hidden_size, config.num_attention_heads
         sizes = {
             "fc": (3 * d, d),

@@ -1,5 +1,5 @@
-// A target's pass over Llama-like layers, and a draft's, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs with AVX-512 and
-// VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of several tokens
+// A target's pass over Llama-like layers, and a draft's, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs
+// with AVX-512 and VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of several tokens
 // gives bit for bit what decoding one by one does.
 //
 // Suffixes: M tokens, d hidden size, I inner size, h head size.
@@ -14,7 +14,7 @@
 namespace {
 
 struct Block {
-  Norm attention_norm, mlp_norm;
+  Norm input_norm, mlp_norm;
   Heads heads;
   Layer qkv, out, gate_up, down;
 };
@@ -27,11 +27,10 @@ struct Model {
   const void* after;  // the weight that is read after the pass, or none
 };
 
-// The one layer of a draft. A pair is a token's embedding and the feature of the position before it.
+// A draft has one. Its input is a pair: a token's embedding and the feature of the position before it.
 struct Draft {
-  Norm embedding_norm, feature_norm, mlp_norm;
-  Heads heads;
-  Layer qkv, out, gate_up, down;
+  Norm embedding_norm;
+  Block block;  // whose input norm is the feature's
 };
 
 // x + more, rounded, in x's place.
@@ -58,15 +57,16 @@ void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, int64_t 
 }
 
 // Behind the attention: x [M, d], which is overwritten, and what was attended, → the layer's output in x's place.
-void finish(int64_t M, int64_t d, const Norm& norm, const Layer& out, const Layer& gate_up, const Layer& down,
-            const void* next, uint16_t* attended, uint16_t* more, uint16_t* wide, uint16_t* x, int64_t num_threads) {
-  multiply(out, M, attended, more, gate_up.weight, num_threads);
-  add(M * d, x, more);
-  apply_all(norm, M, x, more);
-  multiply(gate_up, M, more, wide, down.weight, num_threads);
-  gate(M, down.K, wide, attended, num_threads);
-  multiply(down, M, attended, more, next, num_threads);
-  add(M * d, x, more);
+void finish(const Block& block, int64_t M, const void* next, uint16_t* attended, uint16_t* more, uint16_t* wide,
+            uint16_t* x, int64_t num_threads) {
+  const int64_t size = M * block.mlp_norm.K;
+  multiply(block.out, M, attended, more, block.gate_up.weight, num_threads);
+  add(size, x, more);
+  apply_all(block.mlp_norm, M, x, more);
+  multiply(block.gate_up, M, more, wide, block.down.weight, num_threads);
+  gate(M, block.down.K, wide, attended, num_threads);
+  multiply(block.down, M, attended, more, next, num_threads);
+  add(size, x, more);
 }
 
 }  // namespace
@@ -100,13 +100,12 @@ extern "C" void slipstream_pass(const Model* model, int64_t M, int64_t num_windo
       for (int64_t m = 0; m < M; ++m) std::copy_n(x + m * d, d, aux + (m * model->num_aux + num_kept) * d);
       ++num_kept;
     }
-    apply_all(block.attention_norm, M, x, inputs.data());
+    apply_all(block.input_norm, M, x, inputs.data());
     multiply(block.qkv, M, inputs.data(), wide.data(), block.out.weight, num_threads);
-    attend(block.heads, num_windows, windows, cos, sin, wide.data(), cache, L, Asked::kAll,
-           narrow.data(), num_threads);
+    attend(block.heads, num_windows, windows, cos, sin, wide.data(), cache, L, Asked::kAll, narrow.data(),
+           num_threads);
     const void* const next = index + 1 < model->num_blocks ? model->blocks[index + 1].qkv.weight : model->after;
-    finish(M, d, block.mlp_norm, block.out, block.gate_up, block.down, next, narrow.data(), inputs.data(), wide.data(),
-           x, num_threads);
+    finish(block, M, next, narrow.data(), inputs.data(), wide.data(), x, num_threads);
   }
   apply_all(model->norm, M, x, hidden);
 }
@@ -118,22 +117,22 @@ extern "C" void slipstream_draft(const Draft* draft, int64_t N, int64_t num_wind
                                  const uint16_t* embeddings, const uint16_t* features, uint16_t* output,
                                  int64_t num_threads) {
   static thread_local std::vector<uint16_t> pairs, wide, narrow;
-  const int64_t d = draft->feature_norm.K, B = num_windows;
+  const Block& block = draft->block;
+  const int64_t d = block.input_norm.K, B = num_windows;
   pairs.resize(N * 2 * d);
-  wide.resize(std::max(N * draft->qkv.N, B * draft->gate_up.N));
-  narrow.resize(B * std::max(draft->out.K, draft->down.K));
+  wide.resize(std::max(N * block.qkv.N, B * block.gate_up.N));
+  narrow.resize(B * std::max(block.out.K, block.down.K));
   for (int64_t n = 0; n < N; ++n) {
     apply(draft->embedding_norm, embeddings + n * d, pairs.data() + 2 * n * d);
-    apply(draft->feature_norm, features + n * d, pairs.data() + (2 * n + 1) * d);
+    apply(block.input_norm, features + n * d, pairs.data() + (2 * n + 1) * d);
   }
-  multiply(draft->qkv, N, pairs.data(), wide.data(), draft->out.weight, num_threads);
-  attend(draft->heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), num_threads);
+  multiply(block.qkv, N, pairs.data(), wide.data(), block.out.weight, num_threads);
+  attend(block.heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), num_threads);
   for (int64_t w = 0, end = 0; w < B; ++w) {
     end += windows[w].num_tokens;
     std::copy_n(features + (end - 1) * d, d, output + w * d);
   }
-  finish(B, d, draft->mlp_norm, draft->out, draft->gate_up, draft->down, nullptr, narrow.data(), pairs.data(),
-         wide.data(), output, num_threads);
+  finish(block, B, nullptr, narrow.data(), pairs.data(), wide.data(), output, num_threads);
 }
 
 // x [M, K] normed → [M, N].

@@ -13,7 +13,7 @@ from serving.local.int8 import OFFSET, whole_numbers
 from serving.local.kernels.library import LANES, PANEL, Kernels, Layer, pointer
 
 _STEP_BYTES = 4
-"""Of inputs that do."""
+"""Of inputs that lie together."""
 
 
 class KernelLinear(nn.Module):
@@ -31,11 +31,11 @@ class KernelLinear(nn.Module):
         assert linear.in_features % LANES == 0
         super().__init__()
         self._kernels = kernels
-        self._weight = panels(weight_NK)
+        weight = panels(weight_NK)
         bias_N = None if linear.bias is None else linear.bias.detach().float()
         rest = [None if of_N is None else _padded(of_N) for of_N in (offsets_N, scale_N, bias_N)]
-        self._parts = (self._weight, *(part for part in rest if part is not None))
-        self.layer = Layer(linear.in_features, linear.out_features, *map(pointer, (self._weight, *rest)))
+        self._parts = (weight, *(part for part in rest if part is not None))
+        self.layer = Layer(linear.in_features, linear.out_features, *map(pointer, (weight, *rest)))
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ _number, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 class Norm(ctypes.Structure):
-    """An RMSNorm: number of inputs, scaled weight and floor; all zero where there is none."""
+    """An RMSNorm: number of inputs, scaled weight and floor. `Norm()` is none."""
 
     _fields_ = (("K", _number), ("weight", _pointer), ("floor", _pointer))
 
@@ -53,10 +53,10 @@ class Heads(ctypes.Structure):
 
 
 class Block(ctypes.Structure):
-    """A layer of the model."""
+    """A decoder layer."""
 
     _fields_ = (
-        ("attention_norm", Norm),
+        ("input_norm", Norm),
         ("mlp_norm", Norm),
         ("heads", Heads),
         ("qkv", Layer),
@@ -78,18 +78,9 @@ class Model(ctypes.Structure):
 
 
 class Draft(ctypes.Structure):
-    """The layer of a draft."""
+    """A draft's layer; its input norm is the feature's."""
 
-    _fields_ = (
-        ("embedding_norm", Norm),
-        ("feature_norm", Norm),
-        ("mlp_norm", Norm),
-        ("heads", Heads),
-        ("qkv", Layer),
-        ("out", Layer),
-        ("gate_up", Layer),
-        ("down", Layer),
-    )
+    _fields_ = (("embedding_norm", Norm), ("block", Block))
 
 
 class Window(ctypes.Structure):
@@ -114,11 +105,8 @@ class Kernels:
             library.slipstream_attend,
             ctypes.POINTER(Heads),
             *of_windows,
-            _pointer,
-            _pointer,
-            _number,
-            _pointer,
-            _number,
+            *(_pointer, _pointer, _number),
+            *(_pointer, _number),
         )
         self._run = _declared(
             library.slipstream_pass,
@@ -129,7 +117,6 @@ class Kernels:
             *(_pointer, _pointer, _pointer),
             _number,
         )
-
         self._draft = _declared(
             library.slipstream_draft,
             ctypes.POINTER(Draft),
@@ -162,15 +149,15 @@ class Kernels:
         to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
         A pass does the same by itself; alone it is for tests and benchmarks.
         """
-        cos_Mh, sin_Mh = _checked(windows, rotation, qkv, cache)
+        cos_Lh, sin_Lh = _checked(windows, rotation, qkv, cache)
         assert qkv.shape[1] == (heads.sharing + 2) * heads.groups * heads.size
         out = qkv.new_empty(len(qkv), heads.sharing * heads.groups * heads.size)
         self._attend(
             heads,
             len(windows),
             (Window * len(windows))(*windows),
-            cos_Mh.data_ptr(),
-            sin_Mh.data_ptr(),
+            cos_Lh.data_ptr(),
+            sin_Lh.data_ptr(),
             qkv.data_ptr(),
             cache.data_ptr(),
             cache.shape[-1] // heads.size,
@@ -185,7 +172,7 @@ class Kernels:
         """A pass over embeddings [M, d], which are overwritten: final hidden states [M, d] and the inputs of the aux
         layers side by side.
         """
-        cos_Mh, sin_Mh = _checked(windows, rotation, x_Md, storage)
+        cos_Lh, sin_Lh = _checked(windows, rotation, x_Md, storage)
         num_tokens, width = x_Md.shape
         hidden_Md, aux = torch.empty_like(x_Md), x_Md.new_empty(num_tokens, model.num_aux * width)
         self._run(
@@ -193,11 +180,11 @@ class Kernels:
             num_tokens,
             len(windows),
             (Window * len(windows))(*windows),
-            cos_Mh.data_ptr(),
-            sin_Mh.data_ptr(),
+            cos_Lh.data_ptr(),
+            sin_Lh.data_ptr(),
             storage.data_ptr(),
             storage.stride(0),
-            storage.shape[-1] // cos_Mh.shape[1],
+            storage.shape[-1] // cos_Lh.shape[1],
             x_Md.data_ptr(),
             hidden_Md.data_ptr(),
             aux.data_ptr(),
@@ -225,7 +212,7 @@ class Kernels:
     ) -> Tensor:
         """Read pairs, whose windows follow one another: the layer's output [B, d] for the newest of each window."""
         embeddings_Nd, features_Nd = embeddings_Nd.contiguous(), features_Nd.contiguous()
-        cos_Nh, sin_Nh = _checked(windows, rotation, features_Nd, cache)
+        cos_Lh, sin_Lh = _checked(windows, rotation, features_Nd, cache)
         assert embeddings_Nd.shape == features_Nd.shape
         assert embeddings_Nd.dtype == torch.bfloat16
         output_Bd = features_Nd.new_empty(len(windows), features_Nd.shape[1])
@@ -234,16 +221,21 @@ class Kernels:
             len(features_Nd),
             len(windows),
             (Window * len(windows))(*windows),
-            cos_Nh.data_ptr(),
-            sin_Nh.data_ptr(),
+            cos_Lh.data_ptr(),
+            sin_Lh.data_ptr(),
             cache.data_ptr(),
-            cache.shape[-1] // cos_Nh.shape[1],
+            cache.shape[-1] // cos_Lh.shape[1],
             embeddings_Nd.data_ptr(),
             features_Nd.data_ptr(),
             output_Bd.data_ptr(),
             torch.get_num_threads(),
         )
         return output_Bd
+
+
+def can_compute(*, hidden_size: int, intermediate_size: int, head_dim: int) -> bool:
+    """Whether layers of these sizes come in whole registers, and their heads in panels."""
+    return hidden_size % LANES == intermediate_size % LANES == head_dim % PANEL == 0 and head_dim <= MOST_HEAD_DIM
 
 
 def pointer(tensor: Tensor | None) -> int | None:
@@ -253,15 +245,17 @@ def pointer(tensor: Tensor | None) -> int | None:
 def _checked(
     windows: Sequence[Window], rotation: tuple[Tensor, Tensor], rows: Tensor, cache: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rotation, where everything fits to everything else."""
+    """Cosine and sine [positions, h], where everything fits to everything else."""
     num_slots, _, _, room = cache.shape[-4:]
-    cos_Mh, _ = rotation
-    assert cos_Mh.shape[1] <= MOST_HEAD_DIM
+    num_rotated, head_dim = rotation[0].shape
+    longest = min(num_rotated, room // head_dim)
+    assert head_dim <= MOST_HEAD_DIM
+    assert rotation[0].shape == rotation[1].shape
     assert all(table.dtype == torch.float32 and table.is_contiguous() for table in rotation)
     assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in (rows, cache))
-    assert len(rows) == len(cos_Mh) == sum(window.num_tokens for window in windows)
+    assert len(rows) == sum(window.num_tokens for window in windows)
     assert all(0 <= window.slot < num_slots and window.start >= 0 for window in windows)
-    assert all(window.start + window.num_tokens <= room // cos_Mh.shape[1] for window in windows)
+    assert all(window.start + window.num_tokens <= longest for window in windows)
     return rotation
 
 

@@ -17,17 +17,15 @@ class PanelSlots:
 
     def __init__(self, num_layers: int, num_slots: int, num_heads: int, length: int, head_dim: int) -> None:
         assert head_dim % PANEL == 0
-        self.num_slots, self.length = num_slots, length
-        self._num_panels = head_dim // PANEL
+        self.num_slots, self.length, self._head_dim = num_slots, length, head_dim
         room = -(-length // PANEL) * PANEL * head_dim
         self.storage = torch.zeros(num_layers, num_slots, num_heads, 2, room, dtype=torch.bfloat16)
-        self._per_position = head_dim
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot over another."""
         keys = self.storage[..., 0, :]
-        num_numbers = -(-length // PANEL) * PANEL * self._per_position
+        num_numbers = -(-length // PANEL) * PANEL * self._head_dim
         keys[:, destination, :, :num_numbers] = keys[:, source, :, :num_numbers]
-        values = self.storage[..., 1, :].view(*self.storage.shape[:3], self._num_panels, -1)
+        values = self.storage[..., 1, :].view(*self.storage.shape[:3], self._head_dim // PANEL, -1)
         num_numbers = -(-length // 2) * 2 * PANEL
         values[:, destination, ..., :num_numbers] = values[:, source, ..., :num_numbers]

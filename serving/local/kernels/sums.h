@@ -82,8 +82,8 @@ struct Sums<Kind, 0> {
 
 // What is to be in the cache when its turn comes: `lines` at every step, from `from` on.
 struct Ahead {
-  const uint8_t* from;
-  int64_t lines;
+  const uint8_t* from = nullptr;
+  int64_t lines = 0;
 };
 
 // kRows rows, `stride` bytes from one to the next, times `steps` of a panel: sums [kRows, kPanel], `apart` numbers from

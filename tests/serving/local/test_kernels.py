@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,15 +77,24 @@ def _target(
     return target
 
 
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """That PyTorch, and so the kernels, compute with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 def _tokens(target: Target, *shape: int) -> Tensor:
     return torch.randint(len(target.embed), shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (576, 1536), (1536, 100)])
 def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
-    kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool, num_threads: int
+    kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool
 ) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
@@ -93,16 +103,11 @@ def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
     x = torch.randn(41, num_inputs).index_fill_(0, torch.tensor([2]), 1.0) * torch.logspace(-30, 30, 41)[:, None]
     x[3] = 0
     x = x.bfloat16()
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        with torch.inference_mode():
-            for rows in (1, 2, 3, 4, 7, 41):
-                assert torch.equal(ours(x[:rows]), theirs(x[:rows]))
-            assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), theirs(x[::2])[None])
-            assert ours(x[:0]).shape == (0, num_outputs)
-    finally:
-        torch.set_num_threads(before)
+    with torch.inference_mode():
+        for rows in (1, 2, 3, 4, 7, 41):
+            assert torch.equal(ours(x[:rows]), theirs(x[:rows]))
+        assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), theirs(x[::2])[None])
+        assert ours(x[:0]).shape == (0, num_outputs)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
@@ -128,29 +133,24 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
             assert _attended(kernels, slots, after[token][None], [Window(1, token, 1)], sharing=1).isfinite().all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (576, 1536), (1536, 100)])
 def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
-    kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool, num_threads: int
+    kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool
 ) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
     ours, theirs = Bfloat16Linear(plain, kernels), PackedLinear(plain)
     x = torch.randn(41, num_inputs).bfloat16()
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        with torch.inference_mode():
-            all_at_once = ours(x)
-            error, others = ((y.double() - exact).norm() / exact.norm() for y in (all_at_once, theirs(x)))
-            assert error < 1.01 * others
-            for rows in (1, 2, 3, 4, 5, 6, 7, 13):
-                assert torch.equal(torch.cat([ours(some) for some in x.split(rows)]), all_at_once)
-            assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), all_at_once[None, ::2])
-    finally:
-        torch.set_num_threads(before)
+    with torch.inference_mode():
+        all_at_once = ours(x)
+        error, others = ((y.double() - exact).norm() / exact.norm() for y in (all_at_once, theirs(x)))
+        assert error < 1.01 * others
+        for rows in (1, 2, 3, 4, 5, 6, 7, 13):
+            assert torch.equal(torch.cat([ours(some) for some in x.split(rows)]), all_at_once)
+        assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), all_at_once[None, ::2])
 
 
 def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
@@ -181,48 +181,40 @@ def _attended(
     scale: float = 1.0,
     angles: Tensor | None = None,
 ) -> Tensor:
-    """Over the first layer; without `angles` [M, h] nothing is rotated."""
+    """Over the first layer; without `angles` [positions, h] nothing is rotated."""
     groups = slots.storage.shape[2]
     head_dim = qkv.shape[1] // ((sharing + 2) * groups)
-    heads = Heads(sharing, groups, head_dim, scale, Norm(0, None, None), Norm(0, None, None))
-    angles = torch.zeros(len(qkv), head_dim) if angles is None else angles
+    heads = Heads(sharing, groups, head_dim, scale, Norm(), Norm())
+    angles = torch.zeros(slots.length, head_dim) if angles is None else angles
     return kernels.attend(heads, windows, (angles.cos(), angles.sin()), qkv, slots.storage[0])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("num_groups", "num_sharing"), [(3, 3), (1, 8), (4, 1)])
 def test_attention_is_exact_and_each_tokens_own(
-    kernels: Kernels, num_groups: int, num_sharing: int, head_dim: int, num_threads: int
+    kernels: Kernels, num_groups: int, num_sharing: int, head_dim: int
 ) -> None:
     torch.manual_seed(0)
     num_slots, num_tokens, num_heads = 4, 140, (num_sharing + 2) * num_groups
     qkv = torch.randn(num_slots, num_tokens, num_heads, head_dim).bfloat16()
     angles = (torch.arange(num_tokens)[:, None] * torch.logspace(0, -3, head_dim // 2)).repeat(1, 2)
     exact = _exact_attention(qkv.double(), angles.double(), num_groups, head_dim**-0.5)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        outputs = []
-        for sizes in ([1] * 140, [7] * 20, [5, 64, 1, 58, 12], [140]):
-            slots = PanelSlots(2, num_slots, num_groups, num_tokens, head_dim)
-            slots.storage.normal_(0, 100)  # leftovers
-            out = torch.empty(num_slots, num_tokens, num_sharing * num_groups * head_dim, dtype=torch.bfloat16)
-            # Slot by slot and together, in any order, and each with another number of tokens.
-            for start, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
-                for members in ((2,), (3, 0, 1)):
-                    windows = [Window(slot, start, size) for slot in members]
-                    rows = qkv[list(members), start : start + size].reshape(len(members) * size, -1)
-                    turned = angles[start : start + size].repeat(len(members), 1)
-                    got = _attended(
-                        kernels, slots, rows, windows, sharing=num_sharing, scale=head_dim**-0.5, angles=turned
-                    )
-                    out[list(members), start : start + size] = got.view(len(members), size, -1)
-            outputs.append(out)
-        torch.testing.assert_close(outputs[0].double(), exact, rtol=0.02, atol=0.01)
-        assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
-    finally:
-        torch.set_num_threads(before)
+    outputs = []
+    for sizes in ([1] * 140, [7] * 20, [5, 64, 1, 58, 12], [140]):
+        slots = PanelSlots(2, num_slots, num_groups, num_tokens, head_dim)
+        slots.storage.normal_(0, 100)  # leftovers
+        out = torch.empty(num_slots, num_tokens, num_sharing * num_groups * head_dim, dtype=torch.bfloat16)
+        # Slot by slot and together, in any order, and each with another number of tokens.
+        for start, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
+            for members in ((2,), (3, 0, 1)):
+                windows = [Window(slot, start, size) for slot in members]
+                rows = qkv[list(members), start : start + size].reshape(len(members) * size, -1)
+                got = _attended(kernels, slots, rows, windows, sharing=num_sharing, scale=head_dim**-0.5, angles=angles)
+                out[list(members), start : start + size] = got.view(len(members), size, -1)
+        outputs.append(out)
+    torch.testing.assert_close(outputs[0].double(), exact, rtol=0.02, atol=0.01)
+    assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
 
 
 def _exact_attention(qkv_STNh: Tensor, angles_Th: Tensor, num_groups: int, scale: float) -> Tensor:
@@ -309,18 +301,9 @@ def test_a_pass_is_as_near_to_the_exact_result_as_hugging_faces(tmp_path: Path, 
         assert (mine - ideal).norm() / ideal.norm() < 1.3 * noise
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.usefixtures("num_threads")
 @torch.inference_mode()
-def test_a_pass_of_several_tokens_is_bit_for_bit_that_of_one_at_a_time(target: Target, num_threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        _compare_passes(target)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _compare_passes(target: Target) -> None:
+def test_a_pass_of_several_tokens_is_bit_for_bit_that_of_one_at_a_time(target: Target) -> None:
     """Of several sizes, the largest of 54 tokens."""
     tokens = _tokens(target, 3, 25)
     for num_before in (0, 7):
