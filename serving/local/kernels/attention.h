@@ -2,14 +2,17 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "norm.h"
 #include "sums.h"
 
 constexpr int kMostHead = 256;  // h
+constexpr int kMostAhead = 8;   // lines to fetch at a step
 
 struct Heads {
   int64_t sharing, groups, size;  // query heads of a key head, key heads, and h, a multiple of kPanel
@@ -82,26 +85,53 @@ inline float soften(float* scores, int64_t visible, int64_t padded) {
   return _mm512_reduce_add_ps(total);
 }
 
+// Lines from an address on.
+struct Lines {
+  const void* from;
+  int64_t count;
+};
+
+// The keys of some positions.
+inline Lines keys_of(const Kept& kept, int64_t num_positions, int64_t h) {
+  const int64_t padded = (num_positions + kPanel - 1) / kPanel * kPanel;
+  return Lines{kept.keys, padded * h * int64_t{sizeof *kept.keys} / kLine};
+}
+
 // kRows queries [kRows, h], of which each sees no more than the next, → out, rows by their addresses. What one does not
-// see and another does has weight 0, and has to be a number.
+// see and another does has weight 0, and has to be a number. While keys are multiplied the values are fetched, if they
+// are not here, and while values are, what is next.
 template <int kRows>
-void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_t* visible, float* scores,
-                 uint16_t* const* out) {
+void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_t* visible, bool has_values, Lines next,
+                 float* scores, uint16_t* const* out) {
   const int64_t longest = visible[kRows - 1], padded = (longest + kPanel - 1) / kPanel * kPanel;
   int32_t* const products = reinterpret_cast<int32_t*>(scores);
-  for (int64_t l = 0; l < padded; l += kPanel)
-    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, Ahead{}, products + l,
+  for (int64_t l = 0; l < padded; l += kPanel) {
+    // As many as keys; with larger heads one column of panels after the other, but for what a step begins past its end.
+    const int64_t at = l * (h / kPanel), column = at / padded;
+    const uint16_t* const values = kept.values + column * kPanel * kept.length + (at - column * padded) * kPanel;
+    const Ahead ahead{reinterpret_cast<const uint8_t*>(values), has_values ? 0 : kBlocks};
+    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, ahead, products + l,
                             padded);
+  }
   __m512 totals[kRows];
   for (int row = 0; row < kRows; ++row) totals[row] = _mm512_set1_ps(soften(scores + row * padded, visible[row], padded));
+  const int64_t steps = (longest + 1) / 2, all_steps = steps * (h / kPanel);
+  const int64_t lines = std::min<int64_t>((next.count + all_steps - 1) / all_steps, kMostAhead);
+  const uint8_t* const from = static_cast<const uint8_t*>(next.from);
   for (int64_t i = 0; i < h; i += kPanel) {
     int32_t sums[kRows][kPanel];
-    sum_up<Bfloat16, kRows>(kept.values + i * kept.length, (longest + 1) / 2, scores, padded * sizeof *scores, nullptr,
-                            Ahead{}, sums[0], kPanel);
+    const Ahead ahead{from + i / kPanel * steps * lines * kLine, lines};
+    sum_up<Bfloat16, kRows>(kept.values + i * kept.length, steps, scores, padded * sizeof *scores, nullptr, ahead,
+                            sums[0], kPanel);
     for (int row = 0; row < kRows; ++row)
       for (int part = 0; part < kPanel; part += kLanes)
         store(out[row] + i + part, _mm512_loadu_ps(sums[row] + part) / totals[row]);
   }
+}
+
+template <size_t... kLess>
+constexpr auto attend_some(std::index_sequence<kLess...>) {
+  return std::array{attend_rows<kLess + 1>...};
 }
 
 // Which tokens of a window attend: all, or the newest alone, where of the others keys and values are wanted and no more.
@@ -110,16 +140,14 @@ enum class Asked { kAll, kNewest };
 // One key head of a window. cos and sin [positions, h], qkv [M, P · G + 2G, h] from the window's first token on, query
 // heads by their place in the group first, and out [M, P · G, h] from the first that attends.
 inline void attend_group(const Heads& heads, int64_t group, const Window& window, const Kept& kept, const float* cos,
-                         const float* sin, const uint16_t* qkv, Asked asked, uint16_t* out) {
-  static constexpr decltype(&attend_rows<1>) kAttend[kMostRows] = {
-      attend_rows<1>, attend_rows<2>, attend_rows<3>, attend_rows<4>, attend_rows<5>, attend_rows<6>,
-  };
+                         const float* sin, const uint16_t* qkv, Asked asked, Lines next, uint16_t* out) {
+  static constexpr auto kAttend = attend_some(std::make_index_sequence<Bfloat16::kMostRows>());
   static thread_local std::vector<float> queries, scores;
   const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
   const int64_t first_asked = asked == Asked::kNewest ? window.num_tokens - 1 : 0;
   const int64_t num_rows = (window.num_tokens - first_asked) * P;
   queries.resize(num_rows * h);
-  scores.resize(kMostRows * (window.start + window.num_tokens + kPanel));
+  scores.resize(Bfloat16::kMostRows * (window.start + window.num_tokens + kPanel));
   for (int64_t t = 0; t < window.num_tokens; ++t) {
     const uint16_t* const token = qkv + t * (P + 2) * G * h;
     const int64_t position = window.start + t;
@@ -133,16 +161,18 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
         _mm512_storeu_ps(query + i, _mm512_loadu_ps(query + i) * _mm512_set1_ps(heads.scale));
     }
   }
-  for (int64_t row = 0; row < num_rows; row += kMostRows) {
-    const int64_t together = std::min<int64_t>(num_rows - row, kMostRows);
-    int64_t visible[kMostRows];
-    uint16_t* places[kMostRows];
+  const int64_t turns = (num_rows + Bfloat16::kMostRows - 1) / Bfloat16::kMostRows;
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    const int64_t row = turn * num_rows / turns, together = (turn + 1) * num_rows / turns - row;
+    int64_t visible[Bfloat16::kMostRows];
+    uint16_t* places[Bfloat16::kMostRows];
     for (int64_t i = 0; i < together; ++i) {
       const int64_t t = (row + i) / P, p = (row + i) % P;
       visible[i] = window.start + first_asked + t + 1;
       places[i] = out + ((t * P + p) * G + group) * h;
     }
-    kAttend[together - 1](kept, h, queries.data() + row * h, visible, scores.data(), places);
+    kAttend[together - 1](kept, h, queries.data() + row * h, visible, turn > 0, turn + 1 < turns ? Lines{} : next,
+                          scores.data(), places);
   }
 }
 
@@ -151,13 +181,20 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
 inline void attend(const Heads& heads, int64_t num_windows, const Window* windows, const float* cos, const float* sin,
                    const uint16_t* qkv, uint16_t* cache, int64_t L, Asked asked, uint16_t* out, int64_t num_threads) {
   const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
+  const auto kept = [=](int64_t w, int64_t group) {
+    uint16_t* const keys = cache + (windows[w].slot * G + group) * 2 * L * h;
+    return Kept{keys, keys + L * h, L};
+  };
 #pragma omp parallel for collapse(2) if (num_threads > 1) num_threads(num_threads)
   for (int64_t w = 0; w < num_windows; ++w)
     for (int64_t group = 0; group < G; ++group) {
       int64_t first = 0;  // row of the window's first token
       for (int64_t before = 0; before < w; ++before) first += windows[before].num_tokens;
-      uint16_t* const keys = cache + (windows[w].slot * G + group) * 2 * L * h;
-      attend_group(heads, group, windows[w], Kept{keys, keys + L * h, L}, cos, sin, qkv + first * (P + 2) * G * h, asked,
+      const int64_t next_w = w + (group + 1) / G, next_group = (group + 1) % G;
+      Lines next{};
+      if (next_w < num_windows)
+        next = keys_of(kept(next_w, next_group), windows[next_w].start + windows[next_w].num_tokens, h);
+      attend_group(heads, group, windows[w], kept(w, group), cos, sin, qkv + first * (P + 2) * G * h, asked, next,
                    out + (asked == Asked::kNewest ? w : first) * P * G * h);
     }
 }

@@ -1,6 +1,6 @@
 // A target's pass over Llama-like layers, and a draft's, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs
-// with AVX-512 and VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of several tokens
-// gives bit for bit what decoding one by one does.
+// with AVX-512 and VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of
+// several tokens gives bit for bit what decoding one by one does.
 //
 // Suffixes: M tokens, d hidden size, I inner size, h head size.
 

@@ -254,7 +254,8 @@ def _checked(
     assert all(table.dtype == torch.float32 and table.is_contiguous() for table in rotation)
     assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in (rows, cache))
     assert len(rows) == sum(window.num_tokens for window in windows)
-    assert all(0 <= window.slot < num_slots and window.start >= 0 for window in windows)
+    assert all(0 <= window.slot < num_slots and window.start >= 0 and window.num_tokens > 0 for window in windows)
+    assert len({window.slot for window in windows}) == len(windows)
     assert all(window.start + window.num_tokens <= longest for window in windows)
     return rotation
 

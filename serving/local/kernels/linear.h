@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "sums.h"
@@ -91,18 +93,16 @@ void multiply_panel(const Layer& layer, int64_t panel, Ahead ahead, const uint8_
     }
 }
 
+template <typename Kind, size_t... kLess>
+constexpr auto multiply_panels(std::index_sequence<kLess...>) {
+  return std::array{multiply_panel<Kind, kLess + 1>...};
+}
+
 template <typename Kind>
 void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
                   int64_t num_threads) {
-  constexpr int kRows = Inputs<Kind>::kRows, kTogether = kMostRows / kRows;
-  static constexpr decltype(&multiply_panel<Kind, 1>) kMultiply[kMostRows] = {
-      multiply_panel<Kind, 1>,  // of so many tokens; in 8 bits the last three are not asked for
-      multiply_panel<Kind, 2>,
-      multiply_panel<Kind, 3>,
-      multiply_panel<Kind, kTogether - 2>,
-      multiply_panel<Kind, kTogether - 1>,
-      multiply_panel<Kind, kTogether>,
-  };
+  constexpr int kRows = Inputs<Kind>::kRows;
+  static constexpr auto kMultiply = multiply_panels<Kind>(std::make_index_sequence<Kind::kMostRows / kRows>());
   static thread_local std::vector<uint8_t> all_rows;
   static thread_local std::vector<float> all_scales;
   if (M == 0) return;
@@ -113,15 +113,17 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
   float* const scales = all_scales.data();
   for (int64_t m = 0; m < M; ++m) scales[m] = Inputs<Kind>::prepare(x + m * layer.K, layer.K, rows + m * token_bytes);
   // A panel has kBlocks lines for every step. The next one is fetched evenly while this one's tokens take their turns.
-  const int64_t turns = (M + kTogether - 1) / kTogether, lines = (kBlocks + turns - 1) / turns;
+  const int64_t together = (M * kRows > 2 * Kind::kMostRows ? Kind::kRowsOfMany : Kind::kMostRows) / kRows;
+  const int64_t turns = (M + together - 1) / together, lines = (kBlocks + turns - 1) / turns;
   const int64_t panel_bytes = steps * kBlocks * kLine, num_panels = (layer.N + kPanel - 1) / kPanel;
 #pragma omp parallel for if (num_threads > 1) num_threads(num_threads)
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     const uint8_t* const behind = static_cast<const uint8_t*>(layer.weight) + (panel + 1) * panel_bytes;
     const uint8_t* const from = panel + 1 < num_panels ? behind : static_cast<const uint8_t*>(next);
-    for (int64_t m = 0, ahead = 0; m < M; m += kTogether, ahead += lines) {
-      const Ahead part{from + ahead * steps * kLine, from != nullptr && ahead < kBlocks ? lines : 0};
-      const int64_t num_tokens = std::min<int64_t>(M - m, kTogether);
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t m = turn * M / turns, num_tokens = (turn + 1) * M / turns - m, ahead = turn * lines;
+      Ahead part;
+      if (from != nullptr && ahead < kBlocks) part = Ahead{from + ahead * steps * kLine, lines};
       kMultiply[num_tokens - 1](layer, panel, part, rows + m * token_bytes, scales + m, y + m * layer.N);
     }
   }

@@ -10,12 +10,15 @@
 
 constexpr int kBlocks = 4;                // registers of outputs at a time
 constexpr int kPanel = kBlocks * kLanes;  // outputs that lie together
-constexpr int kMostRows = 6;              // at a time: times kBlocks they fill the registers
+constexpr int kMostSums = 24;             // registers of them; the others hold what is multiplied
+constexpr int kSoon = 12;                 // steps ahead from which the nearest cache is filled
 constexpr int kLine = 64;                 // bytes that memory is read in, and of a register
+
+// Of either kind of weight kMostRows rows are multiplied at a time, kRowsOfMany where there are more than twice as many.
 
 // In 8 bits a step is four inputs, which one instruction multiplies and adds up in a lane.
 struct WholeNumbers {
-  static constexpr int kInputs = 4, kParts = 1;
+  static constexpr int kInputs = 4, kParts = 1, kMostRows = 12, kRowsOfMany = 6;
 
   [[gnu::always_inline]] static __m512i part(__m512i w, int) { return w; }
   [[gnu::always_inline]] static __m512i add(__m512i sums, __m512i x, __m512i w) {
@@ -25,7 +28,7 @@ struct WholeNumbers {
 
 // In bfloat16 it is two, which are widened once for all rows: the instruction for pairs takes twice as long.
 struct Bfloat16 {
-  static constexpr int kInputs = 2, kParts = 2;
+  static constexpr int kInputs = 2, kParts = 2, kMostRows = 12, kRowsOfMany = 12;
 
   [[gnu::always_inline]] static __m512i part(__m512i w, int which) {
     return which == 0 ? _mm512_slli_epi32(w, 16) : _mm512_and_si512(w, _mm512_set1_epi32(~0xffff));
@@ -40,73 +43,117 @@ struct Bfloat16 {
 template <typename Kind>
 constexpr int64_t kStepBytes = 4 * Kind::kParts;
 
-// Sums of some rows over one panel of outputs. Members, not an array: GCC keeps those in registers.
-template <typename Kind, int kRows>
-struct Sums {
-  Sums<Kind, kRows - 1> others;
-  __m512i a, b, c, d;
+// Registers of one row's sums, or of a weight, side by side. Members, not an array: GCC keeps those in registers.
+template <typename Kind, int kWide>
+struct Registers {
+  Registers<Kind, kWide - 1> others;
+  __m512i last;
 
-  [[gnu::always_inline]] void begin(__m512i from_a, __m512i from_b, __m512i from_c, __m512i from_d) {
-    others.begin(from_a, from_b, from_c, from_d);
-    a = from_a, b = from_b, c = from_c, d = from_d;
+  [[gnu::always_inline]] void load(const void* from) {
+    others.load(from);
+    last = _mm512_loadu_si512(static_cast<const uint8_t*>(from) + (kWide - 1) * kLine);
   }
-
-  [[gnu::always_inline]] void add(const uint8_t* rows, int64_t stride, __m512i a_w, __m512i b_w, __m512i c_w,
-                                  __m512i d_w) {
-    others.add(rows, stride, a_w, b_w, c_w, d_w);
-    int32_t one;
-    std::memcpy(&one, rows + (kRows - 1) * stride, sizeof one);
-    const __m512i x = _mm512_set1_epi32(one);
-    a = Kind::add(a, x, a_w);
-    b = Kind::add(b, x, b_w);
-    c = Kind::add(c, x, c_w);
-    d = Kind::add(d, x, d_w);
+  [[gnu::always_inline]] void clear() {
+    others.clear();
+    last = _mm512_setzero_si512();
   }
-
-  [[gnu::always_inline]] void end(int32_t* sums, int64_t stride) const {
-    others.end(sums, stride);
-    int32_t* const own = sums + (kRows - 1) * stride;
-    _mm512_storeu_si512(own, a);
-    _mm512_storeu_si512(own + kLanes, b);
-    _mm512_storeu_si512(own + 2 * kLanes, c);
-    _mm512_storeu_si512(own + 3 * kLanes, d);
+  [[gnu::always_inline]] void take_part(const Registers& weight, int which) {
+    others.take_part(weight.others, which);
+    last = Kind::part(weight.last, which);
+  }
+  [[gnu::always_inline]] void add(__m512i x, const Registers& weight) {
+    others.add(x, weight.others);
+    last = Kind::add(last, x, weight.last);
+  }
+  [[gnu::always_inline]] void store(int32_t* to) const {
+    others.store(to);
+    _mm512_storeu_si512(to + (kWide - 1) * kLanes, last);
   }
 };
 
 template <typename Kind>
-struct Sums<Kind, 0> {
-  void begin(__m512i, __m512i, __m512i, __m512i) {}
-  void add(const uint8_t*, int64_t, __m512i, __m512i, __m512i, __m512i) {}
+struct Registers<Kind, 0> {
+  void load(const void*) {}
+  void clear() {}
+  void take_part(const Registers&, int) {}
+  void add(__m512i, const Registers&) {}
+  void store(int32_t*) const {}
+};
+
+// Sums of some rows.
+template <typename Kind, int kRows, int kWide>
+struct Sums {
+  Sums<Kind, kRows - 1, kWide> others;
+  Registers<Kind, kWide> row;
+
+  [[gnu::always_inline]] void begin(const Registers<Kind, kWide>& from) {
+    others.begin(from);
+    row = from;
+  }
+  [[gnu::always_inline]] void add(const uint8_t* rows, int64_t stride, const Registers<Kind, kWide>& weight) {
+    others.add(rows, stride, weight);
+    int32_t one;
+    std::memcpy(&one, rows + (kRows - 1) * stride, sizeof one);
+    row.add(_mm512_set1_epi32(one), weight);
+  }
+  [[gnu::always_inline]] void end(int32_t* sums, int64_t apart) const {
+    others.end(sums, apart);
+    row.store(sums + (kRows - 1) * apart);
+  }
+};
+
+template <typename Kind, int kWide>
+struct Sums<Kind, 0, kWide> {
+  void begin(const Registers<Kind, kWide>&) {}
+  void add(const uint8_t*, int64_t, const Registers<Kind, kWide>&) {}
   void end(int32_t*, int64_t) const {}
 };
 
-// What is to be in the cache when its turn comes: `lines` at every step, from `from` on.
+// What is to be in the cache when its turn comes: `lines` at every step of a panel, from `from` on.
 struct Ahead {
   const uint8_t* from = nullptr;
   int64_t lines = 0;
 };
 
+// Some registers' width of a panel, `weight` its first line.
+template <typename Kind, int kRows, int kWide>
+[[gnu::always_inline]] inline void sum_up_part(const uint8_t* weight, int64_t steps, const uint8_t* row, int64_t stride,
+                                               const int32_t* begin_N, Ahead ahead, int32_t* sums, int64_t apart) {
+  Registers<Kind, kWide> lines, part;
+  if (begin_N == nullptr)
+    part.clear();
+  else
+    part.load(begin_N);
+  Sums<Kind, kRows, kWide> running;
+  running.begin(part);
+  for (int64_t step = 0; step < steps; ++step, weight += kBlocks * kLine) {
+    for (int64_t line = 0; line < ahead.lines; ++line, ahead.from += kLine) _mm_prefetch(ahead.from, _MM_HINT_T1);
+    for (int line = 0; line < kWide; ++line)
+      _mm_prefetch(weight + (kSoon * kBlocks + line) * kLine, _MM_HINT_T0);
+    lines.load(weight);
+#pragma GCC unroll 2
+    for (int which = 0; which < Kind::kParts; ++which, row += 4) {
+      part.take_part(lines, which);
+      running.add(row, stride, part);
+    }
+  }
+  running.end(sums, apart);
+}
+
 // kRows rows, `stride` bytes from one to the next, times `steps` of a panel: sums [kRows, kPanel], `apart` numbers from
-// one row to the next, 32-bit whole numbers or float as Kind has it. They begin with begin_N, or with 0.
+// one row to the next, 32-bit whole numbers or float as Kind has it. They begin with begin_N, or with 0. Many rows take
+// one half of the panel and then the other: a weight is widened less often than with one half of the rows and then the
+// other.
 template <typename Kind, int kRows>
 void sum_up(const void* panel, int64_t steps, const void* rows, int64_t stride, const int32_t* begin_N, Ahead ahead,
             int32_t* sums, int64_t apart) {
-  Sums<Kind, kRows> running;
-  const __m512i none = _mm512_setzero_si512();
-  if (begin_N == nullptr)
-    running.begin(none, none, none, none);
-  else
-    running.begin(_mm512_loadu_si512(begin_N), _mm512_loadu_si512(begin_N + kLanes),
-                  _mm512_loadu_si512(begin_N + 2 * kLanes), _mm512_loadu_si512(begin_N + 3 * kLanes));
-  const uint8_t* weight = static_cast<const uint8_t*>(panel);
-  const uint8_t* row = static_cast<const uint8_t*>(rows);
-  for (int64_t step = 0; step < steps; ++step, weight += kBlocks * kLine) {
-    for (int64_t line = 0; line < ahead.lines; ++line, ahead.from += kLine) _mm_prefetch(ahead.from, _MM_HINT_T1);
-    const __m512i a = _mm512_loadu_si512(weight), b = _mm512_loadu_si512(weight + kLine);
-    const __m512i c = _mm512_loadu_si512(weight + 2 * kLine), d = _mm512_loadu_si512(weight + 3 * kLine);
-#pragma GCC unroll 2
-    for (int part = 0; part < Kind::kParts; ++part, row += 4)
-      running.add(row, stride, Kind::part(a, part), Kind::part(b, part), Kind::part(c, part), Kind::part(d, part));
+  constexpr int kWide = kRows * kBlocks <= kMostSums ? kBlocks : kBlocks / 2;
+  for (int first = 0; first < kBlocks; first += kWide) {
+    const int64_t lines = kWide == kBlocks ? ahead.lines : (ahead.lines + (first == 0)) / 2;
+    sum_up_part<Kind, kRows, kWide>(static_cast<const uint8_t*>(panel) + first * kLine, steps,
+                                    static_cast<const uint8_t*>(rows), stride,
+                                    begin_N == nullptr ? nullptr : begin_N + first * kLanes, Ahead{ahead.from, lines},
+                                    sums + first * kLanes, apart);
+    ahead.from += lines * steps * kLine;
   }
-  running.end(sums, apart);
 }
