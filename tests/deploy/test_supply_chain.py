@@ -60,7 +60,7 @@ def test_everything_is_locked_with_hashes_and_from_nowhere_in_particular(lock: P
 def test_there_are_locks_of_every_environment() -> None:
     assert {lock.name for lock in LOCKS} == {
         *("requirements.lock", "requirements-dev.lock", "requirements-sglang.lock"),
-        *("audit.lock", "build.lock", "router.lock", "sglang.lock"),
+        *("audit.lock", "build.lock", "llama-cpp.lock", "router.lock", "sglang.lock"),
     }
 
 
