@@ -26,7 +26,8 @@ class Round(NamedTuple):
     """Of the head; 0 where it was not asked."""
     num_pairs: int
     """That the head read before."""
-    verify_s: float
+    verify_s: float | None
+    """None where a prompt was read in the same pass: it is charged as others of its shape."""
     draft_s: float
 
 
@@ -35,7 +36,8 @@ def at_equal_cost(runs: Sequence[Sequence[Round]]) -> list[float]:
     verify, draft = defaultdict[Hashable, list[float]](list), defaultdict[Hashable, list[float]](list)
     for run in runs:
         for one in run:
-            verify[_verified(one)].append(one.verify_s)
+            if one.verify_s is not None:
+                verify[_verified(one)].append(one.verify_s)
             draft[_drafted(one)].append(one.draft_s)
     return [
         sum(_usual(verify[_verified(one)], one.verify_s) + _usual(draft[_drafted(one)], one.draft_s) for one in run)
@@ -52,5 +54,5 @@ def _drafted(one: Round) -> Hashable:
     return one.batch, one.num_steps, one.num_pairs if one.num_pairs > 4 * one.batch else 0
 
 
-def _usual(alike: Sequence[float], seconds: float) -> float:
-    return statistics.median(alike) if len(alike) >= _COMMON else seconds
+def _usual(alike: Sequence[float], seconds: float | None) -> float:
+    return statistics.median(alike) if seconds is None or len(alike) >= _COMMON else seconds

@@ -14,6 +14,7 @@ from benchmarks.common import finish, parser, pick_prompts
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
+from serving.local.prompts import Piece
 from serving.local.rounds import RoundRunner
 from serving.local.target import Target
 from serving.local.text import AnswerText, LocalTokenizer
@@ -64,7 +65,7 @@ def _measure(model_dir: Path, prompts: list[str], repeats: int) -> dict[int, flo
         )
         generation = Generation(request, AnswerText(tokenizer, ()), lambda _: None, frozenset(), capture=True)
         while generation.num_prefilled < generation.num_prompt_tokens:
-            runner.prefill(generation, slot, 64, drafting=True)
+            runner.prefill(Piece.next_of(generation, slot, 64), drafting=True)
         generations.append(generation)
     seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
     for _ in range(repeats):

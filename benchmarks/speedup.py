@@ -26,6 +26,7 @@ import torch
 from benchmarks.common import Spread, Target, fill_in, finish, parser, pick_prompts
 from benchmarks.engines import answers_of, engine_with, stream
 from benchmarks.live import good_draft
+from serving.evidence import WatchedRound
 from serving.local.engine import LocalEngine
 from serving.speedup import Sums, measure
 from slipstream.models import resolve_model
@@ -104,17 +105,13 @@ def _run(arguments: argparse.Namespace) -> None:
     on, off = Side(), Side()
     current = [on]
 
-    def observe(batch: int, drafted: bool, seconds: float, committed: int) -> None:
-        current[0].blocks[-1].add(batch, drafted, seconds, committed)
+    def observe(round_: WatchedRound) -> None:
+        # As the engine's own meter: what the others took is not theirs alone.
+        if not round_.read_prompt:
+            current[0].blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
 
     settings = {"dtype": "bfloat16", "depth": DEPTH, "control_share": CONTROL_SHARE}
-    with engine_with(
-        model_dir,
-        draft,
-        threads,
-        settings=settings,
-        on_round=lambda round_: observe(round_.batch, round_.drafted, round_.seconds, round_.committed),
-    ) as engine:
+    with engine_with(model_dir, draft, threads, settings=settings, on_round=observe) as engine:
         for repeat in range(arguments.repeats + 1):
             for depth, side in ((DEPTH, on), (0, off))[:: 1 if repeat % 2 else -1]:
                 current[0] = side

@@ -128,9 +128,9 @@ class _Planners:
         return self._current.is_worth_drafting(plan, num_steps, reach)
 
     def observe(
-        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
     ) -> None:
-        self.last = plan
+        self.last = None if verify_s is None else plan
         self.rounds.append(Round(plan.batch, num_proposals, num_steps, num_pairs, verify_s, draft_s))
         with self._timed():
             self._current.observe(

@@ -57,7 +57,11 @@ class WatchedRound(NamedTuple):
     committed: int
     verifications: tuple[Verification, ...]
     is_timed: bool = True
-    """False where proposals of others were verified, too: what it took and committed then says nothing of the draft."""
+    """False where proposals of others were verified, too, or a prompt was read: what it took and committed then says
+    nothing of the draft.
+    """
+    read_prompt: bool = False
+    """Whether a piece of a prompt was read in the same pass."""
     target_version: int = 0
 
 

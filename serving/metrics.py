@@ -17,7 +17,10 @@ from serving.recorder import DROP_REASONS, RecorderStats
 from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
 
 # Names and help texts of what both engines have, each counting for itself.
-ROUNDS = "slipstream_rounds", "Decode rounds by mode, speculative or control (depth 0), and by batch size"
+ROUNDS = (
+    "slipstream_rounds",
+    "Decode rounds by batch size and mode: speculative, control (depth 0), with_prompt (a piece read in the same pass)",
+)
 ROUND_SECONDS = "slipstream_round_seconds", "Time spent in decode rounds"
 ROUND_TOKENS = "slipstream_round_tokens", "Tokens committed by decode rounds"
 PROPOSALS = "slipstream_proposals", "Verified proposals by source and position"
@@ -108,6 +111,7 @@ class EngineMetrics:
         *,
         batch: int,
         drafted: bool,
+        read_prompt: bool,
         seconds: float,
         committed: int,
         proposed: tuple[int, ...],
@@ -119,15 +123,16 @@ class EngineMetrics:
         """Count one round, as `serving.local.rounds.RoundReport` describes it; `look` is whether a look was right,
         `expected` are tokens and seconds.
         """
-        mode, size = ("speculative" if drafted else "control"), str(batch)
+        mode, size = ("with_prompt" if read_prompt else "speculative" if drafted else "control"), str(batch)
         self.rounds.labels(mode, size).inc()
         self.round_seconds.labels(mode, size).inc(seconds)
         self.round_tokens.labels(mode, size).inc(committed)
         if not drafted:
             return
-        tokens, expected_s = expected
-        self.expected_tokens.labels(size).inc(tokens)
-        self.expected_seconds.labels(size).inc(expected_s)
+        if not read_prompt:
+            tokens, expected_s = expected
+            self.expected_tokens.labels(size).inc(tokens)
+            self.expected_seconds.labels(size).inc(expected_s)
         if look is not None:
             self.looks.labels("accepted" if look else "rejected").inc()
         self.verifications.inc(batch)

@@ -39,11 +39,19 @@ class ControlShare:
         self._share, self._random = share, random.Random(seed)
         self._due: dict[int, float] = {}
 
+    def is_due(self, batch: int) -> bool:
+        """What `is_control` will say of the next round of this size."""
+        return self._next(batch) >= 1
+
     def is_control(self, batch: int) -> bool:
-        due = self._due.get(batch)
-        due = (self._random.random() if due is None else due) + self._share
+        due = self._next(batch)
         self._due[batch] = due - 1 if due >= 1 else due
         return due >= 1
+
+    def _next(self, batch: int) -> float:
+        if batch not in self._due:
+            self._due[batch] = self._random.random()
+        return self._due[batch] + self._share
 
 
 class Sums:

@@ -92,7 +92,7 @@ UNITS = {
 LABELS = {
     "baseline": "one name, of what the speedup is measured against: `depth0_same_batch`",
     "model": "one name, of the model that the estimate rests on",
-    "mode": "`speculative`, `control`",
+    "mode": "`speculative`, `control`; from the local engine also `with_prompt`",
     "batch": "1 to the number of slots (`--slots`); with SGLang `all`",
     "source": "`head`, `suffix`",
     "position": "1 to the deepest draft: `--depth`, `--suffix-depth`",

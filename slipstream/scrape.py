@@ -69,7 +69,9 @@ class Window:
             for (series, labels), value in sample.values.items():
                 if series == name:
                     has = dict(labels)
-                    sums[int(has["batch"]), has["mode"] == "speculative"] += sign * value
+                    # Others read a prompt beside.
+                    if has["mode"] in ("speculative", "control"):
+                        sums[int(has["batch"]), has["mode"] == "speculative"] += sign * value
         return sums
 
 

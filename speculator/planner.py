@@ -288,10 +288,15 @@ class RoundPlanner:
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def observe(
-        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
     ) -> None:
-        """What a round took: its verification of so many proposals, and the head's part where it was asked."""
-        self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
+        """What a round took: its verification of so many proposals, and the head's part where it was asked. No
+        `verify_s` where something else was computed in the same pass.
+        """
+        if verify_s is None:
+            verify_s = self.times.verify_s(plan.batch, num_proposals, plan.num_keys)
+        else:
+            self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
         if plan.expected_s:
             self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, _LOOKS_AFTER_RENEWAL_S)
         if plan.look is not None:
@@ -365,7 +370,7 @@ class FixedPlanner:
         return True
 
     def observe(
-        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
     ) -> None:
         """Nothing is measured."""
 

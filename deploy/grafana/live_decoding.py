@@ -50,8 +50,9 @@ SPEED = Row(
         Panel(
             title="Tokens a second of decode time",
             description=(
-                "Drafting rounds, plain rounds (mode control), and what the local engine's planner expected of the "
-                "rounds that it planned. All batch sizes together, so the quotient is not the measured speedup."
+                "Drafting rounds, plain rounds (mode control), rounds that read a piece of a prompt in their pass, and "
+                "what the local engine's planner expected of the rounds that it planned. All batch sizes together, so "
+                "the quotient is not the measured speedup."
             ),
             unit=TOKENS_A_SECOND,
             queries=(

@@ -34,7 +34,7 @@ class LocalEngineConfig:
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
     prefill_chunk: int = 32
-    """Prompt tokens read between two decode rounds: bounds the gap that a new request puts into running streams."""
+    """Prompt tokens read in or before a round: bounds the gap that a new request puts into running streams."""
     capture: bool = True
     capture_topk: int = 64
     context_window: int = 512

@@ -12,6 +12,7 @@ from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft
 from serving.local.inbox import Inbox
+from serving.local.prompts import Piece
 from serving.local.proposer import Planner
 from serving.local.rounds import RoundRunner
 from serving.local.slots import Slots
@@ -22,6 +23,8 @@ from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare
 from speculator.pulse import Pulse
 from speculator.spans import record
+
+_ALONE_EVERY = 8
 
 
 class DecodeLoop:
@@ -52,7 +55,7 @@ class DecodeLoop:
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
-        self._pulse, self._num_steps, self._step_tokens = pulse, 0, 0
+        self._pulse, self._num_steps, self._step_tokens, self._num_shared = pulse, 0, 0, 0
         self.texts, self.depth, self.target_version = texts, config.depth, 0
 
     @property
@@ -75,10 +78,13 @@ class DecodeLoop:
         self.texts.take_shared()
         self._metrics.aborted.inc(self._inbox.drop_aborted() + self._slots.drop_aborted())
         self._admit()
-        self._prefill()
+        piece = self._next_piece()
+        if piece is not None and not self._reads_in_round():
+            self._prefill(piece)
+            piece = None
         batch = self.num_running
         if batch:
-            self._decode()
+            self._decode(piece)
         if self._pulse is not None:
             self._pulse.about(batch, self._step_tokens)
 
@@ -144,26 +150,42 @@ class DecodeLoop:
             self._slots.admit(generation)
             generation.suffix = self.texts.begin(generation.request)
 
-    def _prefill(self) -> None:
-        if (generation := self._slots.prefilling) is None:
-            return
-        num_before, started = generation.num_prefilled, time.perf_counter()
-        self._runner.prefill(generation, self.num_running, self._prefill_chunk, drafting=self.depth > 0)
-        num_tokens = generation.num_prefilled - num_before
-        self._step_tokens += num_tokens
-        record(generation.parent, "prefill", time.perf_counter() - started, tokens=num_tokens)
-        if generation.num_prefilled == generation.num_prompt_tokens:
-            self._slots.start_decoding()
-            self._finish_done()
+    def _next_piece(self) -> Piece | None:
+        generation = self._slots.prefilling
+        return None if generation is None else Piece.next_of(generation, self.num_running, self._prefill_chunk)
 
-    def _decode(self) -> None:
+    def _reads_in_round(self) -> bool:
+        """Whether the next piece is read in a round's pass, where the weights are read once for both. Not one in eight,
+        nor beside a control round: or nothing would say what rounds take while prompts keep coming.
+        """
+        if not self._target.takes_windows or self.num_running == 0 or self._control.is_due(self.num_running):
+            return False
+        self._num_shared += 1
+        return self._num_shared % _ALONE_EVERY > 0
+
+    def _prefill(self, piece: Piece) -> None:
+        started = time.perf_counter()
+        self._runner.prefill(piece, drafting=self.depth > 0)
+        self._end_piece(piece, time.perf_counter() - started, in_round=False)
+        self._finish_done()
+
+    def _decode(self, piece: Piece | None) -> None:
         running = self._slots.running
         is_control = self._control.is_control(len(running))
         depth = 0 if is_control else self.depth
-        report = self._runner.run(running, depth)
+        report = self._runner.run(running, depth, piece)
         self._step_tokens += report.batch * (1 + report.num_proposals)
         self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version))
+        if piece is not None:
+            self._end_piece(piece, report.seconds, in_round=True)
         self._finish_done()
+
+    def _end_piece(self, piece: Piece, seconds: float, *, in_round: bool) -> None:
+        """It has been read: tell of it, and let its request decode where that was the prompt's last."""
+        self._step_tokens += len(piece.tokens)
+        record(piece.generation.parent, "prefill", seconds, tokens=len(piece.tokens), in_round=in_round)
+        if piece.ends_prompt:
+            self._slots.start_decoding()
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._slots.running if generation.finish_reason]:

@@ -40,7 +40,7 @@ class Planner(Protocol):
     def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool: ...
 
     def observe(
-        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
     ) -> None: ...
 
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None: ...
@@ -117,12 +117,12 @@ class Proposer:
         proposals: Proposals,
         generations: Sequence[Generation],
         accepted: Sequence[int],
-        verify_s: float,
+        verify_s: float | None,
         *,
         look_was_right: bool,
     ) -> None:
-        """What the round took apart from drafting, what verification accepted of each chain, and whether the target
-        emitted the look's token.
+        """What the round took apart from drafting, if it says anything of other rounds, what verification accepted of
+        each chain, and whether the target emitted the look's token.
         """
         self._planner.observe(
             proposals.plan,

@@ -1,4 +1,4 @@
-"""One decode round of a batch: draft → verify → commit; and one chunk of a prefill.
+"""One decode round of a batch: draft → verify → commit; and one piece of a prompt, alone or in a round's pass.
 
 Shape letters: B batch, P proposals, d hidden size, V vocabulary, K kept tokens.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from serving.local.assembler import top_of
 from serving.local.draft import ServingDraft
+from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, RoundRecord, TopK
-from serving.local.noise import shared_noise
+from serving.local.prompts import Piece, PromptReader
 from serving.local.proposer import Chain, Planner, Proposals, Proposer
 from serving.local.reading import DraftReader
 from serving.local.target import Target
 from speculator.planner import Plan
 from speculator.trace import NO_DRAFT
-from speculator.verify import count_accepted, emit, served_logprobs
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class RoundReport:
     """What one round cost and earned. `accepted` and `earned`, the committed tokens, are per request, and so is
     `from_head`: whether the learned draft was asked, which may have found no proposal worth verifying.
 
-    `drafted` is false for rounds that were told to decode plainly.
+    `drafted` is false for rounds that were told to decode plainly. Where a round `read_prompt`, its pass computed a
+    piece of a prompt, too, and what it took says nothing of other rounds.
     """
 
     batch: int
     drafted: bool
+    read_prompt: bool
     num_proposals: int
     seconds: float
     accepted: tuple[int, ...]
@@ -74,12 +76,13 @@ class RoundRunner:
         prompt_labels: int,
         label: Callable[[TopK, Tensor], object],
     ) -> None:
-        """`label` is to fill in what is unknown of a prompt's positions, from their final hidden states; not here."""
-        self._target, self._draft, self._planner = target, draft, planner
+        self._target, self._draft = target, draft
         self._capture_topk = min(capture_topk, target.embed.shape[0])
-        self._prompt_labels, self._label = prompt_labels, label
         self._reader = DraftReader(target, draft)
         self._proposer = Proposer(draft, self._reader, planner, suffix_depth=suffix_depth)
+        self._prompts = PromptReader(
+            self._reader, planner, capture_topk=self._capture_topk, prompt_labels=prompt_labels, label=label
+        )
         self.features = self._reader.features
 
     def move_slot(self, source: int, destination: int, generation: Generation) -> None:
@@ -88,34 +91,19 @@ class RoundRunner:
         self._reader.move_slot(source, destination, length)
 
     @torch.inference_mode()
-    def prefill(self, generation: Generation, slot: int, chunk: int, *, drafting: bool) -> None:
-        """Read up to `chunk` more prompt tokens; after the last one, commit the answer's first token.
-
-        With `drafting` the draft reads the same chunk, so that the first round is not the one that pays for it.
-        """
-        start = generation.num_prefilled
-        end = min(start + chunk, generation.num_prompt_tokens)
-        tokens = torch.tensor([generation.tokens[start:end]], device=self._target.device)
-        hidden_1Td, aux_1Tw = self._target.forward(tokens, first_slot=slot, starts=[start])
-        self._reader.keep(slot, start, aux_1Tw[0])
-        generation.num_prefilled = end
-        if drafting and self._planner.is_awake:
-            self._reader.read(slot, generation, end - generation.num_pairs_read)
-        # A prompt position costs a tenth of a decoded one and teaches the draft as well: its distribution is kept too.
-        first_kept = max(start, generation.num_prompt_tokens - self._prompt_labels)
-        if generation.capture and first_kept < end:
-            generation.topk.append(TopK.unknown(first_kept, end - first_kept, self._capture_topk))
-            self._label(generation.topk[-1], hidden_1Td[0, first_kept - start :])
-        if end == generation.num_prompt_tokens:
-            logits_1V = self._target.logits(hidden_1Td[0, -1:])
-            first = self._emit(generation, logits_1V, logits_1V.max(-1).indices.tolist(), ())
-            generation.commit(first, 0, logprobs=_logprobs(generation, logits_1V, first))
+    def prefill(self, piece: Piece, *, drafting: bool) -> None:
+        """Read it in a pass of its own; after the prompt's last token, commit the answer's first."""
+        tokens_1T = torch.tensor([piece.tokens], device=self._target.device)
+        hidden_1Td, aux_1Tw = self._target.forward(tokens_1T, first_slot=piece.slot, starts=[piece.start])
+        logits_V = self._target.logits(hidden_1Td[0, -1:])[0] if piece.ends_prompt else None
+        self._prompts.take(piece, hidden_1Td[0], aux_1Tw[0], logits_V, drafting=drafting)
 
     @torch.inference_mode()
-    def run(self, generations: Sequence[Generation], depth: int) -> RoundReport:
+    def run(self, generations: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
         """Propose, verify all proposals in one pass, commit what the target emits.
 
-        The learned draft proposes at most `depth` tokens a request; at depth 0 nobody proposes anything.
+        The learned draft proposes at most `depth` tokens a request; at depth 0 nobody proposes anything. A piece of a
+        prompt, in the slot behind these requests', is read in the same pass.
         """
         started_s = time.perf_counter()
         if depth == 0:
@@ -125,17 +113,19 @@ class RoundRunner:
         else:
             proposals = self._proposer.propose(generations, head_depth=depth)
         lengths = [len(generation.tokens) for generation in generations]
-        accepted = self._verify(generations, proposals)
+        accepted = self._verify(generations, proposals, piece, drafting=depth > 0)
         seconds = time.perf_counter() - started_s
         look = None
         if (seen := proposals.look) is not None:
             is_right = generations[seen.row].tokens[lengths[seen.row]] == seen.token
             look = LookReport(seen.row, is_right, int(is_right and seen.is_worth_it))
         was_right = look is not None and look.is_right
-        self._proposer.observe(proposals, generations, accepted, seconds - proposals.seconds, look_was_right=was_right)
+        verify_s = None if piece is not None else seconds - proposals.seconds
+        self._proposer.observe(proposals, generations, accepted, verify_s, look_was_right=was_right)
         return RoundReport(
             batch=len(lengths),
             drafted=depth > 0,
+            read_prompt=piece is not None,
             num_proposals=proposals.width,
             seconds=seconds,
             accepted=tuple(accepted),
@@ -146,60 +136,63 @@ class RoundRunner:
             plan=proposals.plan,
         )
 
-    def _verify(self, generations: Sequence[Generation], proposals: Proposals) -> list[int]:
+    def _verify(
+        self, generations: Sequence[Generation], proposals: Proposals, piece: Piece | None, *, drafting: bool
+    ) -> list[int]:
         """Feed the pending tokens and the chains, padded to the longest, and commit; accepted proposals by request."""
         rows = [
             [generation.tokens[-1], *chain.tokens, *[0] * (proposals.width - len(chain.tokens))]
             for generation, chain in zip(generations, proposals.chains, strict=True)
         ]
         starts = [len(generation.tokens) - 1 for generation in generations]
-        tokens_BP1 = torch.tensor(rows, device=self._target.device)
-        hidden_BP1d, aux_BP1w = self._target.forward(tokens_BP1, first_slot=0, starts=starts)
-        logits_BP1V = self._target.logits(hidden_BP1d)
+        if piece is None:
+            tokens_BP1 = torch.tensor(rows, device=self._target.device)
+            hidden_BP1d, aux_BP1w = self._target.forward(tokens_BP1, first_slot=0, starts=starts)
+            logits_BP1V = self._target.logits(hidden_BP1d)
+        else:
+            aux_BP1w, logits_BP1V, read = self._pass_with(piece, rows, starts)
         # Not argmax: on CPU it is six times slower in bfloat16.
         likeliest_BP1: list[list[int]] = logits_BP1V.max(-1).indices.tolist()
         accepted = []
         for slot, (generation, chain) in enumerate(zip(generations, proposals.chains, strict=True)):
             start = starts[slot]
             self._reader.keep(slot, start, aux_BP1w[slot])
-            taken = self._emit(generation, logits_BP1V[slot], likeliest_BP1[slot], chain.tokens)
+            taken = emitted_after(generation, logits_BP1V[slot], likeliest_BP1[slot], chain.tokens)
             count = len(taken) - 1
             if generation.capture:
                 generation.topk.append(top_of(start, logits_BP1V[slot, : count + 1], self._capture_topk))
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
-            logprobs = _logprobs(generation, logits_BP1V[slot, : count + 1], taken)
+            logprobs = logprobs_of(generation, logits_BP1V[slot, : count + 1], taken)
             generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
             accepted.append(count)
+        # Behind the tokens that others wait for.
+        if piece is not None:
+            self._prompts.take(piece, *read, drafting=drafting)
         return accepted
+
+    def _pass_with(
+        self, piece: Piece, rows: list[list[int]], starts: list[int]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None]]:
+        """Features [B, P + 1, 3d] and logits [B, P + 1, V] of the requests' rows, and what `PromptReader.take` wants of
+        the piece, from one pass.
+        """
+        assert piece.slot == len(rows)
+        hidden_Md, aux_Mw = self._target.forward_windows([*rows, piece.tokens], starts=[*starts, piece.start])
+        num_verified = len(hidden_Md) - len(piece.tokens)
+        verified_Md = hidden_Md[:num_verified]
+        # One product for all: it reads a large matrix.
+        wanted_Md = torch.cat([verified_Md, hidden_Md[-1:]]) if piece.ends_prompt else verified_Md
+        logits_MV = self._target.logits(wanted_Md)
+        shape = len(rows), len(rows[0]), -1
+        first_V = logits_MV[-1] if piece.ends_prompt else None
+        return (
+            aux_Mw[:num_verified].view(shape),
+            logits_MV[:num_verified].view(shape),
+            (hidden_Md[num_verified:], aux_Mw[num_verified:], first_V),
+        )
 
     def _record(self, chain: Chain, position: int, num_accepted: int) -> RoundRecord:
         version = self._draft.version if chain.suffix is None else NO_DRAFT
         logprobs = [math.log(max(probability, 1e-30)) for probability in chain.probabilities]
         return RoundRecord(position, list(chain.tokens), logprobs, num_accepted, version)
-
-    def _emit(
-        self, generation: Generation, logits_PV: Tensor, likeliest_P: list[int], proposed: Sequence[int]
-    ) -> list[int]:
-        """What the target emits after the last P tokens fed to it, up to the first that was not `proposed`.
-
-        A sampled row costs a vector of noise: none is sampled that is not committed.
-        """
-        sampling, seed = generation.source.sampling, generation.source.seed
-        if sampling.temperature == 0:
-            return likeliest_P[: count_accepted(proposed, likeliest_P) + 1]
-        length, size = len(generation.tokens), logits_PV.shape[-1]
-        emitted: list[int] = []
-        for row, wanted in enumerate([*proposed, None]):
-            noise_V = shared_noise(seed, length + row, size, logits_PV.device)
-            emitted.append(int(emit(logits_PV[row], sampling, noise_V)))
-            if emitted[-1] != wanted:
-                break
-        return emitted
-
-
-def _logprobs(generation: Generation, logits_PV: Tensor, tokens: list[int]) -> list[float]:
-    """Of P tokens that the target emitted, for a request that wants to know."""
-    if not generation.request.logprobs:
-        return []
-    return served_logprobs(logits_PV, generation.source.sampling, torch.tensor(tokens, device=logits_PV.device))

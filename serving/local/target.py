@@ -8,7 +8,7 @@ Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,17 @@ class Target:
         """
         window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed)
         return self._run(tokens_BT, window, self.cache)
+
+    @property
+    def takes_windows(self) -> bool:
+        """Whether there is `forward_windows` for this model on this machine."""
+        return isinstance(self._run, KernelDecoder)
+
+    def forward_windows(self, rows: Sequence[Sequence[int]], *, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Like `forward` from slot 0 on, for rows of different length: [M, d] and [M, 3d] of their M tokens."""
+        assert isinstance(self._run, KernelDecoder)
+        assert isinstance(self.cache, PanelSlots)
+        return self._run.windows(rows, starts, self.cache)
 
     def weights(self) -> Iterator[Tensor]:
         """What the passes read, packed layers as they lie in memory, always in the same order."""

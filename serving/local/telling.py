@@ -41,6 +41,7 @@ class RoundTeller:
         self._metrics.observe_round(
             batch=report.batch,
             drafted=report.drafted,
+            read_prompt=report.read_prompt,
             seconds=report.seconds,
             committed=report.committed,
             proposed=report.proposed,
@@ -49,7 +50,8 @@ class RoundTeller:
             look=None if report.look is None else report.look.is_right,
             expected=(plan.expected_tokens, plan.expected_s),
         )
-        self._measure(round_)
+        if not report.read_prompt:
+            self._measure(round_)
         if plan.expected_s:
             self.estimated_speedup.add(
                 batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s
@@ -88,6 +90,7 @@ def _record_spans(round_: Round) -> None:
             accepted=accepted,
             from_head=is_heads,
             draft_version=round_.draft_version,
+            read_prompt=report.read_prompt,
         )
 
 
@@ -100,10 +103,15 @@ def _watched(round_: Round) -> WatchedRound:
         drafted=not round_.is_control,
         seconds=report.seconds,
         committed=report.committed,
-        # A suffix chain that was verified beside the head's makes the round no measure of the head.
-        is_timed=not any(num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True)),
+        is_timed=not report.read_prompt and not _has_others(report),
+        read_prompt=report.read_prompt,
         verifications=tuple(_verifications(round_)),
     )
+
+
+def _has_others(report: RoundReport) -> bool:
+    """Whether a suffix chain was verified beside the head's: then the round is no measure of the head."""
+    return any(num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True))
 
 
 def _verifications(round_: Round) -> Iterator[Verification]:

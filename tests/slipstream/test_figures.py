@@ -25,9 +25,13 @@ def _run() -> DemoRun:
     def rounds(count: int, *, accepted: int, seconds: float) -> None:
         for _ in range(count):
             one = {"proposed": (2,), "accepted": (accepted,), "from_head": (True,), "expected": (accepted + 1, seconds)}
-            metrics.observe_round(batch=1, drafted=True, seconds=seconds, committed=accepted + 1, look=None, **one)
+            one |= {"committed": accepted + 1, "look": None}
+            metrics.observe_round(batch=1, drafted=True, read_prompt=False, seconds=seconds, **one)
         none = {"proposed": (0,), "accepted": (0,), "from_head": (False,), "expected": (0.0, 0.0)}
-        metrics.observe_round(batch=1, drafted=False, seconds=0.02, committed=1, look=None, **none)
+        none |= {"committed": 1, "look": None}
+        metrics.observe_round(batch=1, drafted=False, read_prompt=False, seconds=0.02, **none)
+        # Its token counts, what it took is in no ratio.
+        metrics.observe_round(batch=1, drafted=False, read_prompt=True, seconds=9, **none)
 
     scrape(0)
     rounds(10, accepted=0, seconds=0.03)
@@ -51,7 +55,7 @@ def test_figures_are_those_of_their_windows() -> None:
     # 60 tokens at 20 ms plainly against 20 rounds of 30 ms.
     assert document["speedup"]["measured_last_two_minutes"] == pytest.approx(60 * 0.02 / (20 * 0.03))
     assert document["speedup"]["baseline_rounds"] == 1
-    assert document["tokens_per_s"]["last_two_minutes"] == pytest.approx(61 / 120, abs=1e-4)
+    assert document["tokens_per_s"]["last_two_minutes"] == pytest.approx(62 / 120, abs=1e-4)
     assert document["inter_token_ms"]["p50"] == 10
     assert document["inter_token_ms"]["max_at_swap"] == 50
     assert document["swaps"] == 1, "the second swap came after the traffic"

@@ -248,6 +248,21 @@ def test_domains_have_gains_of_their_own() -> None:
     assert planner.gain("never seen") == pytest.approx(2, abs=0.5)
 
 
+def test_a_round_without_a_time_of_its_own_changes_no_forecast_of_seconds() -> None:
+    world = World(0.85)
+    world.run(500)
+    planner, plan = world.planner, Plan(batch=1, num_keys=200, uses_head=True)
+
+    def forecasts() -> list[float]:
+        return [planner.times.verify_s(1, 3, 200), planner.times.verify_s(2, 1, 400)]
+
+    before = forecasts()
+    for verify_s in (None, 10.0):
+        for _ in range(20):
+            planner.observe(plan, num_proposals=3, num_steps=3, num_pairs=1, draft_s=0.001, verify_s=verify_s)
+        assert (forecasts() == before) == (verify_s is None)
+
+
 def test_domains_are_bounded() -> None:
     planner = RoundPlanner(max_depth=DEPTH)
     for number in range(1000):

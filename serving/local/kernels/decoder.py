@@ -6,6 +6,7 @@ Shape letters: B batch, T new tokens, M = B × T, d hidden size, h head size.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,10 +69,18 @@ class KernelDecoder:
 
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: PanelSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
-        x_Md = F.embedding(tokens_BT.flatten(), self._embed)
         windows = [Window(slot, start, tokens_BT.shape[1]) for slot, start in enumerate(window.starts, window.first)]
-        hidden_Md, aux = self._kernels.run(self._model, windows, self._rotation, x_Md, cache.storage)
-        return hidden_Md.view(*tokens_BT.shape, -1), aux.view(*tokens_BT.shape, -1)
+        hidden_Md, aux_Mw = self._run(tokens_BT.flatten(), windows, cache)
+        return hidden_Md.view(*tokens_BT.shape, -1), aux_Mw.view(*tokens_BT.shape, -1)
+
+    def windows(self, rows: Sequence[Sequence[int]], starts: Sequence[int], cache: PanelSlots) -> tuple[Tensor, Tensor]:
+        """The same for rows of different length, of slots 0…, behind `starts` other tokens: [M, d] and [M, 3d]."""
+        windows = [Window(slot, start, len(row)) for slot, (row, start) in enumerate(zip(rows, starts, strict=True))]
+        return self._run(torch.tensor([token for row in rows for token in row]), windows, cache)
+
+    def _run(self, tokens_M: Tensor, windows: Sequence[Window], cache: PanelSlots) -> tuple[Tensor, Tensor]:
+        x_Md = F.embedding(tokens_M, self._embed)
+        return self._kernels.run(self._model, windows, self._rotation, x_Md, cache.storage)
 
 
 def _block(layer: FusedLayer) -> Block:

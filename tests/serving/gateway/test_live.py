@@ -81,6 +81,7 @@ class Served:
         self.metrics.observe_round(
             batch=1,
             drafted=drafted,
+            read_prompt=False,
             seconds=seconds,
             committed=accepted + 1,
             proposed=(3 if drafted else 0,),

@@ -23,6 +23,7 @@ from serving.engine import CapturePolicy, Chunk
 from serving.evidence import Verification
 from serving.local.generation import Generation, TopK
 from serving.local.packed import pack, pack_linears
+from serving.local.prompts import Piece
 from speculator.codec import decode_trace, encode_trace
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.labels import make_verdicts
@@ -397,12 +398,11 @@ def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
         with toy_engine(model_dir, suffix_depth=8) as harness:
             forward = harness.engine._loop._runner.prefill
 
-            def prefill(generation: Generation, *rest: Any, **named: Any) -> None:
+            def prefill(piece: Piece, **named: Any) -> None:
                 nonlocal num_read
-                generation.lends_prompt = lends
-                before = generation.num_prefilled
-                forward(generation, *rest, **named)
-                num_read += generation.num_prefilled - before
+                piece.generation.lends_prompt = lends
+                forward(piece, **named)
+                num_read += len(piece.tokens)
 
             harness.engine._loop._runner.prefill = prefill  # type: ignore[method-assign]
             shared = {"policy": CapturePolicy(group_id=group_id), "sampling": SamplingParams(temperature=1.0)}
@@ -434,7 +434,7 @@ def test_a_sample_of_a_group_does_not_draft_from_what_an_old_draft_has_read(mode
         engine, prompt = harness.engine, "a prompt that an old draft has read"
         decode, slots = engine._loop._decode, engine._loop._slots
         # The first sample waits for the others, so that it is there for as long as they run.
-        engine._loop._decode = lambda: decode() if len(slots.running) > 1 else None  # type: ignore[method-assign]
+        engine._loop._decode = lambda piece: decode(piece) if len(slots.running) > 1 else None  # type: ignore[method-assign]
         first = engine.generate(harness.request(prompt, policy=policy, max_tokens=200))
         await anext(first)
         harness.engine.install_draft(2)
