@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 _COMMON = 8
@@ -33,19 +33,27 @@ class Round(NamedTuple):
 
 def at_equal_cost(runs: Sequence[Sequence[Round]]) -> list[float]:
     """Seconds of each run."""
-    verify, draft = defaultdict[Hashable, list[float]](list), defaultdict[Hashable, list[float]](list)
+    verify, draft = defaultdict[tuple[int, int], list[float]](list), defaultdict[Hashable, list[float]](list)
     for run in runs:
         for one in run:
             if one.verify_s is not None:
                 verify[_verified(one)].append(one.verify_s)
             draft[_drafted(one)].append(one.draft_s)
     return [
-        sum(_usual(verify[_verified(one)], one.verify_s) + _usual(draft[_drafted(one)], one.draft_s) for one in run)
+        sum(_usual(_alike(one, verify), one.verify_s) + _usual(draft[_drafted(one)], one.draft_s) for one in run)
         for run in runs
     ]
 
 
-def _verified(one: Round) -> Hashable:
+def _alike(one: Round, verify: Mapping[tuple[int, int], Sequence[float]]) -> Sequence[float]:
+    """What rounds of its shape took, or those of as many requests, where its own time is not known."""
+    alike = verify.get(_verified(one), ())
+    if alike or one.verify_s is not None:
+        return alike
+    return [seconds for (batch, _), times in verify.items() if batch == one.batch for seconds in times]
+
+
+def _verified(one: Round) -> tuple[int, int]:
     return one.batch, one.num_proposals
 
 

@@ -1,4 +1,4 @@
-"""What a user gets: tokens a second by workload, with every source of proposals and without, beside Hugging Face.
+"""What a user gets: tokens a second by workload, with every source of proposals and without, beside others.
 
     python -m benchmarks.serving [--quick] [--json FILE] [--prompts FILE.jsonl] [--answers FILE] [--store DIR]
                                  [--parts workloads hugging_face llama_cpp shifting random wrong]
