@@ -46,11 +46,12 @@ def at_equal_cost(runs: Sequence[Sequence[Round]]) -> list[float]:
 
 
 def _alike(one: Round, verify: Mapping[tuple[int, int], Sequence[float]]) -> Sequence[float]:
-    """What rounds of its shape took, or those of as many requests, where its own time is not known."""
+    """What rounds of its shape took, or where its own time is not known those of as many requests, or else all."""
     alike = verify.get(_verified(one), ())
     if alike or one.verify_s is not None:
         return alike
-    return [seconds for (batch, _), times in verify.items() if batch == one.batch for seconds in times]
+    times = [(batch, seconds) for (batch, _), times in verify.items() for seconds in times]
+    return [seconds for batch, seconds in times if batch == one.batch] or [seconds for _, seconds in times]
 
 
 def _verified(one: Round) -> tuple[int, int]:

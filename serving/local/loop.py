@@ -55,7 +55,7 @@ class DecodeLoop:
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
-        self._pulse, self._num_steps, self._step_tokens, self._num_shared = pulse, 0, 0, 0
+        self._pulse, self._num_steps, self._step_tokens, self._num_shareable = pulse, 0, 0, 0
         self.texts, self.depth, self.target_version = texts, config.depth, 0
 
     @property
@@ -79,7 +79,7 @@ class DecodeLoop:
         self._metrics.aborted.inc(self._inbox.drop_aborted() + self._slots.drop_aborted())
         self._admit()
         piece = self._next_piece()
-        if piece is not None and not self._reads_in_round():
+        if piece is not None and not self._reads_in_round(piece):
             self._prefill(piece)
             piece = None
         batch = self.num_running
@@ -154,14 +154,17 @@ class DecodeLoop:
         generation = self._slots.prefilling
         return None if generation is None else Piece.next_of(generation, self.num_running, self._prefill_chunk)
 
-    def _reads_in_round(self) -> bool:
-        """Whether the next piece is read in a round's pass, where the weights are read once for both. Not one in eight,
-        nor beside a control round: or nothing would say what rounds take while prompts keep coming.
+    def _reads_in_round(self, piece: Piece) -> bool:
+        """Whether it is read in a round's pass, where the weights are read once for both. Not one in eight, nor where a
+        control round is due: or nothing would say what rounds take while prompts keep coming.
         """
-        if not self._target.takes_windows or self.num_running == 0 or self._control.is_due(self.num_running):
+        if not self._target.takes_windows or self.num_running == 0:
             return False
-        self._num_shared += 1
-        return self._num_shared % _ALONE_EVERY > 0
+        # Once a prompt's last piece was read alone, the round is one of more requests.
+        if not piece.ends_prompt and self._control.is_due(self.num_running):
+            return False
+        self._num_shareable += 1
+        return self._num_shareable % _ALONE_EVERY > 0
 
     def _prefill(self, piece: Piece) -> None:
         started = time.perf_counter()
@@ -171,7 +174,8 @@ class DecodeLoop:
 
     def _decode(self, piece: Piece | None) -> None:
         running = self._slots.running
-        is_control = self._control.is_control(len(running))
+        is_put_off = piece is not None and self._control.is_due(len(running))
+        is_control = not is_put_off and self._control.is_control(len(running))
         depth = 0 if is_control else self.depth
         report = self._runner.run(running, depth, piece)
         self._step_tokens += report.batch * (1 + report.num_proposals)

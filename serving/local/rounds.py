@@ -63,7 +63,7 @@ class RoundReport:
 
 
 class RoundRunner:
-    """Runs prefill chunks and rounds over slots 0…B−1."""
+    """Runs rounds over slots 0…B−1, and pieces of the prompt in slot B."""
 
     def __init__(
         self,

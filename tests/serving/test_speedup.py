@@ -131,6 +131,13 @@ def test_a_rare_batch_size_has_its_share_of_control_rounds() -> None:
     assert set(counts) == {2}, "a tenth of its twenty rounds, always"
 
 
+def test_what_is_due_is_known_before_the_round() -> None:
+    control, rng = ControlShare(0.3), random.Random(0)
+    for _ in range(200):
+        batch = rng.choice((1, 2))
+        assert control.is_due(batch) == control.is_due(batch) == control.is_control(batch)
+
+
 def test_short_visits_to_a_batch_size_have_control_rounds_too() -> None:
     visits = [ControlShare(0.02, seed) for seed in range(1000)]
     assert 70 <= sum(control.is_control(3) for control in visits for _ in range(5)) <= 130

@@ -24,8 +24,9 @@ def test_a_round_that_read_a_prompt_is_charged_as_others_of_its_shape() -> None:
     usual = [Round(1, 2, 1, 1, 0.010, 0.001)] * 3
     unknown = [Round(1, 2, 1, 1, None, 0.002)]
     assert at_equal_cost([usual, unknown])[1] == pytest.approx(0.012)
-    # Where there are none, as others of its size.
+    # Where there are none, as others of its size, or as all.
     assert at_equal_cost([usual, [Round(1, 4, 1, 1, None, 0.002)]])[1] == pytest.approx(0.012)
+    assert at_equal_cost([usual, [Round(2, 4, 1, 1, None, 0.002)]])[1] == pytest.approx(0.012)
 
 
 def test_a_rare_round_is_charged_what_it_took() -> None:

@@ -1,6 +1,7 @@
 """The pass of the library over a target's layers.
 
-Shape letters: B batch, T new tokens, M = B × T, d hidden size, h head size.
+Shape letters: B batch, T new tokens, M all of them (B × T, or what rows of different length add up to), d hidden size,
+h head size.
 """
 
 from __future__ import annotations

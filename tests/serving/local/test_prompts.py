@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +41,6 @@ def model_dir(target: Target) -> Path:
     return Path(target.config["_name_or_path"])
 
 
-MODES = ("speculative", "control", "with_prompt")
-
-
 def _rounds(harness: Harness, mode: str) -> float:
     return sum(harness.metric("slipstream_rounds_total", mode=mode, batch=str(batch)) for batch in range(1, 5))
 
@@ -53,7 +49,7 @@ def _rounds(harness: Harness, mode: str) -> float:
 def test_texts_and_traces_are_the_same(
     target: Target, model_dir: Path, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, shares = [], []
+    seen = []
     for takes_windows in (True, False):
         monkeypatch.setattr(Target, "takes_windows", takes_windows)
         draft = random_draft(model_dir, seed=1)
@@ -70,7 +66,6 @@ def test_texts_and_traces_are_the_same(
             measured = harness.meter.measure()
             assert measured.speculative_rounds == _rounds(harness, "speculative")
             assert measured.baseline_rounds == _rounds(harness, "control")
-            shares.append(_rounds(harness, "control") / sum(map(partial(_rounds, harness), MODES)))
         # Control rounds, which cut the chunks, come elsewhere.
         told = [
             [
@@ -82,8 +77,6 @@ def test_texts_and_traces_are_the_same(
         ]
         traces = sorted(harness.traces, key=lambda trace: trace.header.request_id)
         seen.append((told, traces))
-    # A control round that is due comes, whether or not a prompt is being read.
-    assert shares[0] == pytest.approx(shares[1], abs=0.04)
     (ours, our_traces), (theirs, their_traces) = seen
     assert ours == theirs
     for trace, other_trace in zip(our_traces, their_traces, strict=True):
