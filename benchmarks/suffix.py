@@ -195,6 +195,11 @@ def _answers(
     ]
 
 
+def asks_for(edit: str, program: str) -> str:
+    """The prompt of one small change in a program."""
+    return f"```python\n{program}\n```\n{edit} in this code and change nothing else. Answer with the whole code."
+
+
 def _decode(options: argparse.Namespace, count: int, limit: int) -> Iterator[list[Answer]]:
     """The answers of one workload after the other, `count` of each but the groups, of about `limit` tokens."""
     with local_engine(resolve_model(options.model), depth=0, num_threads=options.threads) as engine:
@@ -204,8 +209,7 @@ def _decode(options: argparse.Namespace, count: int, limit: int) -> Iterator[lis
         programs = [text.text for text in texts if text.domain == "code"][:count]
         written = _answers(engine, "", programs, limit=limit)
         asked = [
-            f"```python\n{engine.tokenizer.decode(program.tokens)}\n```\n{edit} in this code and change nothing else. "
-            "Answer with the whole code."
+            asks_for(edit, engine.tokenizer.decode(program.tokens))
             for program, edit in zip(written, itertools.cycle(EDITS), strict=False)
         ]
         yield _answers(engine, "editing", asked, limit=limit + 60)

@@ -49,6 +49,8 @@ class DemoOptions:
     redis_url: str | None
     prompts: list[Prompt] | None
     clients: int
+    samples: int
+    temperature: float
     max_tokens: int
     depth: int
     context_length: int
@@ -121,7 +123,14 @@ class _Demo:
         self._options, self._console, self._url = options, console, url
         self._stream, self._children = stream, children
         prompts = endless(options.prompts or built_in_prompts(), options.seed)
-        traffic = Traffic(url, options.model_name, prompts, max_tokens=options.max_tokens, temperature=0.0)
+        traffic = Traffic(
+            url,
+            options.model_name,
+            prompts,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            samples=options.samples,
+        )
         self._run = DemoRun(History(), traffic, time.time(), [])
         self._http = httpx.AsyncClient(timeout=5, trust_env=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class TrafficStats:
-    """What the clients saw. `gaps` holds (unix time, seconds since the stream's previous chunk)."""
+    """What the clients saw. `gaps` holds (unix time, seconds since the same answer's previous chunk)."""
 
     requests: int = 0
     failed: int = 0
@@ -26,10 +27,17 @@ class TrafficStats:
 
 
 class Traffic:
-    """`concurrency` clients, each asking the next prompt as soon as its answer has ended."""
+    """`concurrency` clients, each asking the next prompt for `samples` answers as soon as those before have ended."""
 
     def __init__(
-        self, base_url: str, model: str, prompts: Iterator[Prompt], *, max_tokens: int, temperature: float
+        self,
+        base_url: str,
+        model: str,
+        prompts: Iterator[Prompt],
+        *,
+        max_tokens: int,
+        temperature: float,
+        samples: int = 1,
     ) -> None:
         # No proxy: the server is on this machine.
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
@@ -37,7 +45,8 @@ class Traffic:
             base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=300, http_client=http
         )
         self._model, self._prompts = model, prompts
-        self._max_tokens, self._temperature = max_tokens, temperature
+        self._max_tokens, self._temperature, self._samples = max_tokens, temperature, samples
+        self._groups = itertools.count()
         self._stopping = False
         self.stats = TrafficStats()
 
@@ -61,27 +70,32 @@ class Traffic:
                 await asyncio.sleep(0.5)
 
     async def _ask(self, prompt: Prompt) -> None:
+        about = {"domain": prompt.domain}
+        if self._samples > 1:
+            about["group_id"] = f"group-{next(self._groups)}"
         stream = await self._client.chat.completions.create(
             model=self._model,
             messages=[{"role": "user", "content": prompt.text}],
             max_tokens=self._max_tokens,
             temperature=self._temperature,
+            n=self._samples,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"slipstream": {"domain": prompt.domain}},
+            extra_body={"slipstream": about},
         )
-        previous, finished = None, False
+        latest: dict[int, float] = {}  # by sample
+        finished = set()
         async for chunk in stream:
             if chunk.usage is not None:
                 self.stats.completion_tokens += chunk.usage.completion_tokens
-            if not chunk.choices:
-                continue
-            finished = finished or chunk.choices[0].finish_reason is not None
-            if chunk.choices[0].delta.content:
-                now = time.perf_counter()
-                if previous is not None:
-                    self.stats.gaps.append((time.time(), now - previous))
-                previous = now
-        if not finished:
+            for choice in chunk.choices:
+                if choice.finish_reason is not None:
+                    finished.add(choice.index)
+                if choice.delta.content:
+                    now = time.perf_counter()
+                    if choice.index in latest:
+                        self.stats.gaps.append((time.time(), now - latest[choice.index]))
+                    latest[choice.index] = now
+        if len(finished) < self._samples:
             # The client library says nothing when a stream is cut without a finish reason.
             raise openai.OpenAIError("the stream ended without a finish reason")

@@ -1,0 +1,118 @@
+"""What a user sees after ten minutes: `slipstream demo` from a draft with random weights, on three workloads in turn.
+
+    python -m benchmarks.demo [--quick] [--json FILE] [--prompts FILE.jsonl] [--model NAME] [--minutes 10]
+                              [--workloads mixed editing groups] [--plots DIR]
+
+* mixed: the prompts as they come, two clients, greedy.
+* editing: every program among the prompts (domain `code`) with each of five small changes asked for, two clients,
+  greedy. Without `--prompts` the programs are functions of this project.
+* groups: eight answers to each prompt at temperature 0.8, one group at a time.
+
+The speedup is the one that the running service reports: its last two minutes over plain decoding in the same minutes.
+Once a prompt comes again, its first answer is in what suffixes are taken from: the table says how often each came.
+
+Targets: 1.6 × on mixed traffic, 2.5 × on the other two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import serving.local
+from benchmarks.common import Target, fill_in, finish, parser
+from benchmarks.panels import free_port
+from benchmarks.suffix import EDITS, asks_for
+from slipstream.topics import Prompt, built_in_prompts, read_prompts
+from speculator.errors import ConfigError
+
+MORE_EDITS = ("Add type hints to every function", "Print the arguments at the start of every function")
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: Sequence[Prompt]
+    options: tuple[str, ...]
+    target: float
+
+
+def main() -> None:
+    options = parser("The live demo on three workloads")
+    options.add_argument("--minutes", type=float, help="of traffic, each workload")
+    options.add_argument("--workloads", nargs="+", choices=("mixed", "editing", "groups"))
+    options.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG of each workload here")
+    arguments = options.parse_args()
+    fill_in(arguments, {"minutes": (0.4, 10.0), "workloads": (("mixed", "editing", "groups"),) * 2})
+    workloads = workloads_of(arguments.prompts)
+    rows: list[tuple[str, object]] = []
+    targets, document = [], {}
+    for name in arguments.workloads:
+        plot = ("--plot", str(arguments.plots / f"{name}.png")) if arguments.plots else ()
+        figures = _run(workloads[name], arguments, plot)
+        found = figures["speedup"]["measured_last_two_minutes"] or 0.0
+        lengths = ["–" if one is None else f"{one:.2f}" for one in figures["accept_length"].values()]
+        came = figures["requests"] / len(workloads[name].prompts)
+        rows += [
+            (f"{name}: measured speedup", f"{found:.2f} ×  ({figures['speedup']['baseline_rounds']} control rounds)"),
+            ("  tokens a verification, first minute → last two", " → ".join(lengths)),
+            ("  requests; times that each prompt came", f"{figures['requests']}; {came:.2f}"),
+        ]
+        targets.append(Target(f"{name}_speedup", found, workloads[name].target))
+        document[name] = {**figures, "times_each_prompt_came": round(came, 3)}
+    finish(rows, targets, document, arguments.json)
+
+
+def workloads_of(path: Path | None) -> dict[str, Workload]:
+    """The workloads by name. Raises ConfigError when the file has no program."""
+    prompts = read_prompts(path) if path else built_in_prompts()
+    programs = [one.text for one in prompts if one.domain == "code"] if path else _functions_of_this_project()
+    if not programs:
+        raise ConfigError(f'{path} has no lines whose "domain" is "code": editing needs programs')
+    edits = [
+        Prompt("editing", asks_for(edit, program.strip())) for program in programs for edit in (*EDITS, *MORE_EDITS)
+    ]
+    groups = ("--clients", "1", "--samples", "8", "--temperature", "0.8")
+    return {
+        "mixed": Workload(prompts, (), 1.6),
+        "editing": Workload(edits, (), 2.5),
+        "groups": Workload(prompts, groups, 2.5),
+    }
+
+
+def _functions_of_this_project() -> list[str]:
+    sources = [path.read_text() for path in sorted(Path(serving.local.__path__[0]).glob("*.py"))]
+    found = [
+        ast.get_source_segment(source, node) or ""
+        for source in sources
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return [text for text in found if len(text) < 1000]
+
+
+def _run(workload: Workload, arguments: argparse.Namespace, plot: tuple[str, ...]) -> dict[str, Any]:
+    """The figures of one demo, whose lines go to the terminal."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch:
+        asked, written = Path(scratch) / "prompts.jsonl", Path(scratch) / "figures.json"
+        lines = [json.dumps({"domain": one.domain, "prompt": one.text}) for one in workload.prompts]
+        asked.write_text("\n".join(lines) + "\n")
+        command = [sys.executable, "-m", "slipstream", "demo", *workload.options, *plot]
+        command += ["--model", str(arguments.model), "--port", str(free_port())]
+        command += ["--minutes", str(arguments.minutes), "--prompts", str(asked), "--json", str(written)]
+        ports = {"SLIPSTREAM_TRAINER_METRICS_PORT": str(free_port())}
+        subprocess.run(command, env={**os.environ, **ports}, check=True)
+        figures: dict[str, Any] = json.loads(written.read_text())
+        return figures
+
+
+if __name__ == "__main__":
+    main()
