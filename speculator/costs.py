@@ -5,6 +5,8 @@ reads the keys of all b contexts:
 
     T = θ₀ + θ₁ · r + θ₂ · (rows × keys that they attend to)
 
+Where chains are verified as long as they are, P is that of the longest: what shorter ones spare is in what is measured.
+
 The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own factor
 on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Drafting has a line of
 its own. A round that took far longer than expected was interrupted, and counts as a little too long only.

@@ -178,7 +178,7 @@ class DecodeLoop:
         is_control = not is_put_off and self._control.is_control(len(running))
         depth = 0 if is_control else self.depth
         report = self._runner.run(running, depth, piece)
-        self._step_tokens += report.batch * (1 + report.num_proposals)
+        self._step_tokens += report.num_tokens
         self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version))
         if piece is not None:
             self._end_piece(piece, report.seconds, in_round=True)

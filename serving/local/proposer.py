@@ -1,7 +1,7 @@
 """Where a round's proposals come from: each request's suffix chain, or the learned head's, as the planner decides.
 
 Of a request's two chains the one that is expected to earn more is verified. The chains of a round are cut where one
-more token of all of them together costs more than it earns; a request with a shorter chain leaves its row unused.
+more token of all of them together costs more than it earns.
 """
 
 from __future__ import annotations

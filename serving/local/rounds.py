@@ -1,6 +1,6 @@
 """One decode round of a batch: draft → verify → commit; and one piece of a prompt, alone or in a round's pass.
 
-Shape letters: B batch, P proposals, d hidden size, V vocabulary, K kept tokens.
+Shape letters: B batch, T tokens of a request, M of all, d hidden size, V vocabulary, K kept tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class RoundReport:
     batch: int
     drafted: bool
     read_prompt: bool
-    num_proposals: int
+    num_tokens: int
+    """That its pass computed, but for the piece's."""
     seconds: float
     accepted: tuple[int, ...]
     earned: tuple[int, ...]
@@ -113,7 +114,7 @@ class RoundRunner:
         else:
             proposals = self._proposer.propose(generations, head_depth=depth)
         lengths = [len(generation.tokens) for generation in generations]
-        accepted = self._verify(generations, proposals, piece, drafting=depth > 0)
+        accepted, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
         seconds = time.perf_counter() - started_s
         look = None
         if (seen := proposals.look) is not None:
@@ -126,7 +127,7 @@ class RoundRunner:
             batch=len(lengths),
             drafted=depth > 0,
             read_prompt=piece is not None,
-            num_proposals=proposals.width,
+            num_tokens=num_tokens,
             seconds=seconds,
             accepted=tuple(accepted),
             earned=tuple(len(one.tokens) - length for one, length in zip(generations, lengths, strict=True)),
@@ -138,45 +139,52 @@ class RoundRunner:
 
     def _verify(
         self, generations: Sequence[Generation], proposals: Proposals, piece: Piece | None, *, drafting: bool
-    ) -> list[int]:
-        """Feed the pending tokens and the chains, padded to the longest, and commit; accepted proposals by request."""
+    ) -> tuple[list[int], int]:
+        """Feed the pending tokens and the chains, and commit: accepted proposals by request, and tokens computed."""
         rows = [
-            [generation.tokens[-1], *chain.tokens, *[0] * (proposals.width - len(chain.tokens))]
+            [generation.tokens[-1], *chain.tokens]
             for generation, chain in zip(generations, proposals.chains, strict=True)
         ]
         starts = [len(generation.tokens) - 1 for generation in generations]
-        if piece is None:
-            tokens_BP1 = torch.tensor(rows, device=self._target.device)
-            hidden_BP1d, aux_BP1w = self._target.forward(tokens_BP1, first_slot=0, starts=starts)
-            logits_BP1V = self._target.logits(hidden_BP1d)
-        else:
-            aux_BP1w, logits_BP1V, read = self._pass_with(piece, rows, starts)
+        if not self._target.takes_windows:
+            # Chains are padded to the longest.
+            rows = [[*row, *[0] * (1 + proposals.width - len(row))] for row in rows]
+        aux_Mw, logits_MV, read = self._pass(rows, starts, piece)
         # Not argmax: on CPU it is six times slower in bfloat16.
-        likeliest_BP1: list[list[int]] = logits_BP1V.max(-1).indices.tolist()
-        accepted = []
+        likeliest_M: list[int] = logits_MV.max(-1).indices.tolist()
+        accepted, end = [], 0
         for slot, (generation, chain) in enumerate(zip(generations, proposals.chains, strict=True)):
-            start = starts[slot]
-            self._reader.keep(slot, start, aux_BP1w[slot])
-            taken = emitted_after(generation, logits_BP1V[slot], likeliest_BP1[slot], chain.tokens)
+            start, first, end = starts[slot], end, end + len(rows[slot])
+            self._reader.keep(slot, start, aux_Mw[first:end])
+            logits_TV = logits_MV[first:end]
+            taken = emitted_after(generation, logits_TV, likeliest_M[first:end], chain.tokens)
             count = len(taken) - 1
             if generation.capture:
-                generation.topk.append(top_of(start, logits_BP1V[slot, : count + 1], self._capture_topk))
+                generation.topk.append(top_of(start, logits_TV[: count + 1], self._capture_topk))
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
-            logprobs = logprobs_of(generation, logits_BP1V[slot, : count + 1], taken)
+            logprobs = logprobs_of(generation, logits_TV[: count + 1], taken)
             generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
             accepted.append(count)
         # Behind the tokens that others wait for.
-        if piece is not None:
+        if piece is not None and read is not None:
             self._prompts.take(piece, *read, drafting=drafting)
-        return accepted
+        return accepted, len(likeliest_M)
 
-    def _pass_with(
-        self, piece: Piece, rows: list[list[int]], starts: list[int]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None]]:
-        """Features [B, P + 1, 3d] and logits [B, P + 1, V] of the requests' rows, and what `PromptReader.take` wants of
-        the piece, from one pass.
+    def _pass(
+        self, rows: list[list[int]], starts: list[int], piece: Piece | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
+        """Features [M, 3d] and logits [M, V] of the requests' M tokens, and what `PromptReader.take` wants of a piece
+        that the same pass computes.
         """
+        if not self._target.takes_windows:
+            assert piece is None
+            tokens_BT = torch.tensor(rows, device=self._target.device)
+            hidden_BTd, aux_BTw = self._target.forward(tokens_BT, first_slot=0, starts=starts)
+            return aux_BTw.flatten(0, 1), self._target.logits(hidden_BTd.flatten(0, 1)), None
+        if piece is None:
+            hidden_Md, aux_Mw = self._target.forward_windows(rows, starts=starts)
+            return aux_Mw, self._target.logits(hidden_Md), None
         assert piece.slot == len(rows)
         hidden_Md, aux_Mw = self._target.forward_windows([*rows, piece.tokens], starts=[*starts, piece.start])
         num_verified = len(hidden_Md) - len(piece.tokens)
@@ -184,11 +192,10 @@ class RoundRunner:
         # One product for all: it reads a large matrix.
         wanted_Md = torch.cat([verified_Md, hidden_Md[-1:]]) if piece.ends_prompt else verified_Md
         logits_MV = self._target.logits(wanted_Md)
-        shape = len(rows), len(rows[0]), -1
         first_V = logits_MV[-1] if piece.ends_prompt else None
         return (
-            aux_Mw[:num_verified].view(shape),
-            logits_MV[:num_verified].view(shape),
+            aux_Mw[:num_verified],
+            logits_MV[:num_verified],
             (hidden_Md[num_verified:], aux_Mw[num_verified:], first_V),
         )
 

@@ -1,4 +1,4 @@
-"""A piece of a prompt in the pass of a round, on any machine: who decodes, drafts, moves and copies meanwhile.
+"""Passes over rows of different length, on any machine: chains, and a piece of a prompt beside them.
 
 In float64, with a pass over rows of different length that computes one row after the other.
 """
@@ -119,6 +119,38 @@ def test_texts_proposals_and_traces_are_those_of_pieces_read_alone(
         np.testing.assert_array_equal(trace.rounds.position, other.rounds.position)
         np.testing.assert_array_equal(trace.rounds.draft_tokens, other.rounds.draft_tokens)
         np.testing.assert_allclose(trace.rounds.draft_logprobs, other.rounds.draft_logprobs, atol=1e-2)
+
+
+def test_chains_of_different_length_are_not_padded(model_dir: Path, windows: pytest.MonkeyPatch) -> None:
+    """Where passes take rows of different length; their texts are those of plain decoding."""
+    passes: list[list[int]] = []
+    reports: list[RoundReport] = []
+
+    def watched(target: Target, rows: Sequence[Sequence[int]], *, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        passes.append([len(row) for row in rows])
+        return _one_row_after_the_other(target, rows, starts=starts)
+
+    with toy_engine(model_dir, depth=0) as harness:
+        plain = [answer.token_ids for answer in harness.ask(*map(harness.request, PROMPTS[:3]))]
+    windows.setattr(Target, "forward_windows", watched)
+    with toy_engine(model_dir, min_confidence=None, suffix_depth=8) as harness:
+        run = harness.engine._loop._runner.run
+
+        def watched_run(running: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
+            report = run(running, depth, piece)
+            if piece is None:
+                reports.append(report)
+                assert passes[-1] == [1 + num for num in report.proposed]
+                assert report.num_tokens == sum(passes[-1])
+            return report
+
+        harness.engine._loop._runner.run = watched_run  # type: ignore[method-assign]
+        for _ in range(2):
+            # Once the first prompt was answered its text is known, and that of the others is not.
+            answers = harness.ask(*map(harness.request, PROMPTS[:1]))
+        answers += harness.ask(*map(harness.request, PROMPTS[1:3]), harness.request(PROMPTS[0], request_id="again"))
+    assert [answer.token_ids for answer in answers] == [*plain, plain[0]]
+    assert any(len(set(report.proposed)) > 1 for report in reports)
 
 
 @pytest.mark.usefixtures("windows")
