@@ -18,7 +18,9 @@ _COMMON = 8
 
 
 class Round(NamedTuple):
-    """One round: its requests, what it proposed for each, and its two parts in seconds."""
+    """One round: its requests, its longest chain, and its two parts in seconds. Of several requests rounds of one shape
+    may verify more and less: what they share is a median of such.
+    """
 
     batch: int
     num_proposals: int

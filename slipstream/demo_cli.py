@@ -15,6 +15,7 @@ from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.options import Depth, DraftVocab, Dtype, JsonFile, Model, finite
 from slipstream.terminal import console
+from speculator.errors import ConfigError
 
 
 def demo(
@@ -45,6 +46,8 @@ def demo(
 
     # SIGTERM ends the demo as Ctrl-C does: by way of every `finally`, so that nothing it started is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if samples > 1 and temperature == 0:
+        raise ConfigError(f"--samples {samples} at --temperature 0 are one answer {samples} times: give a temperature")
     check_output(json_file)
     check_output(plot)
     model_dir = resolve_model(model)
@@ -67,6 +70,7 @@ def demo(
     )
     run = run_demo(options, console)
     document = figures(run, model=options.model_name, minutes=minutes)
+    document |= {"clients": clients, "samples": samples, "temperature": temperature}
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
     if plot is not None:

@@ -156,7 +156,7 @@ class DecodeLoop:
 
     def _reads_in_round(self, piece: Piece) -> bool:
         """Whether it is read in a round's pass, where the weights are read once for both. Not one in eight, nor where a
-        control round is due: or nothing would say what rounds take while prompts keep coming.
+        control round is due, if the prompt goes on: or nothing would say what rounds take while prompts keep coming.
         """
         if not self._target.takes_windows or self.num_running == 0:
             return False

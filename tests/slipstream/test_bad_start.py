@@ -22,6 +22,10 @@ def test_directory_without_a_model(refused: Refused, tmp_path: Path) -> None:
     assert "--model" in refused("train", "--model", tmp_path)
 
 
+def test_one_greedy_answer_many_times(refused: Refused, toy_model: Path) -> None:
+    assert "--temperature" in refused("demo", "--model", toy_model, "--samples", 2)
+
+
 def test_busy_port(refused: Refused, toy_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from collections.abc import Iterator
 
+import httpx
+import openai
 import pytest
 
 from slipstream.topics import Prompt
@@ -56,8 +60,21 @@ def test_one_answer_has_no_group() -> None:
     assert len(stats.gaps) == 2
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-def test_answers_that_are_cut_are_a_failed_request(samples: int) -> None:
-    engine = DoubleEngine(answer=says("0123456789"), is_cut=True)
-    stats = _traffic(engine, prompts=1, samples=samples)
-    assert (stats.requests, stats.failed) == (1, 1)
+@pytest.mark.parametrize("num_finished", [0, 2, 3])
+def test_a_stream_in_which_not_every_answer_ends_is_a_failed_request(num_finished: int) -> None:
+    def chunk(index: int, finish_reason: str | None) -> str:
+        choice = {"index": index, "delta": {"content": "text"}, "finish_reason": finish_reason}
+        return f"data: {json.dumps({'id': 'x', 'object': 'chat.completion.chunk', 'choices': [choice]})}\n\n"
+
+    body = "".join(chunk(index, "stop" if index < num_finished else None) for index in range(3)) + "data: [DONE]\n\n"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        traffic.stop()
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=body)
+
+    prompts = itertools.repeat(Prompt("toy", "question"))
+    traffic = Traffic("http://none", "toy", prompts, max_tokens=1, temperature=0.8, samples=3)
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    traffic._client = openai.AsyncOpenAI(base_url="http://none", api_key="none", max_retries=0, http_client=client)
+    asyncio.run(traffic.run(1))
+    assert (traffic.stats.requests, traffic.stats.failed) == (1, int(num_finished < 3))
