@@ -13,6 +13,7 @@ import torch
 
 from serving.local.compiled import find_compiler, kernel_folder
 from serving.local.kernels.library import Kernels
+from serving.local.kernels.pairs import faster_in_pairs
 from speculator.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -20,7 +21,7 @@ log = structlog.get_logger(__name__)
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "kernels.cpp"
 # Contracted products and sums would round differently from PyTorch's, and from those of another compiler.
-_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-mfma")
+_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-mfma", "-mavx512bf16")
 _INSTRUCTIONS = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
 
 
@@ -43,7 +44,8 @@ def found_kernels() -> Kernels | None:
     except (ConfigError, OSError, RuntimeError) as error:
         log.info("without kernels of our own", reason=(str(error).splitlines() or [type(error).__name__])[0])
         return None
-    log.info("with kernels of our own")
+    kernels.in_pairs = faster_in_pairs(kernels)
+    log.info("with kernels of our own", bfloat16="in pairs" if kernels.in_pairs else "one by one")
     return kernels
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from serving.local.fused_draft import Span, fused_matrices, fused_norms
 from serving.local.kernels.layers import panels
 from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
+from serving.local.kernels.memory import LargePages
 from serving.local.kernels.slots import PanelSlots
 from speculator.model import Eagle3Draft
 
@@ -39,7 +40,9 @@ class KernelDraft:
         self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
         self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
-        self.weights = self.fused(dict(model.named_parameters()))
+        weights = self.fused(dict(model.named_parameters()))
+        pages = LargePages([weight.nbytes for weight in weights.values()])
+        self.weights = {name: pages.hold(weight) for name, weight in weights.items()}
         """By name; only ever changed in place."""
         self._layers = {name: self._layer_of(name) for name in ("fc", "qkv", "out", "gate_up", "down", "head")}
         heads = Heads(
@@ -94,4 +97,4 @@ class KernelDraft:
             "down": (config.intermediate_size, d),
             "head": (d, config.draft_vocab_size),
         }
-        return Layer(*sizes[name], pointer(self.weights[name]), None, None, None)
+        return Layer(*sizes[name], pointer(self.weights[name]), None, None, None, self._kernels.in_pairs)

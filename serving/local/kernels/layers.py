@@ -5,12 +5,15 @@ Suffixes: K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.int8 import OFFSET, whole_numbers
 from serving.local.kernels.library import LANES, PANEL, Kernels, Layer, pointer
+from serving.local.kernels.memory import LargePages
 
 _STEP_BYTES = 4
 """Of inputs that lie together."""
@@ -25,8 +28,9 @@ class KernelLinear(nn.Module):
         kernels: Kernels,
         weight_NK: Tensor,
         *,
-        offsets_N: Tensor | None,
-        scale_N: Tensor | None,
+        offsets_N: Tensor | None = None,
+        scale_N: Tensor | None = None,
+        in_pairs: bool = False,
     ) -> None:
         assert linear.in_features % LANES == 0
         super().__init__()
@@ -35,12 +39,18 @@ class KernelLinear(nn.Module):
         bias_N = None if linear.bias is None else linear.bias.detach().float()
         rest = [None if of_N is None else _padded(of_N) for of_N in (offsets_N, scale_N, bias_N)]
         self._parts = (weight, *(part for part in rest if part is not None))
-        self.layer = Layer(linear.in_features, linear.out_features, *map(pointer, (weight, *rest)))
+        self.layer = Layer(linear.in_features, linear.out_features, *map(pointer, (weight, *rest)), in_pairs)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """What is read in the weight's place; another layer's of the same shape can be copied into it."""
         return self._parts
+
+    def move(self, pages: LargePages) -> None:
+        """The weight into these pages."""
+        weight = pages.hold(self._parts[0])
+        self._parts = weight, *self._parts[1:]
+        self.layer.weight = pointer(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._kernels.linear(self.layer, x)
@@ -57,10 +67,18 @@ class VnniLinear(KernelLinear):
 
 
 class Bfloat16Linear(KernelLinear):
-    """Summed up in float32, one input after the other."""
+    """Summed up in float32, one input after the other or in pairs: by default as the kernels have it."""
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
-        super().__init__(linear, kernels, linear.weight.detach(), offsets_N=None, scale_N=None)
+    def __init__(self, linear: nn.Linear, kernels: Kernels, *, in_pairs: bool | None = None) -> None:
+        in_pairs = kernels.in_pairs if in_pairs is None else in_pairs
+        super().__init__(linear, kernels, linear.weight.detach(), in_pairs=in_pairs)
+
+
+def gather(layers: Sequence[KernelLinear]) -> None:
+    """Their weights into pages of their own, one after the other: there is room for one twice."""
+    pages = LargePages([layer.parts[0].nbytes for layer in layers])
+    for layer in layers:
+        layer.move(pages)
 
 
 def panels(weight_NK: Tensor) -> Tensor:

@@ -29,7 +29,10 @@ class Norm(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A linear layer whose weight lies in panels; offsets and scale in 8 bits alone."""
+    """A linear layer whose weight lies in panels; offsets and scale in 8 bits alone.
+
+    `in_pairs`: whether a product in bfloat16 takes two inputs at a time, for CPUs with AVX-512 BF16 alone.
+    """
 
     _fields_ = (
         ("K", _number),
@@ -38,6 +41,7 @@ class Layer(ctypes.Structure):
         ("offsets_N", _pointer),
         ("scale_N", _pointer),
         ("bias_N", _pointer),
+        ("in_pairs", _number),
     )
 
 
@@ -94,6 +98,9 @@ class Kernels:
     what a structure points to has to live as long as it is used.
     """
 
+    in_pairs = False
+    """Whether layers in bfloat16 multiply in pairs where they are not told."""
+
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         kinds = Model, Block, Draft, Window
@@ -133,13 +140,14 @@ class Kernels:
             *(_number, _pointer, _pointer, _number),
         )
 
-    def linear(self, layer: Layer, x: Tensor) -> Tensor:
+    def linear(self, layer: Layer, x: Tensor, *, num_threads: int | None = None) -> Tensor:
         """bfloat16 [..., K] → [..., N]."""
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == layer.K
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], layer.N)
-        self._linear(layer, x.numel() // layer.K, x.data_ptr(), y.data_ptr(), torch.get_num_threads())
+        num_threads = num_threads or torch.get_num_threads()
+        self._linear(layer, x.numel() // layer.K, x.data_ptr(), y.data_ptr(), num_threads)
         return y
 
     def attend(

@@ -19,6 +19,7 @@ struct Layer {
   const int32_t* offsets_N;  // in 8 bits: takes off the sums what the inputs' offset adds to them
   const float* scale_N;      // in 8 bits, and none in bfloat16
   const float* bias_N;       // or none
+  int64_t in_pairs;          // in bfloat16: whether Bfloat16Pairs multiplies
 };
 
 // A token's input as two rows of whole numbers + 128, the second of what the first leaves over, and its scale.
@@ -71,6 +72,14 @@ struct Inputs<Bfloat16> {
   }
   static __m512 result(const Layer&, int64_t, const int32_t (*sums)[kPanel], int part, float) {
     return _mm512_loadu_ps(sums[0] + part);
+  }
+};
+
+template <>
+struct Inputs<Bfloat16Pairs> : Inputs<Bfloat16> {
+  static float prepare(const uint16_t* x_K, int64_t K, uint8_t* rows) {
+    std::memcpy(rows, x_K, K * sizeof *x_K);
+    return 1;
   }
 };
 
@@ -132,6 +141,8 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
 // x [M, K] → y [M, N]; `next` is the weight whose turn is after this one, to be in the cache then, or none.
 inline void multiply(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
                      int64_t num_threads) {
-  const auto of_kind = layer.scale_N == nullptr ? multiply_all<Bfloat16> : multiply_all<WholeNumbers>;
+  const auto of_kind = layer.scale_N != nullptr  ? multiply_all<WholeNumbers>
+                       : layer.in_pairs != 0 ? multiply_all<Bfloat16Pairs>
+                                             : multiply_all<Bfloat16>;
   of_kind(layer, M, x, y, next, num_threads);
 }

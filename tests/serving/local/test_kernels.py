@@ -19,7 +19,8 @@ from serving.local.int8 import Int8Linear
 from serving.local.kernels.build import available, compiled_kernels, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
-from serving.local.kernels.library import Heads, Kernels, Norm, Window
+from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window
+from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear
 from serving.local.target import Target
@@ -32,6 +33,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
     pytest.mark.skipif(not available(), reason="a CPU without AVX-512 VNNI, or with AMX"),
 ]
+HAS_PAIRS = bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+PAIRS = pytest.param("pairs", marks=pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16"))
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
 
 
@@ -46,13 +49,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=256)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "int8"])
-def target(model_dir: Path, request: pytest.FixtureRequest) -> Target:
-    target = _target(model_dir, int8=request.param)
-    kind = VnniLinear if request.param else Bfloat16Linear
-    layers = [module for module in target._model.modules() if isinstance(module, kind)]
-    assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
-    return target
+@pytest.fixture(scope="module", params=["one_by_one", PAIRS, "int8"])
+def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
+    is_int8 = request.param == "int8"
+    found = found_kernels()
+    assert found is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "in_pairs", request.param == "pairs")
+        target = _target(model_dir, int8=is_int8)
+        kind = VnniLinear if is_int8 else Bfloat16Linear
+        layers = [module for module in target._model.modules() if isinstance(module, kind)]
+        assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
+        assert all(module.layer.in_pairs == (request.param == "pairs") for module in layers)
+        yield target  # and drafts beside it multiply in the same way
 
 
 def _target(
@@ -117,7 +126,8 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
     for place in (0, 17, 63):
         x = torch.randn(3, 64).bfloat16()
         x[1, place] = broken
-        for layer in (VnniLinear(linear, kernels), Bfloat16Linear(linear, kernels)):
+        ways = (False, True) if HAS_PAIRS else (False,)
+        for layer in (VnniLinear(linear, kernels), *(Bfloat16Linear(linear, kernels, in_pairs=way) for way in ways)):
             y = layer(x)
             assert not y[1].isfinite().any()
             assert y[::2].isfinite().all()
@@ -135,13 +145,14 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", ["one_by_one", PAIRS])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (576, 1536), (1536, 100)])
 def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
-    kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool
+    kernels: Kernels, num_inputs: int, num_outputs: int, way: str, bias: bool
 ) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
-    ours, theirs = Bfloat16Linear(plain, kernels), PackedLinear(plain)
+    ours, theirs = Bfloat16Linear(plain, kernels, in_pairs=way == "pairs"), PackedLinear(plain)
     x = torch.randn(41, num_inputs).bfloat16()
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
     with torch.inference_mode():
@@ -151,6 +162,29 @@ def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
         for rows in (*range(1, 14), 25):
             assert torch.equal(torch.cat([ours(some) for some in x.split(rows)]), all_at_once)
         assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), all_at_once[None, ::2])
+
+
+@pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16")
+@pytest.mark.parametrize(("seconds", "chosen"), [((1, 2), False), ((2, 1), True)])
+def test_pairs_are_taken_where_they_are_measured_to_be_faster(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, seconds: tuple[int, int], chosen: bool
+) -> None:
+    now = 0
+
+    def linear(layer: Layer, x: Tensor, *, num_threads: int) -> Tensor:
+        nonlocal now
+        now += seconds[layer.in_pairs]
+        return x
+
+    monkeypatch.setattr(kernels, "linear", linear)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert faster_in_pairs(kernels) is chosen
+
+
+def test_a_cpu_without_pairs_is_not_asked(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False})
+    monkeypatch.setattr(kernels, "linear", None)
+    assert not faster_in_pairs(kernels)
 
 
 def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
