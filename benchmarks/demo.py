@@ -53,6 +53,8 @@ def main() -> None:
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (0.4, 10.0), "workloads": (("mixed", "editing", "groups"),) * 2})
     workloads = workloads_of(arguments.prompts)
+    if arguments.plots:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
     rows: list[tuple[str, object]] = []
     targets, document = [], {}
     for name in arguments.workloads:

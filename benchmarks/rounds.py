@@ -50,7 +50,14 @@ def _measure(model_dir: Path, prompts: list[str], repeats: int) -> dict[int, flo
     draft = fresh_draft(model_dir, seed=0).to(torch.bfloat16)
     serving = ServingDraft(draft, 1, num_slots=len(prompts), length=2048 + max(DEPTHS) + 1)
     runner = RoundRunner(
-        target, serving, FixedPlanner(0.0), suffix_depth=0, capture_topk=64, prompt_labels=0, label=lambda *_: None
+        target,
+        serving,
+        FixedPlanner(0.0),
+        suffix_depth=0,
+        capture_topk=64,
+        prompt_labels=0,
+        label=lambda *_: None,
+        send=lambda: None,
     )
     tokenizer = LocalTokenizer(model_dir)
     generations = []

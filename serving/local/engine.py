@@ -28,6 +28,7 @@ from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
 from serving.local.inbox import Errand, Inbox
 from serving.local.loop import DecodeLoop
+from serving.local.outbox import Arrived, Outbox
 from serving.local.proposer import Planner
 from serving.local.rounds import RoundRunner
 from serving.local.target import Target
@@ -82,6 +83,7 @@ class LocalEngine:
         cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or _planner(config)
+        self._outbox = Outbox()
         self._assembler = TraceAssembler(target, on_trace or _no_trace, metrics)
         runner = RoundRunner(
             target,
@@ -91,6 +93,7 @@ class LocalEngine:
             capture_topk=config.capture_topk,
             prompt_labels=config.prompt_labels,
             label=self._assembler.label,
+            send=self._outbox.send,
         )
         self._teller = RoundTeller(metrics, meter, on_round)
         self._inbox = Inbox(config.max_waiting)
@@ -159,12 +162,12 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Chunk] = asyncio.Queue()
+        arrived: Arrived = asyncio.Queue()
         generation = Generation(
             request,
             AnswerText(self._tokenizer, request.stop, begun=_begun(request)),
             # Called between two moves of the target, by the thread that moves it.
-            lambda chunk: _hand_over(loop, arrived, replace(chunk, target_version=self._loop.target_version)),
+            lambda chunk: self._outbox.put(loop, arrived, replace(chunk, target_version=self._loop.target_version)),
             self._target.eos_token_ids,
             capture=self._captures and request.policy.capture,
             parent=current(),
@@ -222,6 +225,7 @@ class LocalEngine:
         finally:
             self._inbox.end_all()
             self._loop.end()
+            self._outbox.send()
 
     def _submit(self, generation: Generation) -> None:
         request = generation.request
@@ -278,10 +282,3 @@ def _planner(config: LocalEngineConfig) -> Planner:
 def _begun(request: GenerateRequest) -> tuple[int, ...]:
     """The prompt's last tokens that belong to the answer."""
     return request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
-    try:
-        loop.call_soon_threadsafe(queue.put_nowait, chunk)
-    except RuntimeError:
-        log.debug("client loop closed before its answer ended")

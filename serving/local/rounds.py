@@ -76,8 +76,10 @@ class RoundRunner:
         capture_topk: int,
         prompt_labels: int,
         label: Callable[[TopK, Tensor], object],
+        send: Callable[[], None],
     ) -> None:
-        self._target, self._draft = target, draft
+        """`send` sends what was committed to those that wait for it."""
+        self._target, self._draft, self._send = target, draft, send
         self._capture_topk = min(capture_topk, target.embed.shape[0])
         self._reader = DraftReader(target, draft)
         self._proposer = Proposer(draft, self._reader, planner, suffix_depth=suffix_depth)
@@ -98,6 +100,7 @@ class RoundRunner:
         hidden_1Td, aux_1Tw = self._target.forward(tokens_1T, first_slot=piece.slot, starts=[piece.start])
         logits_V = self._target.logits(hidden_1Td[0, -1:])[0] if piece.ends_prompt else None
         self._prompts.take(piece, hidden_1Td[0], aux_1Tw[0], logits_V, drafting=drafting)
+        self._send()
 
     @torch.inference_mode()
     def run(self, generations: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
@@ -166,9 +169,11 @@ class RoundRunner:
             logprobs = logprobs_of(generation, logits_TV[: count + 1], taken)
             generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
             accepted.append(count)
+        self._send()
         # Behind the tokens that others wait for.
         if piece is not None and read is not None:
             self._prompts.take(piece, *read, drafting=drafting)
+            self._send()
         return accepted, len(likeliest_M)
 
     def _pass(
