@@ -223,9 +223,11 @@ class LocalEngine:
             self._failure = error
             log.exception("engine failed")
         finally:
-            self._inbox.end_all()
-            self._loop.end()
-            self._outbox.send()
+            try:
+                self._inbox.end_all()
+                self._loop.end()
+            finally:
+                self._outbox.send()
 
     def _submit(self, generation: Generation) -> None:
         request = generation.request

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.int8 import Int8Linear
-from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
+from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
 from serving.local.kernels.library import Kernels
 
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
@@ -85,8 +85,6 @@ def pack_linears(model: nn.Module, *, int8: bool = False, kernels: Kernels | Non
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and (int8 or child.weight.dtype == torch.bfloat16):
                 setattr(parent, name, _replaced(child, int8, kernels))
-    if kernels is not None:
-        gather([module for module in model.modules() if isinstance(module, KernelLinear)])
 
 
 def _replaced(linear: nn.Linear, int8: bool, kernels: Kernels | None) -> Replaced:

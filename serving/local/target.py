@@ -26,6 +26,7 @@ from serving.local.decoder import Decoder, RMSNorm, fuse, fusible
 from serving.local.int8 import is_exact
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.decoder import KernelDecoder, fits
+from serving.local.kernels.layers import KernelLinear, gather
 from serving.local.kernels.library import Kernels
 from serving.local.kernels.slots import PanelSlots
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
@@ -112,6 +113,8 @@ class Target:
         if compile_threads and not self._is_fused:
             raise ConfigError(f"--compile-target: there is no pass of our own for {self._layer_kind}: leave it out")
         self._bring_into_form(self._model)
+        if kernels is not None:
+            gather([module for module in self._model.modules() if isinstance(module, KernelLinear)])
         self._tensors = list(all_tensors(self._model))
         sizes: dict[str, int] = {
             "num_layers": num_layers,

@@ -37,7 +37,7 @@ def test_without_prompts_this_projects_functions_are_edited() -> None:
 
 
 @pytest.mark.parametrize(("speedup", "ends_with"), [(2.0, 0), (1.5, 1), (None, 1)])
-def test_a_speedup_below_its_target_ends_with_1(
+def test_plots_get_a_folder_and_a_speedup_below_its_target_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: float | None, ends_with: int
 ) -> None:
     plots, written = tmp_path / "new" / "plots", tmp_path / "out.json"

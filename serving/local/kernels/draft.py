@@ -40,9 +40,7 @@ class KernelDraft:
         self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
         self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
-        weights = self.fused(dict(model.named_parameters()))
-        pages = LargePages([weight.nbytes for weight in weights.values()])
-        self.weights = {name: pages.hold(weight) for name, weight in weights.items()}
+        self.weights = _gathered(self.fused(dict(model.named_parameters())))
         """By name; only ever changed in place."""
         self._layers = {name: self._layer_of(name) for name in ("fc", "qkv", "out", "gate_up", "down", "head")}
         heads = Heads(
@@ -98,3 +96,9 @@ class KernelDraft:
             "head": (d, config.draft_vocab_size),
         }
         return Layer(*sizes[name], pointer(self.weights[name]), None, None, None, self._kernels.in_pairs)
+
+
+def _gathered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In large pages."""
+    pages = LargePages([weight.nbytes for weight in weights.values()])
+    return {name: pages.hold(weight) for name, weight in weights.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from serving.local.int8 import OFFSET, whole_numbers
 from serving.local.kernels.library import LANES, PANEL, Kernels, Layer, pointer
 from serving.local.kernels.memory import LargePages
+
+log = structlog.get_logger(__name__)
 
 _STEP_BYTES = 4
 """Of inputs that lie together."""
@@ -75,8 +78,12 @@ class Bfloat16Linear(KernelLinear):
 
 
 def gather(layers: Sequence[KernelLinear]) -> None:
-    """Their weights into pages of their own, one after the other: there is room for one twice."""
-    pages = LargePages([layer.parts[0].nbytes for layer in layers])
+    """Move their weights into large pages, one after the other; they stay where they are if there is no room."""
+    try:
+        pages = LargePages([layer.parts[0].nbytes for layer in layers])
+    except OSError as error:
+        log.info("weights stay in small pages", reason=str(error))
+        return
     for layer in layers:
         layer.move(pages)
 

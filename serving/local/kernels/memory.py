@@ -17,7 +17,7 @@ class LargePages:
     """Room for tensors, which lives as long as one of them. What is not written costs no memory."""
 
     def __init__(self, sizes: list[int]) -> None:
-        """For tensors of so many bytes."""
+        """For tensors of so many bytes. Raises OSError where there is no room."""
         room = sum(map(_padded, sizes)) + _PAGE
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel that has none

@@ -1,8 +1,8 @@
 """Whether products in bfloat16 take two inputs at a time on this CPU: what is faster is measured at the start.
 
 AMD's CPUs do two with the instruction for pairs in the time of one in float; Intel's take longer for that instruction
-than for two in float. Either is far from equal, so that what is chosen, and with it the text's last bits, is the same
-at every start.
+than for two in float. Neither is near the ratio that is asked for here, so that what is chosen, and with it a text's
+last bits, is the same at every start.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from serving.local.kernels.layers import Bfloat16Linear
 from serving.local.kernels.library import PANEL, Kernels
 
 _WIDTH, _TOKENS, _TURNS = 256, 384, 9
+_FASTER = 1.2
 
 
 def faster_in_pairs(kernels: Kernels) -> bool:
     """Takes a millisecond: the best of some turns of either on one thread, the weight in the nearest cache."""
     if not torch.cpu.get_capabilities().get("avx512_bf16", False):
         return False
-    linear = nn.Linear(_WIDTH, PANEL, bias=False).to(torch.bfloat16).requires_grad_(False)
+    # Nobody else's random numbers are drawn.
+    linear = nn.Linear(_WIDTH, PANEL, bias=False, dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
+    linear.requires_grad_(False).weight.fill_(1)
     ways = [Bfloat16Linear(linear, kernels, in_pairs=in_pairs) for in_pairs in (False, True)]
     x = torch.ones(_TOKENS, _WIDTH, dtype=torch.bfloat16)
     seconds = [float("inf")] * len(ways)
@@ -31,4 +34,4 @@ def faster_in_pairs(kernels: Kernels) -> bool:
             began = time.perf_counter()
             kernels.linear(module.layer, x, num_threads=1)
             seconds[way] = min(seconds[way], time.perf_counter() - began)
-    return seconds[1] < seconds[0]
+    return _FASTER * seconds[1] < seconds[0]

@@ -14,7 +14,7 @@ constexpr int kMostSums = 24;             // registers of them; the others hold 
 constexpr int kSoon = 12;                 // steps ahead from which the nearest cache is filled
 constexpr int kLine = 64;                 // bytes that memory is read in, and of a register
 
-// Of either kind of weight kMostRows rows are multiplied at a time, kRowsOfMany where there are more than twice as many.
+// Of every kind of sum kMostRows rows are multiplied at a time, kRowsOfMany where there are more than twice as many.
 
 // In 8 bits a step is four inputs, which one instruction multiplies and adds up in a lane.
 struct WholeNumbers {

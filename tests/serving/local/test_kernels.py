@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from serving.local.compiled import find_compiler, kernel_folder
 from serving.local.int8 import Int8Linear
 from serving.local.kernels.build import available, compiled_kernels, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
-from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
+from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
 from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
@@ -164,8 +165,43 @@ def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
         assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), all_at_once[None, ::2])
 
 
+def test_a_targets_weights_lie_one_behind_the_other(target: Target) -> None:
+    layers = [module for module in target._model.modules() if isinstance(module, KernelLinear)]
+    weights = [layer.parts[0] for layer in layers]
+    assert [layer.layer.weight for layer in layers] == [weight.data_ptr() for weight in weights]
+    sizes = [weight.nbytes for weight in weights]
+    assert [weight.data_ptr() - weights[0].data_ptr() for weight in weights] == [0, *accumulate(sizes[:-1])]
+
+
+def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Bfloat16Linear(nn.Linear(64, 64).bfloat16().requires_grad_(False), kernels)
+    place, x = layer.layer.weight, torch.randn(1, 64).bfloat16()
+    before = layer(x)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.local.kernels.memory.mmap.mmap", refuse)
+        gather([layer])
+    assert layer.layer.weight == place
+    gather([layer])
+    assert layer.layer.weight == layer.parts[0].data_ptr() != place
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_what_is_faster_is_what_layers_do(monkeypatch: pytest.MonkeyPatch, in_pairs: bool) -> None:
+    monkeypatch.setattr("serving.local.kernels.build.faster_in_pairs", lambda _: in_pairs)
+    found = found_kernels.__wrapped__()
+    assert found is not None
+    linear = nn.Linear(64, 64).bfloat16().requires_grad_(False)
+    assert Bfloat16Linear(linear, found).layer.in_pairs == in_pairs
+    assert not VnniLinear(linear, found).layer.in_pairs
+
+
 @pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16")
-@pytest.mark.parametrize(("seconds", "chosen"), [((1, 2), False), ((2, 1), True)])
+@pytest.mark.parametrize(("seconds", "chosen"), [((10, 20), False), ((10, 9), False), ((20, 10), True)])
 def test_pairs_are_taken_where_they_are_measured_to_be_faster(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, seconds: tuple[int, int], chosen: bool
 ) -> None:

@@ -55,5 +55,5 @@ def test_a_system_without_large_pages_gives_others(monkeypatch: pytest.MonkeyPat
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(memory.mmap, "mmap", Refusing)
-    (tensor,) = (torch.randn(30),)
+    tensor = torch.randn(30)
     assert torch.equal(LargePages([tensor.nbytes]).hold(tensor), tensor)
