@@ -274,7 +274,9 @@ def main() -> None:
 def _time(
     ways: Ways, others: Mapping[str, Callable[[Work], int]], timed: Mapping[str, Sequence[Work]], rates: Rates
 ) -> None:
-    for number, work in enumerate(itertools.chain(*timed.values())):
+    # Workloads take turns: what a cold engine costs is nobody's alone.
+    in_turn = [work for row in itertools.zip_longest(*timed.values()) for work in row if work is not None]
+    for number, work in enumerate(in_turn):
         names = [*WAYS, *others] if work.num_samples == 1 else list(WAYS)
         for kind in names[number % len(names) :] + names[: number % len(names)]:
             if kind in others:

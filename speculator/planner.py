@@ -36,14 +36,18 @@ _MEMORY = 0.98
 _PRIOR_WEIGHT = 2.0
 _RENEWED_WEIGHT = 0.25
 """What evidence about the previous version is worth for the next, which is mostly like it."""
-_FIRST_LOOKS_S = 0.1
-"""For a head that nobody has seen: looks are cheaper than the chains that a useless one would have verified in vain."""
-_LOOKS_AFTER_RENEWAL_S = 0.25
-"""For a new version, whatever the last one was worth: enough for the watch to see a useless one."""
+_FIRST_LOOKS = 3.0
+"""Steps' worth of looks at a head that nobody has seen: cheaper than the chains that a useless one would have verified
+in vain. A step here is one request's plain decoding.
+"""
+_LOOKS_AFTER_RENEWAL = 12.0
+"""The same at a new version, whatever the last one was worth: enough for the watch to see a useless one. And the most
+that is put by.
+"""
 _VAIN_LOOKS = 24
 """After so many in a row that found nothing, looks get half their share: enough to read text as fast as it grows."""
-_MAX_LOOK_S = 0.25
-"""A request whose prompt would take longer to read is not looked at."""
+_LONGEST_LOOK = 12.0
+"""Steps. A request whose prompt would take longer to read is not looked at."""
 _AWAKE_ROUNDS = 100
 _MAX_DOMAINS = 64
 _REST = "other"
@@ -144,7 +148,9 @@ class RoundPlanner:
         self._steps: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
         self._look_share, self._random = look_share, random.Random(seed)
         self._look_budget = look_share
-        self._looks_left_s = _FIRST_LOOKS_S
+        self._step_s = self._looks_left_s = 0.0
+        self._granted = _FIRST_LOOKS
+        """Steps' worth of looks that are still to be added."""
         self._dismissed: tuple[str, ...] = ()
         """Those of requests for which a head that sleeps did not pay, until something is heard of it."""
         self._num_plans = self._last_use = 0
@@ -170,6 +176,9 @@ class RoundPlanner:
             return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         if not head_depth:
             return without
+        self._step_s = self.times.verify_s(1, 0, num_keys // batch)
+        if self._granted:
+            self._looks_left_s, self._granted = self._granted * self._step_s, 0.0
         self._look_budget = self._look_share * max(self._nearest_record(domain).look_share for domain in set(domains))
         if self._dismissed != tuple(domains):
             plan = self._with_head(domains, num_keys, suffixes, head_depth, num_pairs=sum(unread))
@@ -283,7 +292,7 @@ class RoundPlanner:
         if self._looks_left_s <= 0:
             return None
         row = self._random.randrange(len(unread))
-        return row if self.times.draft_s(1, 1, unread[row]) < _MAX_LOOK_S else None
+        return row if self.times.draft_s(1, 1, unread[row]) < _LONGEST_LOOK * self._step_s else None
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -298,7 +307,8 @@ class RoundPlanner:
         else:
             self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
         if plan.expected_s:
-            self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, _LOOKS_AFTER_RENEWAL_S)
+            most_s = _LOOKS_AFTER_RENEWAL * self._step_s
+            self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, most_s)
         if plan.look is not None:
             self._looks_left_s -= draft_s
             self.times.add_drafting(1, num_steps, num_pairs, draft_s)
@@ -326,7 +336,7 @@ class RoundPlanner:
         for record in (self._overall, *self._records.values()):
             record.renew()
         self._dismissed = ()
-        self._looks_left_s = _LOOKS_AFTER_RENEWAL_S
+        self._granted = _LOOKS_AFTER_RENEWAL
         # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
         self._last_use = self._num_plans
 

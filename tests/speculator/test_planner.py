@@ -33,6 +33,8 @@ class World:
     """Probabilities of each request's suffix chain, which are true."""
     noise: float = 0.1
     seed: int = 0
+    scale: float = 1.0
+    """Of all times."""
     planner: RoundPlanner = field(default_factory=lambda: RoundPlanner(max_depth=DEPTH))
     clock_s: float = 0.0
     tokens: int = 0
@@ -77,8 +79,8 @@ class World:
             is_worth_it = planner.is_worth_verifying(plan, 0, batch * planner.head_probability(0, self.alpha))
             verdicts = [HeadVerdict("chat", [self.alpha], self.accepted([self.alpha]), is_worth_it)]
         pairs = sum(self.unread[slot] for slot in read)
-        draft = DRAFT_READ_S + DRAFT_PAIR_S * pairs + DRAFT_STEP_S * (steps - 1) if steps else 0.0
-        verify = verify_s(batch, proposals) * (1 + self.rng.uniform(-self.noise, self.noise))
+        draft = self.scale * (DRAFT_READ_S + DRAFT_PAIR_S * pairs + DRAFT_STEP_S * (steps - 1)) if steps else 0.0
+        verify = self.scale * verify_s(batch, proposals) * (1 + self.rng.uniform(-self.noise, self.noise))
         planner.observe(plan, num_proposals=proposals, num_steps=steps, num_pairs=pairs, draft_s=draft, verify_s=verify)
         planner.observe_head(verdicts)
         for slot, count in enumerate(accepted):
@@ -152,11 +154,25 @@ def test_looks_in_vain_become_rarer_until_one_is_not_or_another_version_comes() 
     in_vain = look_share(2000)
     assert in_vain > 0
     world.planner.observe_head([HeadVerdict("chat", [0.1], 1, is_worth_it=False)])
-    assert look_share(200) > 2 * in_vain
+    assert look_share(200) > 1.5 * in_vain
     world.run(1000)
     assert look_share(2000) < 1.5 * in_vain
     world.planner.renew()
     assert look_share(100) > 0.5
+
+
+def test_looks_are_as_many_on_fast_machines_as_on_slow_ones() -> None:
+    """At first, and at a new version."""
+    looks = []
+    for scale in (0.25, 1.0, 8.0):
+        world = World(0.0, noise=0.0, scale=scale)
+        world.run(100)
+        first = world.looks
+        world.planner.renew()
+        world.run(400)
+        looks.append((first, world.looks - first))
+    assert looks[0] == looks[1] == looks[2]
+    assert 300 > looks[0][1] > 2 * looks[0][0] > 20
 
 
 def test_a_head_that_lies_about_itself_is_found_out() -> None:
