@@ -12,7 +12,9 @@ def test_the_bundled_model_answers_with_and_without_speculation() -> None:
     assert resolve_model(BUNDLED_MODEL) == model_dir
     for depth in (0, 3):
         with local_engine(model_dir, depth=depth, num_threads=1) as engine:
-            prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+            # The best token leads by a nat everywhere: CPUs whose sums round in different ways agree.
+            question = "Name the capital of France in one sentence."
+            prompt = engine.tokenizer.encode_chat([{"role": "user", "content": question}])
             answer = engine.tokenizer.decode(greedy(engine, [prompt], 8)[0])
             assert answer.startswith("The capital of France is Paris.")
 
