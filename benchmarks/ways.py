@@ -19,7 +19,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,8 @@ class _Planners:
     def head_probability(self, step: int, probability: float) -> float:
         return self._current.head_probability(step, probability)
 
-    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
-        return self._current.is_worth_verifying(plan, num_proposals, reach)
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
+        return self._current.is_worth_verifying(plan, num_proposals, reach, of_suffixes)
 
     def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
         return self._current.is_worth_drafting(plan, num_steps, reach)
@@ -143,6 +143,8 @@ class _Planners:
             )
 
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
+        if self.planned == "head":  # nobody has suffixes in its place
+            verdicts = [replace(verdict, rounds_saved=None) for verdict in verdicts]
         with self._timed():
             self._current.observe_head(verdicts)
 

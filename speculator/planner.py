@@ -5,18 +5,23 @@ R_ik the probability that proposal k of request i is reached and accepted, and V
 
     nothing     b / V(b, 0)
     suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R from speculator/suffix.py
-    head        (b + Σ_i g_i) / (V(b, P̄) + D(b, s̄, u))                  g: what its chains earned lately, by domain
+    head        (b + Σ_i w_i g_i) / (V(b, P̄) + D(b, s̄, u))              g: what its chains earned lately, by domain
 
-u are the pairs that the head has not read: after long suffix chains they cost more than its proposals.
+u are the pairs that the head has not read: after long suffix chains they cost more than its proposals. w is what its
+tokens are worth: one that the next round's suffix chain would have brought as the first of five saves a fifth of a
+round (SuffixRequest.rounds_saved). Where text is copied here and there, counting such tokens as whole ones makes a head
+look twice as good as it is. What is expected to be committed is with w = 1.
 
 The largest of them is the rate λ of this round, and the price of time: the head's chains grow while one more token of
-all of them, Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it. That
-is the stationarity condition of the ratio that is maximised (Dinkelbach, Management Science 13(7), 1967).
+all of them, w Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it.
+That is the stationarity condition of the ratio that is maximised (Dinkelbach, Management Science 13(7), 1967).
 
 A head that does not pay is looked at all the same, since it may have learned: now and then it is asked for one token of
 one request, which the round does not verify; what the target emits says whether it would have been accepted. Looks have
 a budget of seconds, a share of the time that rounds take, since most of a look is reading what the head has not read.
-It is halved where many looks in a row were in vain, until one is not or another version comes.
+It is halved where many looks in a row were in vain, until one is not or another version comes. Only requests are looked
+at for which the head would be asked: what it would earn where a suffix chain is good, which is where most heads are,
+says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
 """
 
 from __future__ import annotations
@@ -73,8 +78,9 @@ class _Mean:
 class _Record:
     """What the head has lately earned, in one domain or in all."""
 
-    def __init__(self, guess: float) -> None:
-        self._gain = _Mean(guess)
+    def __init__(self, gain: float, saved: float) -> None:
+        """Guesses."""
+        self._gain, self._saved = _Mean(gain), _Mean(saved)
         self._num_vain = 0
 
     @property
@@ -83,16 +89,23 @@ class _Record:
         return self._gain.value
 
     @property
+    def saved(self) -> float:
+        """Rounds that these take the place of."""
+        return self._saved.value
+
+    @property
     def look_share(self) -> float:
         """Of the full budget of looks."""
         return 0.5 if self._num_vain >= _VAIN_LOOKS else 1.0
 
-    def add(self, gain: int, *, is_vain: bool) -> None:
+    def add(self, gain: int, saved: float, *, is_vain: bool) -> None:
         self._gain.add(gain)
+        self._saved.add(saved)
         self._num_vain = self._num_vain + 1 if is_vain else 0
 
     def renew(self) -> None:
         self._gain.fade()
+        self._saved.fade()
         self._num_vain = 0
 
 
@@ -106,6 +119,8 @@ class HeadVerdict:
     num_accepted: int
     is_worth_it: bool = True
     """False for a look at a token that a round would not have verified."""
+    rounds_saved: float | None = None
+    """By the accepted ones; None where nothing but the head proposes: as many as those are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +136,10 @@ class Plan:
     plain_s: float = 0.0
     """What the same requests' next tokens alone are expected to take."""
     expected_s: float = 0.0
+    value: float = 0.0
+    """Of the expected tokens: the head's at what they are worth."""
+    worth: float = 1.0
+    """Of a token of the head."""
     uses_head: bool = False
     look: int | None = None
     """The request in which a head that is not used is looked at."""
@@ -131,8 +150,8 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """λ, in tokens a second."""
-        return self.expected_tokens / self.expected_s if self.expected_s else 0.0
+        """λ, in tokens' worth a second."""
+        return self.value / self.expected_s if self.expected_s else 0.0
 
 
 class RoundPlanner:
@@ -143,7 +162,7 @@ class RoundPlanner:
         self.confidence = Calibration()
         self._positions = PositionAcceptance(max_depth)
         self._records: dict[str, _Record] = {}
-        self._overall = _Record(0.0)
+        self._overall = _Record(0.0, 0.0)
         self._proposals: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
         self._steps: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
         self._look_share, self._random = look_share, random.Random(seed)
@@ -179,18 +198,29 @@ class RoundPlanner:
         self._step_s = self.times.verify_s(1, 0, num_keys // batch)
         if self._granted:
             self._looks_left_s, self._granted = self._granted * self._step_s, 0.0
-        self._look_budget = self._look_share * max(self._nearest_record(domain).look_share for domain in set(domains))
+        has_better = self._have_better(domains, suffixes)
+        self._look_budget = 0.0
         if self._dismissed != tuple(domains):
-            plan = self._with_head(domains, num_keys, suffixes, head_depth, num_pairs=sum(unread))
+            plan = self._with_head(domains, num_keys, suffixes, has_better, head_depth, num_pairs=sum(unread))
             if plan.rate > without.rate:
                 self._last_use = self._num_plans
                 return replace(plan, plain_s=without.plain_s)
             if not self.is_awake and not self._beats_plain(domains, num_keys, head_depth, without.plain_s):
                 self._dismissed = tuple(domains)
-        look = self._look(unread)
+        rows = [row for row, is_better in enumerate(has_better) if not is_better]
+        if not rows:
+            return without
+        shares = [self._nearest_record(domains[row]).look_share for row in rows]
+        self._look_budget = self._look_share * max(shares) * len(rows) / batch
+        look = self._look(rows, unread)
         if look is None:
             return without
-        return replace(without, look=look, expected_s=without.expected_s + self.times.draft_s(1, 1, unread[look]))
+        return replace(
+            without,
+            look=look,
+            worth=self._worth(domains[look : look + 1]),
+            expected_s=without.expected_s + self.times.draft_s(1, 1, unread[look]),
+        )
 
     @property
     def is_awake(self) -> bool:
@@ -201,9 +231,13 @@ class RoundPlanner:
         """Of a proposal at `step`, from 0, that the head gives `probability`: that it is accepted, once reached."""
         return self.confidence.probability(step, probability)
 
-    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
-        """Whether one more token than `num_proposals`, reached and accepted `reach` times in all requests, pays."""
-        return self._is_trial(plan, num_proposals, reach) or reach > plan.rate * self._more_s(plan, num_proposals)
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
+        """Whether one more token than `num_proposals` pays, which is reached and accepted `reach` times in all requests
+        that have the head's chain, and so often in those that have a suffix chain.
+        """
+        earned = plan.worth * reach + of_suffixes
+        is_trial = self._is_trial(plan, num_proposals, reach + of_suffixes)
+        return is_trial or earned > plan.rate * self._more_s(plan, num_proposals)
 
     def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
         """Whether the head shall compute a step after `num_steps`, whose proposals are reached `reach` times."""
@@ -212,11 +246,17 @@ class RoundPlanner:
         )
         expected = reach * self._positions.rate(num_steps + 1)
         price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
-        return self._is_trial(plan, num_steps, expected) or expected > price
+        return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
 
     def gain(self, domain: str) -> float:
         """Accepted proposals of the head's chains, the empty ones included, in one verification."""
         return self._nearest_record(domain).gain
+
+    def _worth(self, domains: Iterable[str]) -> float:
+        """Of a token of the head, in requests of these domains."""
+        records = [self._nearest_record(domain) for domain in domains]
+        gain = sum(record.gain for record in records)
+        return sum(record.saved for record in records) / gain if gain else 1.0
 
     def _nearest_record(self, domain: str) -> _Record:
         """The evidence about a domain: that of all where there is none of its own, nor of the rest."""
@@ -236,15 +276,21 @@ class RoundPlanner:
             num_keys=num_keys,
             num_proposals=depth,
             expected_tokens=tokens,
+            value=tokens,
             expected_s=seconds,
             plain_s=plain_s,
         )
+
+    def _have_better(self, domains: Sequence[str], suffixes: Sequence[Sequence[float]]) -> tuple[bool, ...]:
+        """Which requests have a suffix chain that promises more than the head earns."""
+        return tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
 
     def _with_head(
         self,
         domains: Sequence[str],
         num_keys: int,
         suffixes: Sequence[Sequence[float]],
+        from_suffix: tuple[bool, ...],
         head_depth: int,
         *,
         num_pairs: int,
@@ -253,12 +299,12 @@ class RoundPlanner:
         chains were accepted they are many.
         """
         batch = len(domains)
-        from_suffix = tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
         depth = min(round(self._proposals[batch].value), head_depth)
         steps = min(max(round(self._steps[batch].value), 1), head_depth)
+        worth = self._worth(domain for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix)
+        gain = sum(self.gain(domain) for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix)
         tokens = batch + sum(
-            sum(reaches[:depth]) if is_suffix else self.gain(domain)
-            for domain, reaches, is_suffix in zip(domains, suffixes, from_suffix, strict=True)
+            sum(reaches[:depth]) for reaches, is_suffix in zip(suffixes, from_suffix, strict=True) if is_suffix
         )
         seconds = self.times.verify_s(batch, depth, num_keys) + self.times.draft_s(batch, steps, num_pairs)
         return Plan(
@@ -266,7 +312,9 @@ class RoundPlanner:
             num_keys=num_keys,
             uses_head=True,
             from_suffix=from_suffix,
-            expected_tokens=tokens,
+            expected_tokens=tokens + gain,
+            value=tokens + worth * gain,
+            worth=worth,
             expected_s=seconds,
         )
 
@@ -278,7 +326,7 @@ class RoundPlanner:
     def _beats_plain(self, domains: Sequence[str], num_keys: int, head_depth: int, plain_s: float) -> bool:
         """Whether the head would pay where there are no suffixes: there it is compared with least."""
         batch = len(domains)
-        usual = self._with_head(domains, num_keys, [()] * batch, head_depth, num_pairs=2 * batch)
+        usual = self._with_head(domains, num_keys, [()] * batch, (False,) * batch, head_depth, num_pairs=2 * batch)
         return usual.rate * plain_s > batch
 
     def _more_s(self, plan: Plan, num_proposals: int) -> float:
@@ -287,11 +335,11 @@ class RoundPlanner:
         )
         return max(more_s, 0.0)
 
-    def _look(self, unread: Sequence[int]) -> int | None:
-        """Any request that is not too long, whatever it costs, while the budget is not overdrawn."""
+    def _look(self, rows: Sequence[int], unread: Sequence[int]) -> int | None:
+        """Any of these requests that is not too long, whatever it costs, while the budget is not overdrawn."""
         if self._looks_left_s <= 0:
             return None
-        row = self._random.randrange(len(unread))
+        row = self._random.choice(rows)
         return row if self.times.draft_s(1, 1, unread[row]) < _LONGEST_LOOK * self._step_s else None
 
     # -- learning ---------------------------------------------------------------------------------------------------
@@ -325,8 +373,9 @@ class RoundPlanner:
             self._dismissed = ()
             self._positions.add(len(verdict.probabilities), verdict.num_accepted)
             gain = verdict.num_accepted if verdict.is_worth_it else 0
+            saved = gain if verdict.rounds_saved is None or gain == 0 else verdict.rounds_saved
             for record in (self._own_record(verdict.domain), self._overall):
-                record.add(gain, is_vain=verdict.num_accepted == 0)
+                record.add(gain, saved, is_vain=verdict.num_accepted == 0)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
@@ -344,7 +393,7 @@ class RoundPlanner:
         """Where to write down what a domain earned; the rest's, where there are too many domains."""
         if domain not in self._records:
             domain = domain if len(self._records) < _MAX_DOMAINS else _REST
-            self._records.setdefault(domain, _Record(self._overall.gain))
+            self._records.setdefault(domain, _Record(self._overall.gain, self._overall.saved))
         return self._records[domain]
 
 
@@ -373,8 +422,8 @@ class FixedPlanner:
     def head_probability(self, step: int, probability: float) -> float:
         return probability
 
-    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool:
-        return reach / plan.batch >= self._min_confidence
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
+        return (reach + of_suffixes) / plan.batch >= self._min_confidence
 
     def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
         return True

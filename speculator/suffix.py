@@ -223,30 +223,47 @@ class SuffixRequest:
 
     def propose(self, max_tokens: int) -> SuffixProposal:
         """At most `max_tokens` proposals."""
-        source, match = self._best_match()
-        most = max(0, min(max_tokens, int(self._config.alpha * match.length)))
-        votes = itertools.islice(self._indexes[source].follow(match.places), most)
-        self._guess, self._guess_of = [], (source, match.length)
-        probabilities, reach = [], 1.0
-        for length, vote in enumerate(votes, match.length):
-            self._guess.append(vote)
-            probability = self._probability(source, length, vote)
-            reach *= probability
-            if reach < self._config.min_reach:
-                break
-            probabilities.append(probability)
+        source, match = self._best_match(self._context)
+        votes, probabilities = self._chain(source, match, max_tokens)
+        self._guess, self._guess_of = votes, (source, match.length)
         return SuffixProposal(
-            tokens=tuple(vote.token for vote in self._guess[: len(probabilities)]),
+            tokens=tuple(vote.token for vote in votes[: len(probabilities)]),
             probabilities=tuple(probabilities),
             source=source,
             match_length=match.length,
         )
 
-    def _best_match(self) -> tuple[Source, Match]:
+    def rounds_saved(self, tokens: Sequence[int], max_tokens: int) -> float:
+        """How many rounds with these chains alone, of at most `max_tokens`, it saves to be given the next `tokens` by
+        another: after each of them a round would have committed one more and what its chain promises.
+        """
+        saved, context = 0.0, self._context
+        for token in tokens:
+            context = [*context, token][-self._config.max_match :]
+            _, probabilities = self._chain(*self._best_match(context), max_tokens)
+            saved += 1 / (1 + sum(itertools.accumulate(probabilities, operator.mul)))
+        return saved
+
+    def _chain(self, source: Source, match: Match, max_tokens: int) -> tuple[list[Vote], list[float]]:
+        """The votes up to the one at which the chain is cut, and the probabilities of those before it."""
+        most = max(0, min(max_tokens, int(self._config.alpha * match.length)))
+        followed: list[Vote] = []
+        probabilities: list[float] = []
+        reach = 1.0
+        for length, vote in enumerate(itertools.islice(self._indexes[source].follow(match.places), most), match.length):
+            followed.append(vote)
+            probability = self._probability(source, length, vote)
+            reach *= probability
+            if reach < self._config.min_reach:
+                break
+            probabilities.append(probability)
+        return followed, probabilities
+
+    def _best_match(self, context: Sequence[int]) -> tuple[Source, Match]:
         """The match whose next token is most likely to be accepted."""
         best, best_probability = (Source.OWN, Match(0, [])), 0.0
         for source, index in self._indexes.items():
-            match = index.match(self._context)
+            match = index.match(context)
             for vote in itertools.islice(index.follow(match.places), 1):
                 probability = self._probability(source, match.length, vote)
                 if probability > best_probability:

@@ -35,7 +35,7 @@ class Planner(Protocol):
 
     def head_probability(self, step: int, probability: float) -> float: ...
 
-    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float) -> bool: ...
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool: ...
 
     def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool: ...
 
@@ -70,6 +70,8 @@ class Look:
     probability: float
     is_worth_it: bool
     """Whether a round that asked the head would verify it."""
+    rounds_saved: float
+    """If it is right."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,13 @@ class Proposer:
         proposals: Proposals,
         generations: Sequence[Generation],
         accepted: Sequence[int],
+        rounds_saved: Sequence[float],
         verify_s: float | None,
         *,
         look_was_right: bool,
     ) -> None:
         """What the round took apart from drafting, if it says anything of other rounds, what verification accepted of
-        each chain, and whether the target emitted the look's token.
+        each chain and what that saved, and whether the target emitted the look's token.
         """
         self._planner.observe(
             proposals.plan,
@@ -133,14 +136,23 @@ class Proposer:
             verify_s=verify_s,
         )
         verdicts = []
-        rows = zip(generations, proposals.chains, proposals.from_head, accepted, strict=True)
-        for generation, chain, is_from_head, count in rows:
+        rows = zip(generations, proposals.chains, proposals.from_head, accepted, rounds_saved, strict=True)
+        for generation, chain, is_from_head, count, saved in rows:
             if is_from_head:
-                verdicts.append(HeadVerdict(generation.request.policy.domain, chain.probabilities, count))
+                domain = generation.request.policy.domain
+                verdicts.append(HeadVerdict(domain, chain.probabilities, count, rounds_saved=saved))
         if (look := proposals.look) is not None:
             domain = generations[look.row].request.policy.domain
-            verdicts.append(HeadVerdict(domain, (look.probability,), int(look_was_right), look.is_worth_it))
+            verdicts.append(
+                HeadVerdict(domain, (look.probability,), int(look_was_right), look.is_worth_it, look.rounds_saved)
+            )
         self._planner.observe_head(verdicts)
+
+    def rounds_saved(self, generation: Generation, tokens: Sequence[int]) -> float:
+        """What it saves a request that the head proposed its next `tokens`; to be asked before they are committed."""
+        if generation.suffix is None:
+            return float(len(tokens))
+        return generation.suffix.rounds_saved(tokens, self._suffix_depth)
 
     def _suffix(self, generation: Generation) -> SuffixProposal:
         if generation.suffix is None:
@@ -161,7 +173,8 @@ class Proposer:
         probability = math.exp(score)
         # Alone it says what a chain of one says of all: that decides in a round that asks the head.
         reach = len(generations) * self._planner.head_probability(0, probability)
-        look = Look(row, token, probability, self._planner.is_worth_verifying(plan, 0, reach))
+        is_worth_it = self._planner.is_worth_verifying(plan, 0, reach)
+        look = Look(row, token, probability, is_worth_it, self.rounds_saved(generation, (token,)))
         return Proposals(plan, chains, look, 1, num_pairs, time.perf_counter() - started_s)
 
     def _with_head(
@@ -178,7 +191,7 @@ class Proposer:
         width = len(kept)
         # Where only suffix chains go on, they go on as long as they pay.
         while (total := _total(reaches, plan.from_suffix, width)) > 0 and self._planner.is_worth_verifying(
-            plan, width, total
+            plan, width, 0.0, total
         ):
             width += 1
         chains = [
@@ -207,8 +220,8 @@ class Proposer:
                 reach * self._planner.head_probability(step, math.exp(score))
                 for reach, score in zip(reach_B, scores, strict=True)
             ]
-            total = sum(reach_B) + _total(reaches, plan.from_suffix, step)
-            if not self._planner.is_worth_verifying(plan, step, total):
+            of_suffixes = _total(reaches, plan.from_suffix, step)
+            if not self._planner.is_worth_verifying(plan, step, sum(reach_B), of_suffixes):
                 break
             kept.append((ids, scores))
             if not self._planner.is_worth_drafting(plan, num_steps, sum(reach_B)):

@@ -117,7 +117,7 @@ class RoundRunner:
         else:
             proposals = self._proposer.propose(generations, head_depth=depth)
         lengths = [len(generation.tokens) for generation in generations]
-        accepted, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
+        accepted, saved, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
         seconds = time.perf_counter() - started_s
         look = None
         if (seen := proposals.look) is not None:
@@ -125,7 +125,7 @@ class RoundRunner:
             look = LookReport(seen.row, is_right, int(is_right and seen.is_worth_it))
         was_right = look is not None and look.is_right
         verify_s = None if piece is not None else seconds - proposals.seconds
-        self._proposer.observe(proposals, generations, accepted, verify_s, look_was_right=was_right)
+        self._proposer.observe(proposals, generations, accepted, saved, verify_s, look_was_right=was_right)
         return RoundReport(
             batch=len(lengths),
             drafted=depth > 0,
@@ -142,8 +142,10 @@ class RoundRunner:
 
     def _verify(
         self, generations: Sequence[Generation], proposals: Proposals, piece: Piece | None, *, drafting: bool
-    ) -> tuple[list[int], int]:
-        """Feed the pending tokens and the chains, and commit: accepted proposals by request, and tokens computed."""
+    ) -> tuple[list[int], list[float], int]:
+        """Feed the pending tokens and the chains, and commit: by request the accepted proposals and the rounds that
+        those of the head saved; and tokens computed.
+        """
         rows = [
             [generation.tokens[-1], *chain.tokens]
             for generation, chain in zip(generations, proposals.chains, strict=True)
@@ -155,7 +157,9 @@ class RoundRunner:
         aux_Mw, logits_MV, read = self._pass(rows, starts, piece)
         # Not argmax: on CPU it is six times slower in bfloat16.
         likeliest_M: list[int] = logits_MV.max(-1).indices.tolist()
-        accepted, end = [], 0
+        accepted: list[int] = []
+        saved: list[float] = []
+        end = 0
         for slot, (generation, chain) in enumerate(zip(generations, proposals.chains, strict=True)):
             start, first, end = starts[slot], end, end + len(rows[slot])
             self._reader.keep(slot, start, aux_Mw[first:end])
@@ -166,6 +170,8 @@ class RoundRunner:
                 generation.topk.append(top_of(start, logits_TV[: count + 1], self._capture_topk))
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
+            is_from_head = count > 0 and chain.suffix is None
+            saved.append(self._proposer.rounds_saved(generation, taken[:count]) if is_from_head else 0.0)
             logprobs = logprobs_of(generation, logits_TV[: count + 1], taken)
             generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
             accepted.append(count)
@@ -174,7 +180,7 @@ class RoundRunner:
         if piece is not None and read is not None:
             self._prompts.take(piece, *read, drafting=drafting)
             self._send()
-        return accepted, len(likeliest_M)
+        return accepted, saved, len(likeliest_M)
 
     def _pass(
         self, rows: list[list[int]], starts: list[int], piece: Piece | None

@@ -35,6 +35,8 @@ class World:
     seed: int = 0
     scale: float = 1.0
     """Of all times."""
+    saved: float | None = None
+    """Rounds that an accepted proposal of the head takes the place of; None where nobody says."""
     planner: RoundPlanner = field(default_factory=lambda: RoundPlanner(max_depth=DEPTH))
     clock_s: float = 0.0
     tokens: int = 0
@@ -72,12 +74,12 @@ class World:
         proposals, steps = self.chain(plan, head_depth) if plan.uses_head else (plan.num_proposals, 0)
         probabilities = [self.alpha] * proposals if plan.uses_head else list(self.suffix[:proposals])
         accepted = [self.accepted(probabilities) for _ in range(batch)]
-        verdicts = [HeadVerdict("chat", probabilities, count) for count in accepted] if plan.uses_head else []
+        verdicts = [self.verdict(probabilities, count) for count in accepted] if plan.uses_head else []
         read: Sequence[int] = range(batch) if plan.uses_head else ()
         if plan.look is not None:
             steps, read = 1, [plan.look]
             is_worth_it = planner.is_worth_verifying(plan, 0, batch * planner.head_probability(0, self.alpha))
-            verdicts = [HeadVerdict("chat", [self.alpha], self.accepted([self.alpha]), is_worth_it)]
+            verdicts = [self.verdict([self.alpha], self.accepted([self.alpha]), is_worth_it)]
         pairs = sum(self.unread[slot] for slot in read)
         draft = self.scale * (DRAFT_READ_S + DRAFT_PAIR_S * pairs + DRAFT_STEP_S * (steps - 1)) if steps else 0.0
         verify = self.scale * verify_s(batch, proposals) * (1 + self.rng.uniform(-self.noise, self.noise))
@@ -101,6 +103,10 @@ class World:
             if not self.planner.is_worth_drafting(plan, step + 1, self.batch * reach):
                 return step + 1, step + 1
         return head_depth, head_depth
+
+    def verdict(self, probabilities: Sequence[float], count: int, is_worth_it: bool = True) -> HeadVerdict:
+        saved = None if self.saved is None else self.saved * count
+        return HeadVerdict("chat", probabilities, count, is_worth_it, saved)
 
     def accepted(self, probabilities: Sequence[float]) -> int:
         count = 0
@@ -173,6 +179,46 @@ def test_looks_are_as_many_on_fast_machines_as_on_slow_ones() -> None:
         looks.append((first, world.looks - first))
     assert looks[0] == looks[1] == looks[2]
     assert 300 > looks[0][1] > 2 * looks[0][0] > 20
+
+
+def test_a_head_is_looked_at_where_it_would_be_asked_and_no_more_often_than_that() -> None:
+    copying, asked_for = World(0.0, suffix=[0.9] * 12, prompt=1), World(0.0, prompt=1)
+    copying.run(1000)
+    assert copying.looks == 0
+    plan = copying.planner.plan(["chat"] * 2, 400, [[0.9], []], head_depth=DEPTH, unread=[1, 1])
+    assert plan.look == 1
+    asked_for.run(6000)
+    for _ in range(1000):
+        copying.suffix = ()
+        copying.run(1)
+        copying.suffix = [0.9] * 12
+        copying.run(5)
+    assert 10 < copying.looks < asked_for.looks / 3
+
+
+@pytest.mark.parametrize(("saved", "least", "most"), [(None, 800, 1000), (1.0, 800, 1000), (0.5, 0, 100)])
+def test_tokens_that_suffixes_would_have_brought_are_worth_less(saved: float | None, least: int, most: int) -> None:
+    """With a step of 16.5 ms, and 20.4 with a proposal, a head pays that is right 0.24 times."""
+    world = World(0.4, saved=saved)
+    world.run(1000)
+    before = world.heads
+    world.run(1000)
+    assert least <= world.heads - before <= most
+
+
+def test_a_token_that_is_worth_less_is_verified_where_it_is_likelier_and_expected_as_often() -> None:
+    plans, worlds = [], [World(0.8, saved=saved) for saved in (None, 0.6)]
+    for world in worlds:
+        world.run(1000)
+        plans.append(world.planner.plan(["chat"], 200, [[]], head_depth=DEPTH, unread=[1]))
+        assert world.planner.gain("chat") == pytest.approx(plans[-1].expected_tokens - 1)
+    assert [plan.worth for plan in plans] == [1, pytest.approx(0.6, abs=0.02)]
+    for world, plan in zip(worlds, plans, strict=True):
+        assert plan.rate == pytest.approx((1 + plan.worth * world.planner.gain("chat")) / plan.expected_s)
+        reaches = [number / 100 for number in range(101)]
+        verified = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, reach)]
+        of_suffixes = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, 0.0, reach)]
+        assert min(verified) == pytest.approx(min(of_suffixes) / plan.worth, abs=0.02)
 
 
 def test_a_head_that_lies_about_itself_is_found_out() -> None:

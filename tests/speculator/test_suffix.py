@@ -187,6 +187,25 @@ def test_an_answer_of_the_tenant_serves_its_other_requests_while_it_is_still_wri
     assert proposal.tokens == tuple(SECRET[4:])
 
 
+def test_what_it_saves_to_be_given_tokens_is_what_rounds_after_them_would_have_earned() -> None:
+    def begun() -> SuffixRequest:
+        request = SuffixDrafter().start(list(range(100, 130)), tenant="a")
+        request.commit([5, 100, 101, 102])
+        return request
+
+    request, promised = begun(), []
+    for count in (1, 2):
+        other = begun()
+        other.commit([103, 104][:count])
+        promised.append(sum(ask(other).reaches))
+    assert min(promised) > 1
+    before = ask(request)
+    assert request.rounds_saved([103, 104], 8) == pytest.approx(sum(1 / (1 + promise) for promise in promised))
+    assert request.rounds_saved([77, 78], 8) == 2, "where nothing follows, all that would have taken a round each"
+    assert request.rounds_saved([103, 104], 0) == 2, "nothing is proposed there"
+    assert ask(request) == before
+
+
 def test_of_equal_matches_the_group_is_taken_before_the_tenant() -> None:
     drafter = SuffixDrafter()
     drafter.start([1], tenant="a").commit([*SECRET[:4], 7])

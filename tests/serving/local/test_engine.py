@@ -10,7 +10,7 @@ import itertools
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from speculator.codec import decode_trace, encode_trace
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
-from speculator.planner import FixedPlanner, Plan
+from speculator.planner import FixedPlanner, HeadVerdict, Plan
 from speculator.pulse import Pulse, PulseBoard, Serving
 from speculator.sampling import SamplingParams
 from speculator.suffix import SuffixRequest
@@ -283,6 +283,33 @@ def test_a_look_is_what_verification_would_have_said_of_that_requests_next_token
     assert verdicts == {position: seen[position] for position in verdicts}
     assert 5 < sum(verdicts.values()) < len(verdicts), "or it shows nothing"
     assert (right, right + wrong) == (sum(one.accepted for one in looked), len(looked))
+
+
+class Listens(FixedPlanner):
+    """Always uses the head, and keeps what is said of it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.verdicts: list[HeadVerdict] = []
+
+    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
+        self.verdicts.extend(verdicts)
+
+
+@pytest.mark.parametrize("suffix_depth", [0, 8])
+def test_what_the_head_saves_is_less_where_a_suffix_would_have_known(model_dir: Path, suffix_depth: int) -> None:
+    planner, draft = Listens(), random_draft(model_dir, seed=1)
+    sampling = SamplingParams(temperature=5.0)  # so hot that both are nearly uniform: shared noise makes them agree
+    saved = []
+    with toy_engine(model_dir, draft=draft, depth=2, planner=planner, suffix_depth=suffix_depth) as harness:
+        for _ in range(2):
+            planner.verdicts.clear()
+            harness.ask(harness.request("hello you", seed=1, sampling=sampling, max_tokens=60))
+            accepted = sum(verdict.num_accepted for verdict in planner.verdicts)
+            assert accepted > 5, "or it shows nothing"
+            saved.append(sum(verdict.rounds_saved or 0.0 for verdict in planner.verdicts) / accepted)
+    assert saved[0] > 0.8
+    assert saved[1] < 0.4 if suffix_depth else saved[1] == 1
 
 
 def test_what_was_answered_before_is_proposed_again_to_the_same_tenant_alone(model_dir: Path) -> None:
