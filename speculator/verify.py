@@ -56,17 +56,20 @@ def served_logprobs(logits: Tensor, params: SamplingParams, tokens: Tensor) -> l
     return logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
 
 
-def gumbel_noise(seed: int, position: int, size: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Standard Gumbel noise [size] float64 of one position of one request; the same on every machine.
-
-    Counter-based (Philox), so any position can be drawn at any time, in any order, by draft and target alike.
+def draws(seed: int, position: int, size: int) -> np.ndarray:
+    """What the noise of one position of one request is made of: [size] float64, uniform in [0, 1), the same on every
+    machine. Any position can be drawn at any time, in any order, by draft and target alike.
     """
-    # An explicit type: NumPy would turn a list with a large seed into floats and round the seed.
-    key = np.array([seed & (2**64 - 1), position], np.uint64)
-    # `random` is in [0, 1); 1 − u is in (0, 1], and the inner logarithm is kept off zero.
-    uniform = 1.0 - np.random.Generator(np.random.Philox(key=key)).random(size)
-    noise = -np.log(np.maximum(-np.log(uniform), 1e-300))
-    return torch.from_numpy(noise).to(device)
+    # Always as many words, or seeds of different length would meet.
+    sequence = np.random.SeedSequence([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, position])
+    return np.random.Generator(np.random.SFC64(sequence)).random(size)
+
+
+def gumbel(uniform: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise [...] float64 of draws [...]: the smaller the draw, the larger the noise."""
+    # 1 − u is in (0, 1], and the inner logarithm is kept off zero.
+    noise: np.ndarray = -np.log(np.maximum(-np.log(1.0 - uniform), 1e-300))
+    return noise
 
 
 def emit(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> Tensor:
@@ -76,8 +79,29 @@ def emit(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> Tensor
     """
     if params.temperature == 0 or noise is None:
         return logits.argmax(-1)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return (served_logits(logits.to(wide), params) + noise.to(wide)).argmax(-1)
+    served = _served(logits, params)
+    return (served + noise.to(served.dtype)).argmax(-1)
+
+
+def emit_one(logits_V: Tensor, params: SamplingParams, uniform_V: np.ndarray) -> int:
+    """What `emit` says with the noise of these draws; computed only for tokens that can be emitted.
+
+    The sum of the likeliest token is a bound: with the largest noise of all, few others reach it.
+    """
+    if params.temperature == 0:
+        return int(logits_V.argmax())
+    served_V = _served(logits_V, params).cpu().numpy()
+    likeliest = int(served_V.argmax())
+    noise, most = gumbel(uniform_V[[likeliest, int(uniform_V.argmin())]])
+    # Sums are rounded, so what comes close is compared; and so is what is no number.
+    candidates = np.flatnonzero(~(served_V < float(served_V[likeliest] + noise - most - 0.01)))
+    sums = served_V[candidates] + gumbel(uniform_V[candidates]).astype(served_V.dtype)
+    return int(candidates[sums.argmax()])
+
+
+def _served(logits: Tensor, params: SamplingParams) -> Tensor:
+    """In at least float32."""
+    return served_logits(logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32), params)
 
 
 def count_accepted(proposals: Sequence[int], emitted: Sequence[int]) -> int:

@@ -16,10 +16,11 @@ from torch import Tensor
 from serving.local.fused_draft import FusedDraft, Span
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.draft import KernelDraft, fits
-from serving.local.noise import shared_noise
+from serving.local.noise import shared_draws
 from speculator.checkpoint import check_state, draft_state
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
+from speculator.verify import gumbel
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ServingDraft:
     ) -> None:
         """`own_kernels=False` leaves the library out that there is for some CPUs."""
         self._config, self._d2t, self._target_ids = model.config, model.d2t, model.target_ids
+        self._drawn_ids = model.target_ids.cpu().numpy()
         kernels = found_kernels() if own_kernels and fits(model) else None
         self._fused: FusedDraft | KernelDraft
         if kernels is None:
@@ -129,8 +131,8 @@ class ServingDraft:
         """The Gumbel noise [D] that verification adds at this position; none for a greedy request."""
         if source.sampling.temperature == 0:
             return torch.zeros(len(self._target_ids), device=self._target_ids.device)
-        noise_V = shared_noise(source.seed, position, self._config.vocab_size, self._target_ids.device)
-        return noise_V[self._target_ids]
+        uniform_V = shared_draws(source.seed, position, self._config.vocab_size)
+        return torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._target_ids.device)
 
 
 def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from serving.local.generation import Generation
-from serving.local.noise import shared_noise
-from speculator.verify import count_accepted, emit, served_logprobs
+from serving.local.noise import shared_draws
+from speculator.verify import count_accepted, emit_one, served_logprobs
 
 
 def emitted_after(
@@ -28,8 +28,7 @@ def emitted_after(
     length, size = len(generation.tokens), logits_PV.shape[-1]
     emitted: list[int] = []
     for row, wanted in enumerate([*proposed, None]):
-        noise_V = shared_noise(seed, length + row, size, logits_PV.device)
-        emitted.append(int(emit(logits_PV[row], sampling, noise_V)))
+        emitted.append(emit_one(logits_PV[row], sampling, shared_draws(seed, length + row, size)))
         if emitted[-1] != wanted:
             break
     return emitted

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from speculator.acceptance import Acceptance, coupled_acceptance, expected_rounds, recorded_rounds
 from speculator.labels import draft_ids_by_target_id, make_labels
 from speculator.sampling import SamplingParams
-from speculator.verify import emit, gumbel_noise, served_logits
+from speculator.verify import draws, emit, gumbel, served_logits
 from tests.speculator.test_labels import round_trace
 
 
@@ -109,7 +109,7 @@ def test_acceptance_given_the_emitted_token_is_that_of_noise_that_is_drawn(sampl
     target_logits = torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
     draft_logits = target_logits[:D] + torch.randn(D, generator=generator, dtype=torch.float64)
     num_draws = 20_000
-    noise = torch.stack([gumbel_noise(1, position, V) for position in range(num_draws)])
+    noise = torch.from_numpy(gumbel(np.stack([draws(1, position, V) for position in range(num_draws)])))
     emitted = emit(target_logits.expand(num_draws, V), sampling, noise)
     tempered = SamplingParams(temperature=sampling.temperature)
     proposed = emit(draft_logits.expand(num_draws, D), tempered, noise[:, :D])

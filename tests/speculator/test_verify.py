@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speculator import verify
 from speculator.sampling import SamplingParams
-from speculator.verify import count_accepted, emit, gumbel_noise, served_logits
+from speculator.verify import count_accepted, draws, emit, emit_one, gumbel, served_logits
 
 params_of = st.builds(
     SamplingParams,
@@ -19,6 +20,10 @@ params_of = st.builds(
     top_p=st.sampled_from([0.2, 0.5, 0.9, 1.0]),
     top_k=st.integers(0, 6),
 )
+
+
+def gumbel_noise(seed: int, position: int, size: int) -> torch.Tensor:
+    return torch.from_numpy(gumbel(draws(seed, position, size)))
 
 
 def _reference(logits: list[float], params: SamplingParams) -> list[float]:
@@ -86,6 +91,46 @@ def test_noise_is_a_function_of_seed_and_position(seed: int, position: int) -> N
     assert not torch.equal(noise, gumbel_noise(seed, position + 1, 8))
     assert not torch.equal(noise, gumbel_noise(seed ^ 1, position, 8))
     assert noise.isfinite().all()
+
+
+def test_seeds_of_different_length_do_not_meet() -> None:
+    seeds = [5, 5 + (3 << 32), 3 << 32, 5 << 32, 3]
+    found = [tuple(draws(seed, position, 4)) for seed in seeds for position in (0, 3, 5)]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@given(st.integers(0, 2**32), st.sampled_from([1, 7, 300, 5000]), st.sampled_from([0.0, 1.0, 4.0]), params_of)
+def test_with_noise_for_candidates_alone_the_same_token_is_emitted(
+    dtype: torch.dtype, seed: int, size: int, spread: float, params: SamplingParams
+) -> None:
+    logits = (spread * torch.randn(size, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    for position in range(5):
+        uniform = draws(seed, position, size)
+        assert emit_one(logits, params, uniform) == int(emit(logits, params, torch.from_numpy(gumbel(uniform))))
+    greedy = SamplingParams(temperature=0.0)
+    assert emit_one(logits, greedy, uniform) == int(logits.argmax())
+
+
+def test_noise_is_computed_for_few_tokens_of_a_sure_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
+    logits[7] = 20.0
+    counted: list[int] = []
+
+    def counting(uniform: np.ndarray) -> np.ndarray:
+        counted.append(len(uniform))
+        return gumbel(uniform)
+
+    monkeypatch.setattr(verify, "gumbel", counting)
+    emitted = [emit_one(logits, SamplingParams(), draws(0, position, len(logits))) for position in range(50)]
+    assert emitted.count(7) > 45
+    assert np.median(counted) < 10, "noise that is rare makes many compete"
+
+
+def test_logits_that_are_no_numbers_emit_some_token() -> None:
+    logits = torch.zeros(50)
+    logits[20] = torch.nan
+    assert emit_one(logits, SamplingParams(), draws(0, 0, 50)) == 20
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,11 @@ from serving.local.draft import DraftSource, ServingDraft
 from serving.local.fused_draft import FusedDraft
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.draft import KernelDraft
-from serving.local.noise import shared_noise
+from serving.local.noise import shared_draws
 from speculator.checkpoint import apply_state, draft_state
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
-from speculator.verify import emit, gumbel_noise
+from speculator.verify import draws, emit, gumbel
 from tests.toy import make_toy_model, random_draft
 
 SLOTS, LENGTH = 8, 64
@@ -80,7 +81,7 @@ class Reference:
         """The proposal at a position and its log-probability under the request's temperature."""
         tempered = SamplingParams(temperature=source.sampling.temperature)
         logits, ids = self._draft.logits(output)[0], self._draft.target_ids
-        noise = gumbel_noise(source.seed, position, self._draft.config.vocab_size)[ids]
+        noise = torch.from_numpy(gumbel(draws(source.seed, position, self._draft.config.vocab_size)))[ids]
         chosen = int(emit(logits, tempered, noise))
         scores = (logits.double() / (source.sampling.temperature or 1.0)).log_softmax(-1)
         return int(ids[chosen]), float(scores[chosen])
@@ -197,8 +198,9 @@ def test_with_kernels_a_request_gets_the_same_bits_whatever_is_beside_it(draft: 
         assert torch.equal(_read(serving, [references[slot]], 4, [counts])[0], together[slot])
 
 
-def test_noise_is_computed_once_for_draft_and_verification_and_is_the_positions_own() -> None:
-    cpu = torch.device("cpu")
-    assert shared_noise(5, 7, 50, cpu) is shared_noise(5, 7, 50, cpu)
+def test_noise_is_drawn_once_for_draft_and_verification_and_is_the_positions_own() -> None:
+    assert shared_draws(5, 7, 50) is shared_draws(5, 7, 50)
     for seed, position, size in ((5, 7, 50), (5, 8, 50), (6, 7, 50), (5, 7, 51)):
-        assert torch.equal(shared_noise(seed, position, size, cpu), gumbel_noise(seed, position, size))
+        assert np.array_equal(shared_draws(seed, position, size), draws(seed, position, size))
+    with pytest.raises(ValueError, match="read-only"):
+        shared_draws(5, 7, 50)[0] = 0.5
