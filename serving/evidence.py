@@ -30,11 +30,15 @@ class Stratum(NamedTuple):
 
     domain: str
     sampling: str
+    of_looks: bool = False
+    """Looks at a head that is not used come in other rounds than its chains, and are most of what is known of a version
+    at first: so they are compared with looks, where the incumbent has enough of them.
+    """
 
 
 class Verification(NamedTuple):
     """One request's part in a drafting round; 0 accepted also where nothing was worth proposing. A look at a head that
-    is not used counts as a round of depth 1.
+    is not used counts as a round of depth 1, in a stratum of looks.
     """
 
     request_id: str
@@ -144,7 +148,7 @@ class Strata:
     def place(self, stratum: Stratum) -> Stratum:
         if stratum not in self._known:
             if len(self._known) >= _MAX_STRATA:
-                return Stratum(_REST, stratum.sampling)
+                return stratum._replace(domain=_REST)
             self._known.add(stratum)
         return stratum
 
@@ -181,7 +185,10 @@ class Reference:
         """None where the incumbent is not known well enough."""
         key = stratum, depth
         if key not in self._moments:
-            self._moments[key] = self._compute(stratum, depth)
+            found = self._compute(stratum, depth)
+            if found is None and stratum.of_looks:
+                found = self.moments(stratum._replace(of_looks=False), depth)
+            self._moments[key] = found
         return self._moments[key]
 
     def _compute(self, stratum: Stratum, depth: int) -> Moments | None:

@@ -121,4 +121,5 @@ def _verifications(round_: Round) -> Iterator[Verification]:
             yield Verification(generation.request.request_id, generation.stratum, accepted, round_.depth)
     if (look := report.look) is not None:
         looked_at = round_.running[look.row]
-        yield Verification(looked_at.request.request_id, looked_at.stratum, look.accepted, 1)
+        stratum = looked_at.stratum._replace(of_looks=True)
+        yield Verification(looked_at.request.request_id, stratum, look.accepted, 1)

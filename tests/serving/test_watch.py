@@ -58,6 +58,30 @@ def test_a_version_that_is_ten_per_cent_worse_is_caught_within_four_thousand_ver
     assert all(verdict.reason == "accepts less than the incumbent" for verdict in caught)
 
 
+def _looks(rng: random.Random, version: int, rate: float) -> Iterator[WatchedRound]:
+    """Endless looks at a head that is not used, which are right so often."""
+    stratum = CHAT._replace(of_looks=True)
+    for number in itertools.count():
+        look = Verification(f"look-{version}-{number // 20}", stratum, int(rng.random() < rate), 1)
+        yield WatchedRound(version, 1, True, 0.04, 1, (look,), is_timed=False)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("looks_before", "rate", "outcome"),
+    [(200, 0.3, Outcome.PROMOTED), (200, 0.02, Outcome.ROLLED_BACK), (0, 0.02, Outcome.ROLLED_BACK)],
+)
+def test_looks_are_compared_with_looks_where_there_were_some(
+    seed: int, looks_before: int, rate: float, outcome: Outcome
+) -> None:
+    """In rounds that ask it the head is right six times in ten, where it is looked at three times."""
+    rng, watch = random.Random(seed), LiveWatch(1)
+    serve(watch, rounds(rng, 1, {CHAT: 1 + 0.6 + 0.36 + 0.22 + 0.13}), 1000)
+    serve(watch, _looks(rng, 1, 0.3), looks_before)
+    verdict = try_out(watch, 2, _looks(rng, 2, rate))
+    assert verdict.outcome is outcome
+
+
 @pytest.mark.parametrize(("batch", "most_rounds"), [(1, 100), (4, 50)])
 def test_a_useless_version_is_caught_within_fifty_rounds_or_five_seconds(batch: int, most_rounds: int) -> None:
     """A round is 40 ms."""
