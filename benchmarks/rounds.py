@@ -19,8 +19,8 @@ from serving.local.rounds import RoundRunner
 from serving.local.target import Target
 from serving.local.text import AnswerText, LocalTokenizer
 from slipstream.models import resolve_model
+from speculator.fixed_planner import FixedPlanner
 from speculator.fresh import fresh_draft
-from speculator.planner import FixedPlanner
 from speculator.sampling import SamplingParams
 
 DEPTHS = (0, 1, 2, 3, 4)

@@ -29,8 +29,9 @@ from serving.engine import CapturePolicy, GenerateRequest
 from serving.evidence import WatchedRound
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
+from speculator.earnings import HeadVerdict
 from speculator.model import Eagle3Draft
-from speculator.planner import HeadVerdict, Plan, RoundPlanner
+from speculator.planner import Plan, RoundPlanner
 from speculator.sampling import SamplingParams
 
 WAYS = ("plain", "head", "suffix", "hybrid")

@@ -35,12 +35,8 @@ from dataclasses import dataclass, replace
 from speculator.calibration import Calibration
 from speculator.costs import RoundTimes
 from speculator.depth import PositionAcceptance
+from speculator.earnings import RENEWED_WEIGHT, Earnings, FadingMean, HeadVerdict
 
-_MEMORY = 0.98
-"""What a verification still weighs after another: half after 34."""
-_PRIOR_WEIGHT = 2.0
-_RENEWED_WEIGHT = 0.25
-"""What evidence about the previous version is worth for the next, which is mostly like it."""
 _FIRST_LOOKS = 3.0
 """Steps' worth of looks at a head that nobody has seen: cheaper than the chains that a useless one would have verified
 in vain. A step here is one request's plain decoding.
@@ -49,78 +45,9 @@ _LOOKS_AFTER_RENEWAL = 12.0
 """The same at a new version, whatever the last one was worth: enough for the watch to see a useless one. And the most
 that is put by.
 """
-_VAIN_LOOKS = 24
-"""After so many in a row that found nothing, looks get half their share: enough to read text as fast as it grows."""
 _LONGEST_LOOK = 12.0
 """Steps. A request whose prompt would take longer to read is not looked at."""
 _AWAKE_ROUNDS = 100
-_MAX_DOMAINS = 64
-_REST = "other"
-
-
-class _Mean:
-    """A fading mean that begins at a guess."""
-
-    def __init__(self, guess: float) -> None:
-        self._sum, self._weight = _PRIOR_WEIGHT * guess, _PRIOR_WEIGHT
-
-    def add(self, value: float) -> None:
-        self._sum, self._weight = _MEMORY * self._sum + value, _MEMORY * self._weight + 1
-
-    def fade(self) -> None:
-        self._sum, self._weight = _RENEWED_WEIGHT * self._sum, _RENEWED_WEIGHT * self._weight
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight
-
-
-class _Record:
-    """What the head has lately earned, in one domain or in all."""
-
-    def __init__(self, gain: float, saved: float) -> None:
-        """Guesses."""
-        self._gain, self._saved = _Mean(gain), _Mean(saved)
-        self._num_vain = 0
-
-    @property
-    def gain(self) -> float:
-        """Accepted proposals of a chain."""
-        return self._gain.value
-
-    @property
-    def saved(self) -> float:
-        """Rounds that these take the place of."""
-        return self._saved.value
-
-    @property
-    def look_share(self) -> float:
-        """Of the full budget of looks."""
-        return 0.5 if self._num_vain >= _VAIN_LOOKS else 1.0
-
-    def add(self, gain: int, saved: float, *, is_vain: bool) -> None:
-        self._gain.add(gain)
-        self._saved.add(saved)
-        self._num_vain = self._num_vain + 1 if is_vain else 0
-
-    def renew(self) -> None:
-        self._gain.fade()
-        self._saved.fade()
-        self._num_vain = 0
-
-
-@dataclass(frozen=True)
-class HeadVerdict:
-    """What became of the head's chain for one request; an empty chain counts, too, and so does a look."""
-
-    domain: str
-    probabilities: Sequence[float]
-    """The head's own, of each proposal."""
-    num_accepted: int
-    is_worth_it: bool = True
-    """False for a look at a token that a round would not have verified."""
-    rounds_saved: float | None = None
-    """By the accepted ones; None where nothing but the head proposes: as many as those are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +88,9 @@ class RoundPlanner:
         self.times = RoundTimes()
         self.confidence = Calibration()
         self._positions = PositionAcceptance(max_depth)
-        self._records: dict[str, _Record] = {}
-        self._overall = _Record(0.0, 0.0)
-        self._proposals: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
-        self._steps: defaultdict[int, _Mean] = defaultdict(lambda: _Mean(float(max_depth)))
+        self.earnings = Earnings()
+        self._proposals: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
+        self._steps: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
         self._look_share, self._random = look_share, random.Random(seed)
         self._look_budget = look_share
         self._step_s = self._looks_left_s = 0.0
@@ -210,7 +136,7 @@ class RoundPlanner:
         rows = [row for row, is_better in enumerate(has_better) if not is_better]
         if not rows:
             return without
-        shares = [self._nearest_record(domains[row]).look_share for row in rows]
+        shares = [self.earnings.look_share(domains[row]) for row in rows]
         self._look_budget = self._look_share * max(shares) * len(rows) / batch
         look = self._look(rows, unread)
         if look is None:
@@ -218,7 +144,7 @@ class RoundPlanner:
         return replace(
             without,
             look=look,
-            worth=self._worth(domains[look : look + 1]),
+            worth=self.earnings.worth(domains[look : look + 1]),
             expected_s=without.expected_s + self.times.draft_s(1, 1, unread[look]),
         )
 
@@ -248,20 +174,6 @@ class RoundPlanner:
         price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
         return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
 
-    def gain(self, domain: str) -> float:
-        """Accepted proposals of the head's chains, the empty ones included, in one verification."""
-        return self._nearest_record(domain).gain
-
-    def _worth(self, domains: Iterable[str]) -> float:
-        """Of a token of the head, in requests of these domains."""
-        records = [self._nearest_record(domain) for domain in domains]
-        gain = sum(record.gain for record in records)
-        return sum(record.saved for record in records) / gain if gain else 1.0
-
-    def _nearest_record(self, domain: str) -> _Record:
-        """The evidence about a domain: that of all where there is none of its own, nor of the rest."""
-        return self._records.get(domain) or self._records.get(_REST) or self._overall
-
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix chains; with none of them it is plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
@@ -283,7 +195,9 @@ class RoundPlanner:
 
     def _have_better(self, domains: Sequence[str], suffixes: Sequence[Sequence[float]]) -> tuple[bool, ...]:
         """Which requests have a suffix chain that promises more than the head earns."""
-        return tuple(sum(reaches) > self.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True))
+        return tuple(
+            sum(reaches) > self.earnings.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True)
+        )
 
     def _with_head(
         self,
@@ -301,8 +215,8 @@ class RoundPlanner:
         batch = len(domains)
         depth = min(round(self._proposals[batch].value), head_depth)
         steps = min(max(round(self._steps[batch].value), 1), head_depth)
-        worth = self._worth(domain for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix)
-        gain = sum(self.gain(domain) for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix)
+        asked = [domain for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix]
+        worth, gain = self.earnings.worth(asked), sum(map(self.earnings.gain, asked))
         tokens = batch + sum(
             sum(reaches[:depth]) for reaches, is_suffix in zip(suffixes, from_suffix, strict=True) if is_suffix
         )
@@ -372,69 +286,15 @@ class RoundPlanner:
         for verdict in verdicts:
             self._dismissed = ()
             self._positions.add(len(verdict.probabilities), verdict.num_accepted)
-            gain = verdict.num_accepted if verdict.is_worth_it else 0
-            saved = gain if verdict.rounds_saved is None or gain == 0 else verdict.rounds_saved
-            for record in (self._own_record(verdict.domain), self._overall):
-                record.add(gain, saved, is_vain=verdict.num_accepted == 0)
+            self.earnings.add(verdict)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
     def renew(self) -> None:
         """Another draft version is in service: look at it even where the last one did not pay."""
-        self._positions.fade(_RENEWED_WEIGHT)
-        for record in (self._overall, *self._records.values()):
-            record.renew()
+        self._positions.fade(RENEWED_WEIGHT)
+        self.earnings.renew()
         self._dismissed = ()
         self._granted = _LOOKS_AFTER_RENEWAL
         # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
         self._last_use = self._num_plans
-
-    def _own_record(self, domain: str) -> _Record:
-        """Where to write down what a domain earned; the rest's, where there are too many domains."""
-        if domain not in self._records:
-            domain = domain if len(self._records) < _MAX_DOMAINS else _REST
-            self._records.setdefault(domain, _Record(self._overall.gain, self._overall.saved))
-        return self._records[domain]
-
-
-class FixedPlanner:
-    """Always the head, whose chains end where the probability that the next token is reached and accepted, as the head
-    itself sees it and on average over the requests, falls below `min_confidence`. For tests and recordings: what it
-    does depends on nothing that was measured.
-    """
-
-    def __init__(self, min_confidence: float) -> None:
-        self._min_confidence = min_confidence
-        self.is_awake = True
-
-    def plan(
-        self,
-        domains: Sequence[str],
-        num_keys: int,
-        suffixes: Sequence[Sequence[float]],
-        *,
-        head_depth: int,
-        unread: Sequence[int],
-    ) -> Plan:
-        batch = len(domains)
-        return Plan(batch=batch, num_keys=num_keys, uses_head=head_depth > 0, from_suffix=(False,) * batch)
-
-    def head_probability(self, step: int, probability: float) -> float:
-        return probability
-
-    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
-        return (reach + of_suffixes) / plan.batch >= self._min_confidence
-
-    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
-        return True
-
-    def observe(
-        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
-    ) -> None:
-        """Nothing is measured."""
-
-    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
-        """Nothing is learned."""
-
-    def renew(self) -> None:
-        """Nothing was known of the version before."""

@@ -72,36 +72,23 @@ def gumbel(uniform: np.ndarray) -> np.ndarray:
     return noise
 
 
-def emit(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> Tensor:
-    """The emitted token ids [...] for logits [..., V], with Gumbel noise [..., V] unless greedy.
+def emit(logits_V: Tensor, params: SamplingParams, uniform_V: np.ndarray) -> int:
+    """The token that is emitted, for logits [V] and draws [V]: the likeliest with its noise, or if greedy without.
 
-    Noise is added in at least float32: bfloat16 sums would tie and favour low ids.
-    """
-    if params.temperature == 0 or noise is None:
-        return logits.argmax(-1)
-    served = _served(logits, params)
-    return (served + noise.to(served.dtype)).argmax(-1)
-
-
-def emit_one(logits_V: Tensor, params: SamplingParams, uniform_V: np.ndarray) -> int:
-    """What `emit` says with the noise of these draws; computed only for tokens that can be emitted.
-
-    The sum of the likeliest token is a bound: with the largest noise of all, few others reach it.
+    Noise is computed for tokens that can be emitted alone: the sum of the likeliest token is a bound, and with the
+    largest noise of all few others reach it. It is added in at least float32: bfloat16 sums would tie and favour low
+    ids.
     """
     if params.temperature == 0:
         return int(logits_V.argmax())
-    served_V = _served(logits_V, params).cpu().numpy()
+    wide = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
+    served_V = served_logits(logits_V.to(wide), params).cpu().numpy()
     likeliest = int(served_V.argmax())
     noise, most = gumbel(uniform_V[[likeliest, int(uniform_V.argmin())]])
     # Sums are rounded, so what comes close is compared; and so is what is no number.
     candidates = np.flatnonzero(~(served_V < float(served_V[likeliest] + noise - most - 0.01)))
     sums = served_V[candidates] + gumbel(uniform_V[candidates]).astype(served_V.dtype)
     return int(candidates[sums.argmax()])
-
-
-def _served(logits: Tensor, params: SamplingParams) -> Tensor:
-    """In at least float32."""
-    return served_logits(logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32), params)
 
 
 def count_accepted(proposals: Sequence[int], emitted: Sequence[int]) -> int:

@@ -31,7 +31,7 @@ import torch
 import trainer.run
 import trainer.saving
 from slipstream.cli import main
-from speculator.planner import FixedPlanner
+from speculator.fixed_planner import FixedPlanner
 from speculator.stream import StreamEntry, TraceStream
 from trainer.checkpoint import Progress
 from trainer.provenance import Stored

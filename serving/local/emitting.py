@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serving.local.generation import Generation
 from serving.local.noise import shared_draws
-from speculator.verify import count_accepted, emit_one, served_logprobs
+from speculator.verify import count_accepted, emit, served_logprobs
 
 
 def emitted_after(
@@ -28,7 +28,7 @@ def emitted_after(
     length, size = len(generation.tokens), logits_PV.shape[-1]
     emitted: list[int] = []
     for row, wanted in enumerate([*proposed, None]):
-        emitted.append(emit_one(logits_PV[row], sampling, shared_draws(seed, length + row, size)))
+        emitted.append(emit(logits_PV[row], sampling, shared_draws(seed, length + row, size)))
         if emitted[-1] != wanted:
             break
     return emitted

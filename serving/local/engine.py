@@ -38,8 +38,9 @@ from serving.local.texts import RecentTexts
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.errors import EngineDeadError, RequestError
+from speculator.fixed_planner import FixedPlanner
 from speculator.model import Eagle3Draft
-from speculator.planner import FixedPlanner, RoundPlanner
+from speculator.planner import RoundPlanner
 from speculator.pulse import Pulse
 from speculator.spans import current, span
 from speculator.suffix import SuffixDrafter

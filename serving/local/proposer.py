@@ -16,7 +16,8 @@ from typing import Protocol
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
 from serving.local.reading import DraftReader
-from speculator.planner import HeadVerdict, Plan
+from speculator.earnings import HeadVerdict
+from speculator.planner import Plan
 from speculator.suffix import SuffixProposal
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from speculator.acceptance import Acceptance, coupled_acceptance, expected_rounds, recorded_rounds
 from speculator.labels import draft_ids_by_target_id, make_labels
 from speculator.sampling import SamplingParams
-from speculator.verify import draws, emit, gumbel, served_logits
+from speculator.verify import draws, gumbel, served_logits
+from tests.emitting import emitted as reference
 from tests.speculator.test_labels import round_trace
 
 
@@ -110,9 +111,9 @@ def test_acceptance_given_the_emitted_token_is_that_of_noise_that_is_drawn(sampl
     draft_logits = target_logits[:D] + torch.randn(D, generator=generator, dtype=torch.float64)
     num_draws = 20_000
     noise = torch.from_numpy(gumbel(np.stack([draws(1, position, V) for position in range(num_draws)])))
-    emitted = emit(target_logits.expand(num_draws, V), sampling, noise)
+    emitted = reference(target_logits.expand(num_draws, V), sampling, noise)
     tempered = SamplingParams(temperature=sampling.temperature)
-    proposed = emit(draft_logits.expand(num_draws, D), tempered, noise[:, :D])
+    proposed = reference(draft_logits.expand(num_draws, D), tempered, noise[:, :D])
     top = target_logits.log_softmax(-1).topk(V)
     draft_ids_V = draft_ids_by_target_id(torch.zeros(D, dtype=torch.int64), V)
     labels = make_labels(

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from speculator.planner import FixedPlanner, HeadVerdict, Plan, RoundPlanner
+from speculator.earnings import HeadVerdict
+from speculator.fixed_planner import FixedPlanner
+from speculator.planner import Plan, RoundPlanner
 
 DEPTH = 4
 DRAFT_READ_S, DRAFT_PAIR_S, DRAFT_STEP_S = 0.0014, 0.0001, 0.0015
@@ -211,10 +213,10 @@ def test_a_token_that_is_worth_less_is_verified_where_it_is_likelier_and_expecte
     for world in worlds:
         world.run(1000)
         plans.append(world.planner.plan(["chat"], 200, [[]], head_depth=DEPTH, unread=[1]))
-        assert world.planner.gain("chat") == pytest.approx(plans[-1].expected_tokens - 1)
+        assert world.planner.earnings.gain("chat") == pytest.approx(plans[-1].expected_tokens - 1)
     assert [plan.worth for plan in plans] == [1, pytest.approx(0.6, abs=0.02)]
     for world, plan in zip(worlds, plans, strict=True):
-        assert plan.rate == pytest.approx((1 + plan.worth * world.planner.gain("chat")) / plan.expected_s)
+        assert plan.rate == pytest.approx((1 + plan.worth * world.planner.earnings.gain("chat")) / plan.expected_s)
         reaches = [number / 100 for number in range(101)]
         verified = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, reach)]
         of_suffixes = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, 0.0, reach)]
@@ -305,9 +307,9 @@ def test_domains_have_gains_of_their_own() -> None:
     planner = RoundPlanner(max_depth=DEPTH)
     for _ in range(100):
         planner.observe_head([HeadVerdict("code", [0.9] * 4, 4), HeadVerdict("chat", [0.1], 0)])
-    assert planner.gain("code") > 3.5
-    assert planner.gain("chat") < 0.2
-    assert planner.gain("never seen") == pytest.approx(2, abs=0.5)
+    assert planner.earnings.gain("code") > 3.5
+    assert planner.earnings.gain("chat") < 0.2
+    assert planner.earnings.gain("never seen") == pytest.approx(2, abs=0.5)
 
 
 def test_a_round_without_a_time_of_its_own_changes_no_forecast_of_seconds() -> None:
@@ -329,7 +331,7 @@ def test_domains_are_bounded() -> None:
     planner = RoundPlanner(max_depth=DEPTH)
     for number in range(1000):
         planner.observe_head([HeadVerdict(str(number), [0.5], 1)])
-    assert len(planner._records) <= 65
+    assert len(planner.earnings._records) <= 65
 
 
 def test_the_fixed_plan_asks_the_head_always_and_nothing_at_depth_0() -> None:

@@ -20,7 +20,8 @@ from serving.local.noise import shared_draws
 from speculator.checkpoint import apply_state, draft_state
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
-from speculator.verify import draws, emit, gumbel
+from speculator.verify import draws, gumbel
+from tests.emitting import emitted
 from tests.toy import make_toy_model, random_draft
 
 SLOTS, LENGTH = 8, 64
@@ -82,7 +83,7 @@ class Reference:
         tempered = SamplingParams(temperature=source.sampling.temperature)
         logits, ids = self._draft.logits(output)[0], self._draft.target_ids
         noise = torch.from_numpy(gumbel(draws(source.seed, position, self._draft.config.vocab_size)))[ids]
-        chosen = int(emit(logits, tempered, noise))
+        chosen = int(emitted(logits, tempered, noise))
         scores = (logits.double() / (source.sampling.temperature or 1.0)).log_softmax(-1)
         return int(ids[chosen]), float(scores[chosen])
 

@@ -25,10 +25,12 @@ from serving.local.generation import Generation, TopK
 from serving.local.packed import pack, pack_linears
 from serving.local.prompts import Piece
 from speculator.codec import decode_trace, encode_trace
+from speculator.earnings import HeadVerdict
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
+from speculator.fixed_planner import FixedPlanner
 from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
-from speculator.planner import FixedPlanner, HeadVerdict, Plan
+from speculator.planner import Plan
 from speculator.pulse import Pulse, PulseBoard, Serving
 from speculator.sampling import SamplingParams
 from speculator.suffix import SuffixRequest

@@ -21,7 +21,8 @@ from serving.local.generation import Generation
 from serving.local.prompts import Piece
 from serving.local.rounds import RoundReport
 from serving.local.target import Target
-from speculator.planner import FixedPlanner, Plan
+from speculator.fixed_planner import FixedPlanner
+from speculator.planner import Plan
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.moved import moved_model
