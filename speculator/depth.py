@@ -125,8 +125,8 @@ class DepthPolicy:
         self._settled: dict[int, int] = {}
         self._probes_left = 0
 
-    def choose(self, batch: int, limit: int | None = None) -> int:
-        """The depth of the next round of `batch` requests, at most `limit`."""
+    def choose(self, batch: int, limit: int | None = None, *, may_probe: bool = True) -> int:
+        """The depth of the next round of `batch` requests, at most `limit`; no probe where none would be observed."""
         candidates = [depth for depth in self._candidates if limit is None or depth <= limit]
         # Fewest rounds first: a depth is judged by its time only after a few rounds.
         unmeasured = [depth for depth in candidates if self.costs.count(batch, depth) < _ENOUGH_TIMES]
@@ -135,7 +135,7 @@ class DepthPolicy:
         depth = self._best(batch, candidates)
         if self._random.random() < self._look_share(batch, candidates):
             return self.costs.stalest(batch, candidates)
-        if depth == 0 and len(candidates) > 1 and self._is_probe():
+        if depth == 0 and len(candidates) > 1 and may_probe and self._is_probe():
             depth = max([depth for depth in candidates if depth <= _PROBE_DEPTH][1:], default=candidates[1])
         return depth
 

@@ -77,6 +77,8 @@ class DepthControl:
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
+        self._is_cold = False
+        """All requests of the last step are: probes of them are not observed."""
         self._rounds: deque[_Round] = deque()
         self.limit: int | None = None
         """What the operator asks for, as agreed at the last meeting; None leaves the choice to the policy."""
@@ -90,14 +92,11 @@ class DepthControl:
         """The depth of the next decode step."""
         assert self._policy is not None
         if self._dormancy.is_asleep:
-            self._dormancy.step(0)
             return 0
         if self._control.is_control(batch):
             self._is_control = True
             return 0
-        depth = self._policy.choose(batch, self.limit)
-        self._dormancy.step(self._policy.settled(batch))
-        return depth
+        return self._policy.choose(batch, self.limit, may_probe=not self._is_cold)
 
     @property
     def is_asleep(self) -> bool:
@@ -125,6 +124,9 @@ class DepthControl:
         round_ = _Round(
             self._version, self.target_version, len(requests), depth, self._is_control, self.is_asleep, cold, asked
         )
+        self._is_cold = all(cold)
+        if self._policy is not None and not self._is_control:
+            self._dormancy.step(self._policy.settled(len(requests)), is_cold=self._is_cold)
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)

@@ -31,13 +31,18 @@ class Dormancy:
     def reads_prompts(self) -> bool:
         return not self._is_fresh
 
-    def step(self, wanted_depth: int) -> None:
-        """A decode step for which the policy wants this depth."""
-        self._steps = self._steps + 1 if self.is_asleep or wanted_depth == 0 else 0
-        if not self.is_asleep and self._steps >= _SLEEP_AFTER_STEPS:
-            self.is_asleep, self._steps = True, 0
-        elif self.is_asleep and not self._is_fresh and self._steps >= _LOOK_EVERY_STEPS:
-            self.wake()
+    def step(self, wanted_depth: int, *, is_cold: bool) -> None:
+        """A decode step for which the policy wants this depth. Where all requests are cold nobody sees how good the
+        draft is: such a step sends none to sleep.
+        """
+        if self.is_asleep:
+            self._steps += 1
+            if not self._is_fresh and self._steps >= _LOOK_EVERY_STEPS:
+                self.wake()
+        elif not is_cold:
+            self._steps = self._steps + 1 if wanted_depth == 0 else 0
+            if self._steps >= _SLEEP_AFTER_STEPS:
+                self.is_asleep, self._steps = True, 0
 
     def wake(self) -> None:
         self._is_fresh = self.is_asleep = False

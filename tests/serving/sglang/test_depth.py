@@ -13,19 +13,27 @@ from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
-from speculator.depth import DepthPolicy
+from speculator.depth import DepthPolicy, RoundCosts
 
 
 def make_control(
-    *, is_fresh: bool = False, control_share: float = 0.0, seen: list[WatchedRound] | None = None
+    *,
+    is_fresh: bool = False,
+    control_share: float = 0.0,
+    seen: list[WatchedRound] | None = None,
+    seconds: dict[int, float] | None = None,
 ) -> DepthControl:
+    """`seconds` by depth, of rounds of one request, are decided by instead of the measured ones."""
+    policy = DepthPolicy([0, 1, 3], probe_share=0.0)
+    policy.costs.adopt({(1, depth): [cost] * 8 for depth, cost in (seconds or {}).items()})
     return DepthControl(
-        DepthPolicy([0, 1, 3], probe_share=0.0),
+        policy,
         StepClock(torch.device("cpu")),
         SpeedupMeter(),
         dormancy=Dormancy(is_fresh=is_fresh),
         version=1,
         control=ControlShare(control_share),
+        measured=RoundCosts() if seconds else None,
         on_round=None if seen is None else seen.append,
     )
 
@@ -91,6 +99,18 @@ def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
     for _ in range(200):
         step(control, requests(1), accepts=True)
     assert float(control.explanation()["acceptance"].split(",")[0]) > 0.8
+
+
+def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next() -> None:
+    # Accepted as often as is taken of a draft that nobody has seen, proposals would not pay here; this one's do.
+    control, cold = make_control(is_fresh=True, seconds={0: 1.0, 1: 1.8, 3: 3.0}), requests(1)
+    step(control, cold)
+    control.renewed(2)
+    drafted = sum(step(control, cold, accepts=True) > 0 for _ in range(20 * _SLEEP_AFTER_STEPS))
+    assert drafted < _SLEEP_AFTER_STEPS, "a look at what rounds cost in a hundred, and no probes"
+    assert not control.is_asleep
+    depths = [step(control, requests(1), accepts=True) for _ in range(30)]
+    assert depths.count(3) > 10
 
 
 def test_what_the_steps_add_up_to() -> None:
