@@ -54,6 +54,7 @@ class DemoOptions:
     temperature: float
     max_tokens: int
     depth: int
+    suffix_depth: int
     context_length: int
     draft_vocab_size: int
     seed: int
@@ -111,7 +112,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
 def _serve_arguments(options: DemoOptions) -> list[str]:
     return [
         *("--name", options.model_name, "--port", str(options.port), "--capture", "--dtype", options.dtype),
-        *("--depth", str(options.depth), "--context-length", str(options.context_length)),
+        *("--depth", str(options.depth), "--suffix-depth", str(options.suffix_depth)),
+        *("--context-length", str(options.context_length)),
     ]
 
 

@@ -13,7 +13,7 @@ import typer
 from slipstream.files import check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.options import Depth, DraftVocab, Dtype, JsonFile, Model, finite
+from slipstream.options import Depth, DraftVocab, Dtype, JsonFile, Model, SuffixDepth, finite
 from slipstream.terminal import console
 from speculator.errors import ConfigError
 
@@ -31,6 +31,7 @@ def demo(
     temperature: Annotated[float, typer.Option(min=0, max=2, callback=finite, help="0 is greedy.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Completion tokens an answer.")] = 160,
     depth: Depth = 4,
+    suffix_depth: SuffixDepth = 16,
     context_length: Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")] = 4096,
     draft_vocab_size: DraftVocab = 8192,
     dtype: Dtype = "bfloat16",
@@ -63,6 +64,7 @@ def demo(
         temperature=temperature,
         max_tokens=max_tokens,
         depth=depth,
+        suffix_depth=suffix_depth,
         context_length=context_length,
         draft_vocab_size=draft_vocab_size,
         seed=seed,
@@ -71,6 +73,7 @@ def demo(
     run = run_demo(options, console)
     document = figures(run, model=options.model_name, minutes=minutes)
     document |= {"clients": clients, "samples": samples, "temperature": temperature}
+    document |= {"depth": depth, "suffix_depth": suffix_depth}
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
     if plot is not None:

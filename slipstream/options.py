@@ -31,7 +31,10 @@ Store = Annotated[
 ]
 Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
 DraftVocab = Annotated[int, typer.Option(min=2, help="Tokens that a fresh draft can propose.")]
-Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals a round; 0 decodes plainly.")]
+Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals of the draft head a round; 0 never asks it.")]
+SuffixDepth = Annotated[
+    int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
+]
 VocabFrom = Annotated[
     Path | None,
     typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),

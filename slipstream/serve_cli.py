@@ -13,7 +13,7 @@ from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import Depth, DraftVocab, Model, PulseDir, RedisUrl, Store, VocabFrom
+from slipstream.options import Depth, DraftVocab, Model, PulseDir, RedisUrl, Store, SuffixDepth, VocabFrom
 from speculator.spans import configure_spans
 
 
@@ -46,7 +46,7 @@ def serve(
     threads: options.Threads = None,
     compile_target: options.CompileTarget = False,
     int8_target: options.Int8Target = False,
-    suffix_depth: options.SuffixDepth = 16,
+    suffix_depth: SuffixDepth = 16,
     share_groups: options.ShareGroups = False,
     sglang_python: options.SglangPython = None,
     capture_bytes_per_s: options.CaptureBytes = 0,

@@ -58,9 +58,6 @@ Int8Target = Annotated[
         help="Local engine on a CPU: the target in 8 bits; another text than in --dtype.",
     ),
 ]
-SuffixDepth = Annotated[
-    int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")
-]
 ShareGroups = Annotated[
     bool,
     typer.Option(

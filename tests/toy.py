@@ -34,8 +34,14 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32, family: str = "llama") -> Path:
-    """Write a complete Hugging Face model directory; returns it."""
+def make_toy_model(
+    directory: Path, *, seed: int = 0, hidden_size: int = 32, family: str = "llama", common: float = 0.0
+) -> Path:
+    """Write a complete Hugging Face model directory; returns it.
+
+    All embeddings share a vector whose elements deviate by `common`: the larger, the likelier are the same few tokens
+    after any other, which a draft head learns within seconds.
+    """
     torch.manual_seed(seed)
     tokenizer = toy_tokenizer()
     config = CONFIG_MAPPING[family](
@@ -53,7 +59,10 @@ def make_toy_model(directory: Path, *, seed: int = 0, hidden_size: int = 32, fam
         pad_token_id=2,
         tie_word_embeddings=True,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config)
+    if common:
+        model.get_input_embeddings().weight.data += common * torch.randn(hidden_size)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
