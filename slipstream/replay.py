@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from speculator.acceptance import Acceptance, recorded_rounds
+from speculator.bfloat16 import autocast
 from speculator.checkpoint import read_target_tensor, target_fingerprint
 from speculator.errors import ConfigError, TraceError
 from speculator.fresh import fresh_draft
@@ -237,11 +236,11 @@ class Feed:
 
 @contextmanager
 def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
-    """Matrices are multiplied as the gate does it (trainer/shadow.py), in bfloat16 by default."""
+    """Matrices are multiplied as the gate does it (trainer/shadow.py), by default in bfloat16 where that is fast."""
     # Autocast converts each weight once, and not for every answer, where it might have a gradient.
     draft.requires_grad_(True)
     try:
-        with torch.autocast(draft.embed.device.type, torch.bfloat16, enabled=config.autocast):
+        with autocast(draft.embed.device, is_wanted=config.autocast):
             yield draft
     finally:
         draft.requires_grad_(False)

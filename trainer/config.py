@@ -89,7 +89,7 @@ class TrainerConfig(BaseSettings):
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Longer gradients are shortened to it."""
     autocast: bool = True
-    """Multiply matrices in bfloat16; weights and optimiser stay in float32."""
+    """Multiply matrices in bfloat16, on a CPU where oneDNN has it; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
     """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps. Less often where
     training changes nothing any more (trainer/pressure.py)."""

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-import torch
 
 from speculator.acceptance import Acceptance
+from speculator.bfloat16 import autocast
 from speculator.errors import DraftError, StoreError
 from speculator.model import Eagle3Draft
 from trainer.config import TrainerConfig
@@ -34,7 +34,7 @@ Scores = dict[str, Acceptance]
 
 def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
     """What the draft would commit on one trace."""
-    with torch.autocast(draft.embed.device.type, torch.bfloat16, enabled=config.autocast):
+    with autocast(draft.embed.device, is_wanted=config.autocast):
         found = predict_acceptance(draft, [stored.example], depths=[config.gate_depth], min_confidence=MIN_CONFIDENCE)
     return found[config.gate_depth]
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor, nn
 
+from speculator.bfloat16 import autocast
 from speculator.loss import LossMix
 from speculator.model import Eagle3Draft
 from trainer.batch import Batch
@@ -178,7 +179,7 @@ class Learner:
             nothing = self.draft.fc.weight.new_zeros(())
             return BatchLoss(on_text=nothing, reinforced=nothing, dropped=nothing)
         device = self.draft.embed.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._config.autocast):
+        with autocast(device, is_wanted=self._config.autocast):
             return ttt_loss(
                 self.draft,
                 batch.to(device),
