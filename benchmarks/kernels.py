@@ -1,13 +1,14 @@
-"""Our kernels beside oneDNN's products and PyTorch's attention: all linear layers of a step, and its attention.
+"""Our kernels beside oneDNN's or PyTorch's products and PyTorch's attention: a step's linear layers, and its attention.
 
     python -m benchmarks.kernels [--quick] [--json FILE] [--threads 1]
 
 Layers of the model's sizes with random weights, each read from memory once before any is read again, as in a step. In 8
-bits both sides get bfloat16 and give it. Ways take turns. There is no target: benchmarks.step has one.
+bits, and in float32, all sides get bfloat16 and give it. Ways take turns. There is no target: benchmarks.step has one.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,12 +20,12 @@ from torch import Tensor, nn
 from benchmarks.common import Spread, finish, parser
 from benchmarks.step import interleaved, sizes_of
 from serving.local.attention import KVSlots, SlotWindow
-from serving.local.int8 import Int8Linear
+from serving.local.int8 import Int8Linear, is_exact
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.layers import Bfloat16Linear, VnniLinear
 from serving.local.kernels.library import Heads, Kernels, Norm, Window
 from serving.local.kernels.slots import PanelSlots
-from serving.local.packed import PackedLinear
+from serving.local.packed import PackedLinear, can_pack, has_onednn
 from slipstream.models import resolve_model
 from speculator.errors import ConfigError
 
@@ -71,11 +72,16 @@ def _products(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[st
         for sizes in (*of_layer * config["num_hidden_layers"], (hidden, config["vocab_size"]))
     ]
     made: dict[str, Callable[[nn.Linear], nn.Module]] = {
-        "bfloat16, oneDNN": PackedLinear,
-        "bfloat16, ours": lambda linear: Bfloat16Linear(linear, kernels),
-        "8 bits, oneDNN": Int8Linear,
-        "8 bits, ours": lambda linear: VnniLinear(linear, kernels),
+        "bfloat16, ours": lambda linear: Bfloat16Linear(linear, kernels)
     }
+    if can_pack():
+        made["bfloat16, oneDNN"] = PackedLinear
+    else:
+        made |= {"bfloat16, PyTorch": lambda linear: linear, "float32, PyTorch": _WideLinear}
+    if has_onednn() and is_exact():
+        made["8 bits, oneDNN"] = Int8Linear
+    if kernels.has_int8:
+        made["8 bits, ours"] = lambda linear: VnniLinear(linear, kernels)
     ways = {way: [make(linear) for linear in linears] for way, make in made.items()}
     widths = [linear.in_features for linear in linears]
     del linears
@@ -86,6 +92,17 @@ def _products(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[st
         runs = {way: partial(_multiply, layers, inputs) for way, layers in ways.items()}
         timed[f"{num_tokens} tokens"] = interleaved(runs, repeats)
     return timed
+
+
+class _WideLinear(nn.Module):
+    """In float32, from bfloat16 to bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._wide = copy.deepcopy(linear).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._wide(x.float()).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def _multiply(layers: Sequence[nn.Module], inputs: Sequence[Tensor]) -> None:

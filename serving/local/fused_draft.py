@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serving.local.attention import KVSlots
-from serving.local.packed import linear, pack
+from serving.local.packed import can_pack, linear, pack
 from speculator.model import DraftConfig, Eagle3Draft
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
@@ -130,7 +130,7 @@ class FusedDraft:
         return (x * scaled_weight).div_(length.hypot_(self._floor)).to(self.dtype)
 
     def _matrix(self, weight: Tensor) -> Tensor:
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and can_pack():
             return pack(weight.to("cpu", torch.bfloat16))
         return weight.to(self.device, self.dtype, copy=True)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from serving.local.int8 import Int8Linear
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
 from serving.local.kernels.library import Kernels
+from speculator import bfloat16
 
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
 
@@ -77,9 +78,9 @@ def product_of(
 
 def pack_linears(model: nn.Module, *, int8: bool = False, kernels: Kernels | None = None) -> None:
     """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one: by layers of `kernels`, which
-    the model fits, or of oneDNN, where there is one.
+    the model fits, or of oneDNN, where it can.
     """
-    if kernels is None and not has_onednn():
+    if kernels is None and not (has_onednn() if int8 else can_pack()):
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -91,6 +92,11 @@ def _replaced(linear: nn.Linear, int8: bool, kernels: Kernels | None) -> Replace
     if kernels is not None:
         return VnniLinear(linear, kernels) if int8 else Bfloat16Linear(linear, kernels)
     return Int8Linear(linear) if int8 else PackedLinear(linear)
+
+
+def can_pack() -> bool:
+    """Whether this CPU multiplies packed bfloat16."""
+    return bfloat16.is_fast(torch.device("cpu"))
 
 
 def has_onednn() -> bool:

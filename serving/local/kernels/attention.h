@@ -42,47 +42,44 @@ inline void rotate(const uint16_t* head, const Norm& norm, const float* cos, con
   }
   const int64_t half = h / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
-    const __m512 first = from_bfloat16(head + i), second = from_bfloat16(head + half + i);
-    _mm512_storeu_ps(out + i, first * _mm512_loadu_ps(cos + i) - second * _mm512_loadu_ps(sin + i));
-    _mm512_storeu_ps(out + half + i, second * _mm512_loadu_ps(cos + half + i) + first * _mm512_loadu_ps(sin + half + i));
+    const Floats first = from_bfloat16(head + i), second = from_bfloat16(head + half + i);
+    store(out + i, first * load(cos + i) - second * load(sin + i));
+    store(out + half + i, second * load(cos + half + i) + first * load(sin + half + i));
   }
 }
 
 inline void keep(const Kept& kept, int64_t position, const float* key, const uint16_t* value, int64_t h) {
   uint16_t rounded[kMostHead];
-  for (int64_t i = 0; i < h; i += kLanes) store(rounded + i, _mm512_loadu_ps(key + i));
+  for (int64_t i = 0; i < h; i += kLanes) store(rounded + i, load(key + i));
   uint16_t* const place = kept.keys + position / kPanel * kPanel * h + position % kPanel * 2;
   for (int64_t i = 0; i < h; i += 2) std::memcpy(place + i * kPanel, rounded + i, 2 * sizeof *rounded);
-  for (int64_t i = 0; i < h; i += kLanes) {
-    uint16_t* const pairs = kept.values + i / kPanel * kPanel * kept.length + position / 2 * 2 * kPanel + i % kPanel * 2;
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i)));
-    // With the first of a pair the second's place is cleared: a product takes both.
-    const __m512i both = position % 2 == 0
-                             ? wide
-                             : _mm512_or_si512(_mm512_slli_epi32(wide, 16),
-                                               _mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(0xffff)));
-    _mm512_storeu_si512(pairs, both);
+  for (int64_t first = 0; first < h; first += kPanel) {
+    uint16_t* const pairs = kept.values + first * kept.length + position / 2 * 2 * kPanel;
+    for (int64_t i = 0; i < kPanel; ++i) {
+      pairs[2 * i + position % 2] = value[first + i];
+      // With the first of a pair the second's place is cleared: a product takes both.
+      if (position % 2 == 0) pairs[2 * i + 1] = 0;
+    }
   }
 }
 
 // Scores [padded] → weights that are not divided by their sum yet, which is returned; 0 from `visible` on.
 inline float soften(float* scores, int64_t visible, int64_t padded) {
-  const __m512 unseen = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 most = unseen;
+  const Floats unseen = spread(-std::numeric_limits<float>::infinity());
+  Floats most = unseen;
   for (int64_t l = 0; l < padded; l += kLanes) {
-    const __mmask16 is_seen = (1u << std::clamp<int64_t>(visible - l, 0, kLanes)) - 1;
-    const __m512 seen = _mm512_mask_loadu_ps(unseen, is_seen, scores + l);
-    _mm512_storeu_ps(scores + l, seen);
-    most = _mm512_max_ps(most, seen);
+    const Floats seen = load_first(scores + l, std::clamp<int64_t>(visible - l, 0, kLanes), unseen);
+    store(scores + l, seen);
+    most = larger(most, seen);
   }
-  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-  __m512 total = _mm512_setzero_ps();
+  const Floats largest = spread(largest_of(most));
+  Floats total = spread(0.0f);
   for (int64_t l = 0; l < padded; l += kLanes) {
-    const __m512 weight = exp_of(_mm512_loadu_ps(scores + l) - largest);
-    _mm512_storeu_ps(scores + l, weight);
+    const Floats weight = exp_of(load(scores + l) - largest);
+    store(scores + l, weight);
     total = total + weight;
   }
-  return _mm512_reduce_add_ps(total);
+  return sum_of(total);
 }
 
 // Lines from an address on.
@@ -113,8 +110,8 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_
     sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, ahead, products + l,
                             padded);
   }
-  __m512 totals[kRows];
-  for (int row = 0; row < kRows; ++row) totals[row] = _mm512_set1_ps(soften(scores + row * padded, visible[row], padded));
+  Floats totals[kRows];
+  for (int row = 0; row < kRows; ++row) totals[row] = spread(soften(scores + row * padded, visible[row], padded));
   const int64_t steps = (longest + 1) / 2, all_steps = steps * (h / kPanel);
   const int64_t lines = std::min<int64_t>((next.count + all_steps - 1) / all_steps, kMostAhead);
   const uint8_t* const from = static_cast<const uint8_t*>(next.from);
@@ -125,7 +122,7 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_
                             sums[0], kPanel);
     for (int row = 0; row < kRows; ++row)
       for (int part = 0; part < kPanel; part += kLanes)
-        store(out[row] + i + part, _mm512_loadu_ps(sums[row] + part) / totals[row]);
+        store(out[row] + i + part, load(sums[row] + part) / totals[row]);
   }
 }
 
@@ -158,7 +155,7 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
       float* const query = queries.data() + ((t - first_asked) * P + p) * h;
       rotate(token + (p * G + group) * h, heads.query, cos + position * h, sin + position * h, h, query);
       for (int64_t i = 0; i < h; i += kLanes)
-        _mm512_storeu_ps(query + i, _mm512_loadu_ps(query + i) * _mm512_set1_ps(heads.scale));
+        store(query + i, load(query + i) * spread(heads.scale));
     }
   }
   const int64_t turns = (num_rows + Bfloat16::kMostRows - 1) / Bfloat16::kMostRows;

@@ -1,6 +1,6 @@
-// A target's pass over Llama-like layers, and a draft's, in bfloat16 with products in bfloat16 or in 8 bits, for CPUs
-// with AVX-512 and VNNI. What a token gets is computed in one order, whatever tokens are beside it: a verification of
-// several tokens gives bit for bit what decoding one by one does.
+// A target's pass over Llama-like layers, and a draft's, in bfloat16 with products in bfloat16 or, with AVX-512 and VNNI,
+// in 8 bits, for CPUs with these or AVX2. What a token gets is computed in one order, whatever tokens are beside it: a
+// verification of several tokens gives bit for bit what decoding one by one does.
 //
 // Suffixes: M tokens, d hidden size, I inner size, h head size.
 
@@ -44,14 +44,13 @@ void apply_all(const Norm& norm, int64_t M, const uint16_t* x_Md, uint16_t* y_Md
 
 // Gates and behind them what they multiply [M, 2I] → silu(gate) · up [M, I], rounded after either.
 void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, int64_t num_threads) {
-  const __m512 one = _mm512_set1_ps(1.0f);
+  const Floats one = spread(1.0f);
 #pragma omp parallel for if (num_threads > 1) num_threads(num_threads)
   for (int64_t m = 0; m < M; ++m)
     for (int64_t i = 0; i < I; i += kLanes) {
-      const __m512 gate = from_bfloat16(gate_up + 2 * m * I + i), up = from_bfloat16(gate_up + (2 * m + 1) * I + i);
-      const __m512 power = exp_of(_mm512_setzero_ps() - _mm512_abs_ps(gate));
-      const __mmask16 is_negative = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_LT_OQ);
-      const __m512 above = _mm512_mask_blend_ps(is_negative, one, power);  // of σ(gate) = above / (1 + e^−|gate|)
+      const Floats gate = from_bfloat16(gate_up + 2 * m * I + i), up = from_bfloat16(gate_up + (2 * m + 1) * I + i);
+      const Floats power = exp_of(spread(0.0f) - absolute(gate));
+      const Floats above = where_negative(gate, power, one);  // of σ(gate) = above / (1 + e^−|gate|)
       store(out + m * I + i, widened(to_bfloat16(gate * (above / (one + power)))) * up);
     }
 }
@@ -73,6 +72,12 @@ void finish(const Block& block, int64_t M, const void* next, uint16_t* attended,
 
 // What the other side takes them for, in bytes.
 extern "C" const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Window)};
+
+#ifdef __AVX512F__
+extern "C" const int64_t slipstream_has_int8 = 1;
+#else
+extern "C" const int64_t slipstream_has_int8 = 0;
+#endif
 
 extern "C" void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {
   multiply(*layer, M, x, y, nullptr, num_threads);

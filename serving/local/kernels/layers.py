@@ -63,6 +63,7 @@ class VnniLinear(KernelLinear):
     """What `Int8Linear` computes, to the last bit, in bfloat16."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
+        assert kernels.has_int8
         whole_NK, scale_N1 = whole_numbers(linear.weight.detach())
         # What the inputs' offset adds to the sums is taken off beforehand.
         offsets_N = -OFFSET * whole_NK.sum(1, dtype=torch.int32)

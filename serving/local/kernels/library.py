@@ -103,6 +103,8 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        # Products in 8 bits, and in pairs: with AVX-512.
+        self.has_int8 = bool(_number.in_dll(library, "slipstream_has_int8").value)
         kinds = Model, Block, Draft, Window
         sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
         assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]

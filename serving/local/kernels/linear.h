@@ -22,6 +22,7 @@ struct Layer {
   int64_t in_pairs;          // in bfloat16: whether Bfloat16Pairs multiplies
 };
 
+#ifdef __AVX512F__
 // A token's input as two rows of whole numbers + 128, the second of what the first leaves over, and its scale.
 inline float whole_rows(const uint16_t* x_K, int64_t K, uint8_t* rows_2K) {
   // The largest as bits, which order absolute values as numbers do, and NaN above all: it is not to be lost.
@@ -44,11 +45,13 @@ inline float whole_rows(const uint16_t* x_K, int64_t K, uint8_t* rows_2K) {
   }
   return scale;
 }
+#endif
 
 // Inputs as the sums take them: of a token in 8 bits two rows and a scale, in bfloat16 one row of float.
 template <typename Kind>
 struct Inputs;
 
+#ifdef __AVX512F__
 template <>
 struct Inputs<WholeNumbers> {
   static constexpr int kRows = 2;
@@ -61,20 +64,22 @@ struct Inputs<WholeNumbers> {
     return (ours + left / _mm512_set1_ps(2 * kLargest)) * _mm512_set1_ps(scale);
   }
 };
+#endif
 
 template <>
 struct Inputs<Bfloat16> {
   static constexpr int kRows = 1;
 
   static float prepare(const uint16_t* x_K, int64_t K, uint8_t* rows) {
-    for (int64_t k = 0; k < K; k += kLanes) _mm512_storeu_ps(rows + k * sizeof(float), from_bfloat16(x_K + k));
+    for (int64_t k = 0; k < K; k += kLanes) store(reinterpret_cast<float*>(rows) + k, from_bfloat16(x_K + k));
     return 1;
   }
-  static __m512 result(const Layer&, int64_t, const int32_t (*sums)[kPanel], int part, float) {
-    return _mm512_loadu_ps(sums[0] + part);
+  static Floats result(const Layer&, int64_t, const int32_t (*sums)[kPanel], int part, float) {
+    return load(sums[0] + part);
   }
 };
 
+#ifdef __AVX512F__
 template <>
 struct Inputs<Bfloat16Pairs> : Inputs<Bfloat16> {
   static float prepare(const uint16_t* x_K, int64_t K, uint8_t* rows) {
@@ -82,6 +87,7 @@ struct Inputs<Bfloat16Pairs> : Inputs<Bfloat16> {
     return 1;
   }
 };
+#endif
 
 // One panel of outputs for a few tokens, whose rows follow one another.
 template <typename Kind, int kTokens>
@@ -96,9 +102,9 @@ void multiply_panel(const Layer& layer, int64_t panel, Ahead ahead, const uint8_
   for (int token = 0; token < kTokens; ++token)
     for (int part = 0; part < kPanel && n + part < N; part += kLanes) {
       const int64_t at = n + part, left = std::min<int64_t>(N - at, kLanes);
-      __m512 out = Inputs<Kind>::result(layer, at, sums + kRows * token, part, scales[token]);
-      if (layer.bias_N != nullptr) out = out + _mm512_loadu_ps(layer.bias_N + at);
-      _mm256_mask_storeu_epi16(y + token * N + at, (1 << left) - 1, to_bfloat16(out));
+      Floats out = Inputs<Kind>::result(layer, at, sums + kRows * token, part, scales[token]);
+      if (layer.bias_N != nullptr) out = out + load(layer.bias_N + at);
+      store_first(y + token * N + at, out, left);
     }
 }
 
@@ -141,8 +147,9 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
 // x [M, K] → y [M, N]; `next` is the weight whose turn is after this one, to be in the cache then, or none.
 inline void multiply(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
                      int64_t num_threads) {
-  const auto of_kind = layer.scale_N != nullptr  ? multiply_all<WholeNumbers>
-                       : layer.in_pairs != 0 ? multiply_all<Bfloat16Pairs>
-                                             : multiply_all<Bfloat16>;
-  of_kind(layer, M, x, y, next, num_threads);
+#ifdef __AVX512F__
+  if (layer.scale_N != nullptr) return multiply_all<WholeNumbers>(layer, M, x, y, next, num_threads);
+  if (layer.in_pairs != 0) return multiply_all<Bfloat16Pairs>(layer, M, x, y, next, num_threads);
+#endif
+  multiply_all<Bfloat16>(layer, M, x, y, next, num_threads);
 }

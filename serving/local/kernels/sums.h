@@ -10,13 +10,30 @@
 
 constexpr int kBlocks = 4;                // registers of outputs at a time
 constexpr int kPanel = kBlocks * kLanes;  // outputs that lie together
-constexpr int kMostSums = 24;             // registers of them; the others hold what is multiplied
 constexpr int kSoon = 12;                 // steps ahead from which the nearest cache is filled
-constexpr int kLine = 64;                 // bytes that memory is read in, and of a register
+
+// Most rows of float at a time, and how much of a panel's width for so many: the CPU has 32 registers of sixteen numbers
+// or 16 of eight, and what is multiplied needs some of them.
+#ifdef __AVX512F__
+constexpr int kFloatRows = 12;
+constexpr int wide_for(int rows) { return rows <= 6 ? kBlocks : 2; }
+#else
+constexpr int kFloatRows = 6;
+constexpr int wide_for(int rows) { return rows <= 2 ? 2 : 1; }
+#endif
 
 // Of every kind of sum kMostRows rows are multiplied at a time, kRowsOfMany where there are more than twice as many.
 
-// In 8 bits a step is four inputs, which one instruction multiplies and adds up in a lane.
+// In bfloat16 a step is two inputs, which are widened once for all rows.
+struct Bfloat16 {
+  static constexpr int kInputs = 2, kParts = 2, kMostRows = kFloatRows, kRowsOfMany = kFloatRows;
+
+  [[gnu::always_inline]] static Line part(Line w, int which) { return one_of_pairs(w, which); }
+  [[gnu::always_inline]] static Line add(Line sums, Spread x, Line w) { return multiply_add(x, w, sums); }
+};
+
+#ifdef __AVX512F__
+// In 8 bits it is four inputs, which one instruction multiplies and adds up in a lane.
 struct WholeNumbers {
   static constexpr int kInputs = 4, kParts = 1, kMostRows = 12, kRowsOfMany = 6;
 
@@ -26,21 +43,8 @@ struct WholeNumbers {
   }
 };
 
-// In bfloat16 it is two, which are widened once for all rows.
-struct Bfloat16 {
-  static constexpr int kInputs = 2, kParts = 2, kMostRows = 12, kRowsOfMany = 12;
-
-  [[gnu::always_inline]] static __m512i part(__m512i w, int which) {
-    return which == 0 ? _mm512_slli_epi32(w, 16) : _mm512_and_si512(w, _mm512_set1_epi32(~0xffff));
-  }
-  [[gnu::always_inline]] static __m512i add(__m512i sums, __m512i x, __m512i w) {
-    return _mm512_castps_si512(
-        _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), _mm512_castsi512_ps(sums)));
-  }
-};
-
-// Or both at once, as they are. AMD's CPUs do that as fast as one product of float, others take longer than for two.
-// Only for CPUs that have the instruction.
+// In bfloat16 both inputs at once, as they are, for CPUs that have the instruction. AMD's do that as fast as one product
+// of float, others take longer than for two.
 struct Bfloat16Pairs {
   static constexpr int kInputs = 2, kParts = 1, kMostRows = 12, kRowsOfMany = 6;
 
@@ -50,6 +54,7 @@ struct Bfloat16Pairs {
                                                 reinterpret_cast<__m512bh>(w)));
   }
 };
+#endif
 
 // Bytes of one row for one step: uint8_t for WholeNumbers, float for Bfloat16, uint16_t for Bfloat16Pairs.
 template <typename Kind>
@@ -59,27 +64,27 @@ constexpr int64_t kStepBytes = 4 * Kind::kParts;
 template <typename Kind, int kWide>
 struct Registers {
   Registers<Kind, kWide - 1> others;
-  __m512i last;
+  Line last;
 
   [[gnu::always_inline]] void load(const void* from) {
     others.load(from);
-    last = _mm512_loadu_si512(static_cast<const uint8_t*>(from) + (kWide - 1) * kLine);
+    last = load_line(static_cast<const uint8_t*>(from) + (kWide - 1) * kLine);
   }
   [[gnu::always_inline]] void clear() {
     others.clear();
-    last = _mm512_setzero_si512();
+    last = no_line();
   }
   [[gnu::always_inline]] void take_part(const Registers& weight, int which) {
     others.take_part(weight.others, which);
     last = Kind::part(weight.last, which);
   }
-  [[gnu::always_inline]] void add(__m512i x, const Registers& weight) {
+  [[gnu::always_inline]] void add(Spread x, const Registers& weight) {
     others.add(x, weight.others);
     last = Kind::add(last, x, weight.last);
   }
   [[gnu::always_inline]] void store(int32_t* to) const {
     others.store(to);
-    _mm512_storeu_si512(to + (kWide - 1) * kLanes, last);
+    store_line(to + (kWide - 1) * kLanes, last);
   }
 };
 
@@ -88,7 +93,7 @@ struct Registers<Kind, 0> {
   void load(const void*) {}
   void clear() {}
   void take_part(const Registers&, int) {}
-  void add(__m512i, const Registers&) {}
+  void add(Spread, const Registers&) {}
   void store(int32_t*) const {}
 };
 
@@ -106,7 +111,7 @@ struct Sums {
     others.add(rows, stride, weight);
     int32_t one;
     std::memcpy(&one, rows + (kRows - 1) * stride, sizeof one);
-    row.add(_mm512_set1_epi32(one), weight);
+    row.add(spread_bits(one), weight);
   }
   [[gnu::always_inline]] void end(int32_t* sums, int64_t apart) const {
     others.end(sums, apart);
@@ -154,14 +159,13 @@ template <typename Kind, int kRows, int kWide>
 
 // kRows rows, `stride` bytes from one to the next, times `steps` of a panel: sums [kRows, kPanel], `apart` numbers from
 // one row to the next, 32-bit whole numbers or float as Kind has it. They begin with begin_N, or with 0. Many rows take
-// one half of the panel and then the other: a weight is widened less often than with one half of the rows and then the
-// other.
+// one part of the panel after the other: a weight is widened less often than with one part of the rows after the other.
 template <typename Kind, int kRows>
 void sum_up(const void* panel, int64_t steps, const void* rows, int64_t stride, const int32_t* begin_N, Ahead ahead,
             int32_t* sums, int64_t apart) {
-  constexpr int kWide = kRows * kBlocks <= kMostSums ? kBlocks : kBlocks / 2;
+  constexpr int kWide = wide_for(kRows), kTimes = kBlocks / kWide;
   for (int first = 0; first < kBlocks; first += kWide) {
-    const int64_t lines = kWide == kBlocks ? ahead.lines : (ahead.lines + (first == 0)) / 2;
+    const int64_t lines = (ahead.lines + kTimes - 1 - first / kWide) / kTimes;
     sum_up_part<Kind, kRows, kWide>(static_cast<const uint8_t*>(panel) + first * kLine, steps,
                                     static_cast<const uint8_t*>(rows), stride,
                                     begin_N == nullptr ? nullptr : begin_N + first * kLanes, Ahead{ahead.from, lines},

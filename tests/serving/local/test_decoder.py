@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from serving.local import attention
 from serving.local.compiled import kernel_folder
 from serving.local.decoder import FusedLayer
-from serving.local.packed import Replaced
+from serving.local.packed import Replaced, can_pack
 from serving.local.target import Target
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
@@ -155,12 +155,26 @@ def test_slots_do_not_see_each_other_and_leftovers_are_never_read(tmp_path: Path
     assert _error(together[0], alone[0]) < 1e-6
 
 
+@pytest.mark.skipif(not can_pack(), reason="a CPU on which oneDNN has no bfloat16")
 def test_weights_are_packed_in_bfloat16_on_the_cpu_and_the_originals_are_gone(tmp_path: Path) -> None:
     target = _target(make_toy_model(tmp_path), torch.bfloat16, fused=True)
     layer = target._model.model.layers[0]
     projections = [layer.qkv, layer.out, layer.gate_up, layer.down]
     assert all(isinstance(projection, Replaced) for projection in projections)
     assert not [name for name, _ in target._model.named_parameters() if "_proj" in name]
+
+
+@torch.inference_mode()
+def test_where_onednn_has_no_bfloat16_weights_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs with AVX2 alone. The target and its draft, without kernels of our own."""
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.ops.mkldnn._reorder_linear_weight", None)
+    model_dir = make_toy_model(tmp_path)
+    target = _target(model_dir, torch.bfloat16, fused=True)
+    assert not any(isinstance(module, Replaced) for module in target._model.modules())
+    with toy_engine(model_dir, dtype="bfloat16", target=target, depth=3) as engine:
+        (answer,) = engine.ask(engine.request("hello", max_tokens=20))
+    assert len(answer.token_ids) == 20
 
 
 @pytest.mark.parametrize("family", ["gemma", "olmo2"])

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from serving.engine import CapturePolicy, Chunk
 from serving.evidence import Verification
 from serving.local.generation import Generation, TopK
-from serving.local.packed import pack, pack_linears
+from serving.local.packed import can_pack, pack, pack_linears
 from serving.local.prompts import Piece
 from speculator.codec import decode_trace, encode_trace
 from speculator.earnings import HeadVerdict
@@ -401,6 +401,7 @@ def test_a_swap_that_fails_half_way_puts_the_previous_weights_back(
         assert all(torch.equal(place, before[name]) for name, place in storage.items())
 
 
+@pytest.mark.skipif(not can_pack(), reason="a CPU on which oneDNN has no bfloat16")
 def test_packed_layers_compute_what_the_plain_ones_do_and_take_new_weights_in_place() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(48, 32, bias=False), torch.nn.Linear(32, 16)).to(torch.bfloat16)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from serving.local.compiled import find_compiler, kernel_folder
 from serving.local.int8 import Int8Linear
-from serving.local.kernels.build import available, compiled_kernels, found_kernels
+from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compiled_kernels, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
 from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
-from serving.local.packed import PackedLinear
+from serving.local.packed import PackedLinear, can_pack
 from serving.local.target import Target
 from speculator.sampling import SamplingParams
 from tests.moved import moved_model
@@ -32,16 +32,22 @@ from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
-    pytest.mark.skipif(not available(), reason="a CPU without AVX-512 VNNI, or with AMX"),
+    pytest.mark.skipif(not available(), reason="a CPU without AVX2, or with AMX"),
 ]
+needs_avx512 = pytest.mark.skipif(AVX512 not in available(), reason="a CPU without AVX-512 VNNI")
 HAS_PAIRS = bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 PAIRS = pytest.param("pairs", marks=pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16"))
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return compiled_kernels(find_compiler(), kernel_folder())
+@pytest.fixture(scope="module", params=[pytest.param(AVX512, marks=needs_avx512), AVX2], ids=["avx512", "avx2"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """For all instructions that this CPU has."""
+    return _compiled(request.param)
+
+
+def _compiled(instructions: Instructions) -> Kernels:
+    return compiled_kernels(find_compiler(), kernel_folder(), instructions)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=256)
 
 
-@pytest.fixture(scope="module", params=["one_by_one", PAIRS, "int8"])
+@pytest.fixture(scope="module", params=["one_by_one", PAIRS, pytest.param("int8", marks=needs_avx512)])
 def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
     is_int8 = request.param == "int8"
     found = found_kernels()
@@ -106,6 +112,8 @@ def _tokens(target: Target, *shape: int) -> Tensor:
 def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
     kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool
 ) -> None:
+    if not kernels.has_int8:
+        pytest.skip("AVX2 has no such sums")
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
     plain.weight[0].abs_()  # sums that need more than 24 bits
@@ -127,8 +135,10 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
     for place in (0, 17, 63):
         x = torch.randn(3, 64).bfloat16()
         x[1, place] = broken
-        ways = (False, True) if HAS_PAIRS else (False,)
-        for layer in (VnniLinear(linear, kernels), *(Bfloat16Linear(linear, kernels, in_pairs=way) for way in ways)):
+        ways = (False, True) if HAS_PAIRS and kernels.has_int8 else (False,)
+        layers: list[KernelLinear] = [Bfloat16Linear(linear, kernels, in_pairs=way) for way in ways]
+        layers += [VnniLinear(linear, kernels)] if kernels.has_int8 else []
+        for layer in layers:
             y = layer(x)
             assert not y[1].isfinite().any()
             assert y[::2].isfinite().all()
@@ -153,7 +163,7 @@ def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
 ) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
-    ours, theirs = Bfloat16Linear(plain, kernels, in_pairs=way == "pairs"), PackedLinear(plain)
+    ours, theirs = Bfloat16Linear(plain, kernels, in_pairs=way == "pairs"), PackedLinear(plain) if can_pack() else plain
     x = torch.randn(41, num_inputs).bfloat16()
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
     with torch.inference_mode():
@@ -163,6 +173,25 @@ def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
         for rows in (*range(1, 14), 25):
             assert torch.equal(torch.cat([ours(some) for some in x.split(rows)]), all_at_once)
         assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), all_at_once[None, ::2])
+
+
+@needs_avx512
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_all_instructions_give_the_same_bits(model_dir: Path, sharing: int) -> None:
+    torch.manual_seed(0)
+    linear, qkv = nn.Linear(576, 100).bfloat16().requires_grad_(False), torch.randn(41, (sharing + 2) * 128).bfloat16()
+    angles, x = torch.randn(41, 64), torch.randn(41, 576).bfloat16()
+    results = []
+    for instructions in (AVX512, AVX2):
+        kernels = _compiled(instructions)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("serving.local.target.found_kernels", lambda kernels=kernels: kernels)
+            target = _target(model_dir)
+        passed = target.forward(_tokens(target, 1, 40), first_slot=0, starts=[0])
+        slots = PanelSlots(1, 1, 2, 41, 64)
+        attended = _attended(kernels, slots, qkv, [Window(0, 0, 41)], sharing=sharing, scale=0.125, angles=angles)
+        results.append([Bfloat16Linear(linear, kernels)(x), attended, *passed])
+    assert all(torch.equal(mine, other) for mine, other in zip(*results, strict=True))
 
 
 def test_a_targets_weights_lie_one_behind_the_other(target: Target) -> None:
@@ -197,7 +226,7 @@ def test_what_is_faster_is_what_layers_do(monkeypatch: pytest.MonkeyPatch, in_pa
     assert found is not None
     linear = nn.Linear(64, 64).bfloat16().requires_grad_(False)
     assert Bfloat16Linear(linear, found).layer.in_pairs == in_pairs
-    assert not VnniLinear(linear, found).layer.in_pairs
+    assert not found.has_int8 or not VnniLinear(linear, found).layer.in_pairs
 
 
 @pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16")
@@ -232,6 +261,13 @@ def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
     for model_dir in (narrow, stretching):
         target = Target(model_dir, num_slots=1, context_length=8, cache_margin=1)
         assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
+
+
+@needs_avx512
+def test_in_8_bits_those_for_avx2_are_left_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.local.target.found_kernels", lambda: _compiled(AVX2))
+    target = Target(model_dir, num_slots=1, context_length=8, cache_margin=1, int8=True)
+    assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
 
 
 def test_with_kernels_nothing_is_compiled(model_dir: Path) -> None:
@@ -472,14 +508,14 @@ def test_without_a_compiler_that_works_there_are_none(
     folder = tmp_path / "kernels"
     folder.mkdir()
     with pytest.raises(RuntimeError, match="no such header"):
-        compiled_kernels(str(failing), folder)
+        compiled_kernels(str(failing), folder, AVX2)
     assert not list(folder.iterdir())
     monkeypatch.setattr("serving.local.target.found_kernels", found_kernels.__wrapped__)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     for compiler in (str(failing), "no-such-compiler"):
         monkeypatch.setenv("CXX", compiler)
         target = Target(model_dir, num_slots=4, context_length=256, cache_margin=17)
-        assert any(isinstance(module, PackedLinear) for module in target._model.modules())
+        assert any(isinstance(module, PackedLinear) for module in target._model.modules()) == can_pack()
         assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
         hidden, _ = target.forward(_tokens(target, 1, 3), first_slot=0, starts=[0])
         assert hidden.isfinite().all()
@@ -492,10 +528,10 @@ def test_kernels_are_compiled_once_whoever_starts_first(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: compiled_kernels(str(counting), folder), range(2)))
+        found = list(pool.map(lambda _: compiled_kernels(str(counting), folder, AVX2), range(2)))
     assert len(found) == 2
     num_runs = len((tmp_path / "runs").read_text().splitlines())
     assert num_runs in (1, 2)
-    compiled_kernels(str(counting), folder)
+    compiled_kernels(str(counting), folder, AVX2)
     assert len((tmp_path / "runs").read_text().splitlines()) == num_runs
     assert [path.suffix for path in folder.iterdir()] == [".so"]

@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
-    pytest.mark.skipif(not available(), reason="a CPU without AVX-512 VNNI, or with AMX"),
+    pytest.mark.skipif(not available(), reason="a CPU without AVX2, or with AMX"),
 ]
 PROMPTS = [f"a prompt of several pieces, each of which is read on its own, number {number}" for number in range(6)]
 
