@@ -70,27 +70,29 @@ void finish(const Block& block, int64_t M, const void* next, uint16_t* attended,
 
 }  // namespace
 
+#define EXPORTED extern "C" [[gnu::visibility("default")]]  // all else is hidden (build.py)
+
 // What the other side takes them for, in bytes.
-extern "C" const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Window)};
+EXPORTED const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Window)};
 
 #ifdef __AVX512F__
-extern "C" const int64_t slipstream_has_int8 = 1;
+EXPORTED const int64_t slipstream_has_int8 = 1;
 #else
-extern "C" const int64_t slipstream_has_int8 = 0;
+EXPORTED const int64_t slipstream_has_int8 = 0;
 #endif
 
-extern "C" void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {
+EXPORTED void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {
   multiply(*layer, M, x, y, nullptr, num_threads);
 }
 
-extern "C" void slipstream_attend(const Heads* heads, int64_t num_windows, const Window* windows, const float* cos,
+EXPORTED void slipstream_attend(const Heads* heads, int64_t num_windows, const Window* windows, const float* cos,
                                   const float* sin, const uint16_t* qkv, uint16_t* cache, int64_t L, uint16_t* out,
                                   int64_t num_threads) {
   attend(*heads, num_windows, windows, cos, sin, qkv, cache, L, Asked::kAll, out, num_threads);
 }
 
 // Embeddings x [M, d], which are overwritten, → hidden states [M, d] and the inputs of some layers [M, num_aux · d].
-extern "C" void slipstream_pass(const Model* model, int64_t M, int64_t num_windows, const Window* windows,
+EXPORTED void slipstream_pass(const Model* model, int64_t M, int64_t num_windows, const Window* windows,
                                 const float* cos, const float* sin, uint16_t* cache, int64_t layer_stride, int64_t L,
                                 uint16_t* x, uint16_t* hidden, uint16_t* aux, int64_t num_threads) {
   static thread_local std::vector<uint16_t> inputs, wide, narrow;
@@ -117,7 +119,7 @@ extern "C" void slipstream_pass(const Model* model, int64_t M, int64_t num_windo
 
 // Embeddings and features [N, d] of pairs, which follow one another in each window, → the layer's output [windows, d]
 // for the newest of each; of all others keys and values are stored.
-extern "C" void slipstream_draft(const Draft* draft, int64_t N, int64_t num_windows, const Window* windows,
+EXPORTED void slipstream_draft(const Draft* draft, int64_t N, int64_t num_windows, const Window* windows,
                                  const float* cos, const float* sin, uint16_t* cache, int64_t L,
                                  const uint16_t* embeddings, const uint16_t* features, uint16_t* output,
                                  int64_t num_threads) {
@@ -141,7 +143,7 @@ extern "C" void slipstream_draft(const Draft* draft, int64_t N, int64_t num_wind
 }
 
 // x [M, K] normed → [M, N].
-extern "C" void slipstream_normed_linear(const Norm* norm, const Layer* layer, int64_t M, const uint16_t* x,
+EXPORTED void slipstream_normed_linear(const Norm* norm, const Layer* layer, int64_t M, const uint16_t* x,
                                          uint16_t* y, int64_t num_threads) {
   static thread_local std::vector<uint16_t> normed;
   normed.resize(M * norm->K);

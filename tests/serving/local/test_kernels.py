@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -535,3 +536,12 @@ def test_kernels_are_compiled_once_whoever_starts_first(tmp_path: Path) -> None:
     compiled_kernels(str(counting), folder, AVX2)
     assert len((tmp_path / "runs").read_text().splitlines()) == num_runs
     assert [path.suffix for path in folder.iterdir()] == [".so"]
+
+
+def test_of_two_libraries_in_a_process_each_calls_its_own(tmp_path: Path) -> None:
+    compiled_kernels(find_compiler(), tmp_path, AVX2)
+    (library,) = tmp_path.iterdir()
+    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    symbols = [line.split()[1:] for line in listed.splitlines()]
+    assert sum(name.startswith("slipstream_") for _, name in symbols) == 7
+    assert not [name for kind, name in symbols if kind == "u"], "what a process has once, whoever loads it"
