@@ -73,6 +73,25 @@ def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#speedup-chart .line")).to_have_count(1)
 
 
+def test_the_newest_interval_is_drawn_whole(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    scales: list[list[float]] = page.evaluate(
+        """async () => {
+          const { Chart } = await import("/page/chart.js");
+          const points = [[0, 1.5, 0.2, 9.0], [1000, 1.6, null, null], [2000, 1.7, 0.8, 2.6]];
+          const chart = { value: (point) => point[1], band: (point) => point.slice(2), points, nowMs: 2000 };
+          return [1, 2, 3].map((count) => {
+            const { bottom, top } = Chart.prototype.scale.call(chart, points.slice(0, count), 600);
+            return [bottom, top];
+          });
+        }"""
+    )
+    (first_bottom, first_top), (without_bottom, without_top), (bottom, top) = scales
+    assert first_bottom < 0.2 < 9.0 < first_top
+    assert 0.9 < without_bottom < 1.6 < without_top < 1.8
+    assert 0.6 < bottom < 0.8 < 2.6 < top < 3.0
+
+
 def test_a_prompt_is_answered_in_colours(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     page.check("#learn")

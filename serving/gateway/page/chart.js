@@ -47,7 +47,8 @@ export class Chart {
 
   scale(known, width) {
     const firstMs = Math.min(this.points[0]?.[0] ?? this.nowMs, this.nowMs - LEAST_SPAN_MS);
-    const values = known.map(this.value);
+    // The newest interval is there whole; of the first ones, which are wide, what is beside the line.
+    const values = [...known.map(this.value), ...known.slice(-1).flatMap(this.band)].filter((value) => value !== null);
     const low = Math.min(1, ...values), high = Math.max(1.2, ...values);
     const margin = 0.15 * (high - low);
     const bottom = low - margin / 2, top = high + margin;
