@@ -34,6 +34,7 @@ from benchmarks.common import Target, fill_in, finish, parser, pick_prompts
 from benchmarks.in_process import Loop, loop, request_for
 from slipstream.models import resolve_model
 from slipstream.topics import Prompt
+from speculator.bfloat16 import autocast
 from speculator.checkpoint import weight_files
 from speculator.fresh import fresh_draft
 
@@ -95,12 +96,12 @@ class Policy:
         rows = [[*sample.prompt, *sample.answer] for sample in samples]
         longest = max(map(len, rows))
         tokens_BL = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast(self.model.device, is_wanted=True):
             hidden_BLd = self.model.model(tokens_BL).last_hidden_state
         found = []
         for sample, row, hidden_Ld in zip(samples, rows, hidden_BLd, strict=True):
             start = len(sample.prompt)
-            with torch.autocast("cpu", torch.bfloat16):
+            with autocast(self.model.device, is_wanted=True):
                 logits_TV = self.model.lm_head(hidden_Ld[start - 1 : len(row) - 1])
             found.append(logits_TV.float().log_softmax(-1).gather(-1, torch.tensor(row[start:])[:, None])[:, 0])
         return found

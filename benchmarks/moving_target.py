@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, recording
 from benchmarks.common import Target, fill_in, finish, parser, pick_prompts
@@ -35,6 +34,7 @@ from serving.local.text import LocalTokenizer
 from slipstream.models import cache_root, resolve_model
 from slipstream.topics import Prompt
 from speculator.acceptance import Acceptance
+from speculator.bfloat16 import autocast
 from speculator.checkpoint import apply_state, draft_state
 from speculator.errors import ConfigError, TraceError
 from speculator.fresh import fresh_draft
@@ -69,7 +69,7 @@ def examples_of(traces: Sequence[Trace], draft: Eagle3Draft) -> list[Example]:
 
 def acceptance(draft: Eagle3Draft, examples: Sequence[Example]) -> float:
     """Accepted proposals a verification."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast(draft.embed.device, is_wanted=True):
         found: Acceptance = predict_acceptance(draft, examples, depths=[DEPTH])[DEPTH]
     return found.length - 1
 

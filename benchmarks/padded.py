@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculator.bfloat16 import autocast
 from speculator.model import Eagle3Draft
 from trainer.batch import Example
 
@@ -98,7 +99,7 @@ class PaddedTrainer:
 
     def step(self, batch: Padded) -> float:
         """Learn from one batch; returns the loss."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast(self._draft.embed.device, is_wanted=True):
             loss = self.loss(batch)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

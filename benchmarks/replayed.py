@@ -26,6 +26,7 @@ import torch
 from serving.engine import SwapReport
 from serving.evidence import Verification, WatchedRound, stratum_of
 from serving.speedup import ControlShare
+from speculator import bfloat16
 from speculator.clock import now_ms
 from speculator.model import Eagle3Draft
 from speculator.trace import Trace, VerifyRounds
@@ -73,7 +74,7 @@ def decode_again(
     min_confidence: float = MIN_CONFIDENCE,
     autocast: bool = True,
 ) -> Chains:
-    """The chains of a greedy answer's every position; `autocast` multiplies matrices in bfloat16."""
+    """The chains of a greedy answer's every position; `autocast` multiplies matrices in bfloat16 where that is fast."""
     num = example.num_bases - example.answer_base
     window = Window(example=example, start=example.answer_base, num_bases=num)
     batch = pack([window], max_context=_ALL_CONTEXT)
@@ -81,7 +82,7 @@ def decode_again(
     logprobs_NK = torch.zeros(num, depth)
     accepted_N, confidence_N = torch.zeros(num, dtype=torch.long), torch.zeros(num)
     least = math.log(min_confidence) if min_confidence else -math.inf
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with bfloat16.autocast(draft.embed.device, is_wanted=autocast):
         for proposals in unroll(draft, batch, num_steps=depth):
             likeliest_S = proposals.logits.float().log_softmax(-1).max(-1)
             confidence_N[proposals.chains] += likeliest_S.values

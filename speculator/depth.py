@@ -125,8 +125,8 @@ class DepthPolicy:
         self._settled: dict[int, int] = {}
         self._probes_left = 0
 
-    def choose(self, batch: int, limit: int | None = None, *, may_probe: bool = True) -> int:
-        """The depth of the next round of `batch` requests, at most `limit`; no probe where none would be observed."""
+    def choose(self, batch: int, limit: int | None = None) -> int:
+        """The depth of the next round of `batch` requests, at most `limit`."""
         candidates = [depth for depth in self._candidates if limit is None or depth <= limit]
         # Fewest rounds first: a depth is judged by its time only after a few rounds.
         unmeasured = [depth for depth in candidates if self.costs.count(batch, depth) < _ENOUGH_TIMES]
@@ -135,7 +135,7 @@ class DepthPolicy:
         depth = self._best(batch, candidates)
         if self._random.random() < self._look_share(batch, candidates):
             return self.costs.stalest(batch, candidates)
-        if depth == 0 and len(candidates) > 1 and may_probe and self._is_probe():
+        if depth == 0 and len(candidates) > 1 and self._is_probe():
             depth = max([depth for depth in candidates if depth <= _PROBE_DEPTH][1:], default=candidates[1])
         return depth
 
@@ -152,6 +152,10 @@ class DepthPolicy:
     def renew(self) -> None:
         """A new draft version is in service: look at it even where the last one did not pay."""
         self.acceptance.fade(_RENEWED_WEIGHT)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """At a draft that was not used for a while."""
         self._probes_left = _PROBES_AFTER_RENEWAL
 
     def explanation(self) -> dict[str, str]:

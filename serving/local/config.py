@@ -23,7 +23,7 @@ class LocalEngineConfig:
     max_waiting: int = 256
     """Requests queued beyond the running ones; the next is refused as busy."""
     depth: int = 4
-    """Most proposals of the draft in a round; 0 decodes plainly."""
+    """Most proposals of the draft head in a round; 0 never asks it."""
     suffix_depth: int = 16
     """Most proposals from suffixes of earlier text; 0 keeps no text to propose from."""
     min_confidence: float | None = None

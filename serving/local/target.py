@@ -100,6 +100,7 @@ class Target:
         uses_kernels = own_kernels and self._is_fused and device == "cpu" and fits(self._model)
         kernels = found_kernels() if uses_kernels else None
         if int8 and kernels is not None and not kernels.has_int8:
+            log.info("without kernels of our own for the target", reason="products in 8 bits are for AVX-512")
             kernels = None
         self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None
         self._layout = read_layout(model_dir)

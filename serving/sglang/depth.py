@@ -77,8 +77,8 @@ class DepthControl:
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
-        self._is_cold = False
-        """All requests of the last step are: probes of them are not observed."""
+        self._are_cold = False
+        """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
         self._rounds: deque[_Round] = deque()
         self.limit: int | None = None
         """What the operator asks for, as agreed at the last meeting; None leaves the choice to the policy."""
@@ -96,12 +96,15 @@ class DepthControl:
         if self._control.is_control(batch):
             self._is_control = True
             return 0
-        return self._policy.choose(batch, self.limit, may_probe=not self._is_cold)
+        return 0 if self._are_cold else self._policy.choose(batch, self.limit)
 
     @property
     def is_asleep(self) -> bool:
-        """The draft need not read what this step commits."""
         return self._policy is not None and self._dormancy.is_asleep
+
+    def needs_no_reading(self, requests: Sequence[Any]) -> bool:
+        """Whether the draft need not read what a step at depth 0 commits to these requests."""
+        return self.is_asleep or (self._policy is not None and self._dormancy.are_cold(requests))
 
     def reads_prompt_of(self, requests: list[Any]) -> bool:
         """Whether the draft reads a prefill of these requests; where it does not, they go cold."""
@@ -124,9 +127,11 @@ class DepthControl:
         round_ = _Round(
             self._version, self.target_version, len(requests), depth, self._is_control, self.is_asleep, cold, asked
         )
-        self._is_cold = all(cold)
+        self._are_cold = self._dormancy.are_cold(requests)
         if self._policy is not None and not self._is_control:
-            self._dormancy.step(self._policy.settled(len(requests)), is_cold=self._is_cold)
+            wanted = self._policy.settled(len(requests))
+            if self._dormancy.step(wanted, are_cold=self._are_cold):
+                self._policy.look_again()
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)

@@ -2,8 +2,9 @@
 
 At depth 0 SGLang's draft still reads every committed token, so that it could propose again at once. A draft that has
 learnt nothing, or that has not paid for a while, sleeps instead. What a request commits meanwhile the draft never
-reads, so requests that ran while it slept are cold: they may be drafted for, with little hope, and say nothing about
-how good the draft is. A new version wakes it, and so does time, to have a look at requests that are fresh.
+reads, so requests that ran while it slept are cold: alone they are decoded plainly, beside others they are drafted for
+with little hope, and they say nothing about how good the draft is. A new version wakes it, and so does time, to have a
+look at requests that are fresh.
 
 One that has learnt nothing reads no prompts, either: keys and values of random weights are of no use to the version
 that comes after. One that has learnt goes on reading them, since time may wake it at any step.
@@ -11,10 +12,11 @@ that comes after. One that has learnt goes on reading them, since time may wake 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _SLEEP_AFTER_STEPS = 100
-"""Decode steps in a row in which the policy wanted depth 0."""
+"""In which the policy wanted depth 0, without one in between in which it did not."""
 _LOOK_EVERY_STEPS = 4000
 _COLD = "_slipstream_cold"
 
@@ -31,18 +33,20 @@ class Dormancy:
     def reads_prompts(self) -> bool:
         return not self._is_fresh
 
-    def step(self, wanted_depth: int, *, is_cold: bool) -> None:
-        """A decode step for which the policy wants this depth. Where all requests are cold nobody sees how good the
-        draft is: such a step sends none to sleep.
+    def step(self, wanted_depth: int, *, are_cold: bool) -> bool:
+        """A decode step for which the policy wants this depth; returns whether it woke the draft. Where all requests
+        are cold nobody sees how good the draft is: such a step sends none to sleep.
         """
         if self.is_asleep:
             self._steps += 1
             if not self._is_fresh and self._steps >= _LOOK_EVERY_STEPS:
                 self.wake()
-        elif not is_cold:
+                return True
+        elif not are_cold:
             self._steps = self._steps + 1 if wanted_depth == 0 else 0
             if self._steps >= _SLEEP_AFTER_STEPS:
                 self.is_asleep, self._steps = True, 0
+        return False
 
     def wake(self) -> None:
         self._is_fresh = self.is_asleep = False
@@ -56,3 +60,7 @@ class Dormancy:
     @staticmethod
     def is_cold(request: Any) -> bool:
         return getattr(request, _COLD, False)
+
+    def are_cold(self, requests: Sequence[Any]) -> bool:
+        """All of them, if there are any."""
+        return bool(requests) and all(self.is_cold(request) for request in requests)

@@ -156,8 +156,8 @@ class EngineRuntime:
         return result
 
     def catch_up(self, run: Callable[[], Any], batch: Any, result: Any) -> Any:
-        """The draft reads what the step has committed, unless it sleeps."""
-        if self.depth.is_asleep and self._worker.speculative_num_steps == 0:
+        """The draft reads what the step has committed, unless there is nothing to gain from it."""
+        if self._worker.speculative_num_steps == 0 and self.depth.needs_no_reading(batch.reqs or ()):
             self._worker._stub_skipped_draft_extend(batch, result)
             return None
         caught_up = run()

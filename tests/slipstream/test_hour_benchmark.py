@@ -20,6 +20,7 @@ from benchmarks.hour import trainer_settings
 from benchmarks.replayed import Answer, Costs, ReplayEngine, Served, decode_again, pace_of
 from serving.engine import GenerateRequest
 from serving.evidence import WatchedRound
+from speculator.bfloat16 import autocast
 from speculator.errors import ConfigError
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
@@ -115,7 +116,7 @@ def test_a_replay_serves_as_offline_acceptance_predicts(toy_model: Path, learner
     gaps = [later.start - earlier.stop for earlier, later in itertools.pairwise(first) if later.start]
     assert set(gaps) <= {0, 1}, "control rounds commit one token and are not among them"
     assert gaps.count(1) <= 3
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast(learner.draft.embed.device, is_wanted=True):
         found = predict_acceptance(learner.draft, [answers[0].example], depths=[4], min_confidence=0.15)[4]
     pace = replay.engine.table.chains(replay.engine.served, answers[0]).pace
     assert pace[-1] == found.num_rounds

@@ -21,7 +21,7 @@ _FASTER = 1.2
 
 def faster_in_pairs(kernels: Kernels) -> bool:
     """Takes a millisecond: the best of some turns of either on one thread, the weight in the nearest cache."""
-    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
+    if not (kernels.has_int8 and torch.cpu.get_capabilities().get("avx512_bf16", False)):
         return False
     # Nobody else's random numbers are drawn.
     linear = nn.Linear(_WIDTH, PANEL, bias=False, dtype=torch.bfloat16, device="meta").to_empty(device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from serving.evidence import Stratum, WatchedRound
@@ -13,7 +14,7 @@ from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
-from speculator.depth import DepthPolicy, RoundCosts
+from speculator.depth import _PROBES_AFTER_RENEWAL, DepthPolicy, RoundCosts
 
 
 def make_control(
@@ -67,9 +68,9 @@ def test_prompts_that_only_random_weights_could_read_are_not_read_and_leave_requ
     assert not control.reads_prompt_of(unread)
     control.renewed(2)
     assert control.reads_prompt_of(requests(1))
-    while step(control, unread, accepts=True) == 0:
+    while step(control, [*unread, *requests(1)], accepts=True) == 0:
         pass
-    assert not seen[-1].verifications
+    assert len(seen[-1].verifications) == 1
     asleep = make_control()
     while not asleep.is_asleep:
         step(asleep, requests(1))
@@ -86,6 +87,9 @@ def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
     for _ in range(_LOOK_EVERY_STEPS):
         step(control, batch)
     assert not control.is_asleep
+    assert control.needs_no_reading(batch)
+    assert step(control, requests(1)) == 0, "the step before was of cold ones alone"
+    assert [step(control, requests(1)) > 0 for _ in range(10)].count(True) >= _PROBES_AFTER_RENEWAL
 
 
 def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
@@ -93,22 +97,25 @@ def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
     step(control, cold)
     control.renewed(2)
     for _ in range(200):
-        step(control, [*cold, *requests(1)][:1])
-    rate = float(control.explanation()["acceptance"].split(",")[0])
-    assert rate == 0.6, "the prior: nothing was learnt"
-    for _ in range(200):
+        control.started()
+        control.launched([*cold, *requests(1)], 1)
+        control.verified([1, 0])
+    assert float(control.explanation()["acceptance"].split(",")[0]) < 0.1, "the other one's"
+    for _ in range(400):
         step(control, requests(1), accepts=True)
     assert float(control.explanation()["acceptance"].split(",")[0]) > 0.8
 
 
-def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next() -> None:
-    # Accepted as often as is taken of a draft that nobody has seen, proposals would not pay here; this one's do.
-    control, cold = make_control(is_fresh=True, seconds={0: 1.0, 1: 1.8, 3: 3.0}), requests(1)
+@pytest.mark.parametrize("seconds", [{0: 1.0, 1: 1.8, 3: 3.0}, {0: 1.0, 1: 1.1, 3: 1.3}], ids=["dear", "cheap"])
+def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next(seconds: dict[int, float]) -> None:
+    """Where a draft that nobody has seen is taken to pay, and where it is not."""
+    control, cold = make_control(is_fresh=True, seconds=seconds), requests(1)
     step(control, cold)
     control.renewed(2)
-    drafted = sum(step(control, cold, accepts=True) > 0 for _ in range(20 * _SLEEP_AFTER_STEPS))
-    assert drafted < _SLEEP_AFTER_STEPS, "a look at what rounds cost in a hundred, and no probes"
+    assert {step(control, cold, accepts=True) for _ in range(20 * _SLEEP_AFTER_STEPS)} == {0}
     assert not control.is_asleep
+    assert control.needs_no_reading(cold)
+    assert not control.needs_no_reading([*cold, *requests(1)])
     depths = [step(control, requests(1), accepts=True) for _ in range(30)]
     assert depths.count(3) > 10
 
