@@ -10,7 +10,8 @@ its own rows it is chosen where its chains are overestimated, and that was slowe
 
 The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own factor
 on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Drafting has a line of
-its own. A round that took far longer than expected was interrupted, and counts as a little too long only.
+its own. A round that took far longer than expected was interrupted, and counts as a little too long only. How fast the
+machine is at the moment is a factor of its own, on all of it: others have a share of it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ _TRUSTED_AFTER = 8
 _FIT_EVERY = 8
 _PRIOR_ROUNDS = 0.05
 """Weight of the assumed slopes, in rounds: enough to decide before anything else than plain steps was seen."""
-_SIZE_MEMORY = 0.95
+_SIZE_MEMORY = 0.99
 _SIZE_PRIOR = 4.0
 """Rounds of a size after which its own factor counts as much as that of the coarser size, or the line."""
 
+_PACE_MEMORY = 0.8
+"""Of how fast the machine is, half after three rounds: sooner than a size's own factor, or the sizes that were last run
+in a slow minute would be dear for as long as nobody runs them.
+"""
 _KNOWN_AFTER = 4.0
 
 Sizes = Sequence[Hashable]
@@ -123,11 +128,14 @@ class RoundTimes:
         # and a pair that the draft reads an eighth each.
         self._verify = FittedTime([1.0, 0.125, 1e-5])
         self._draft = FittedTime([0.02, 0.1, 0.02])
+        self._pace = 1.0
+        """What verifications lately took of what their sizes take."""
 
     def verify_s(self, batch: int, num_proposals: int, num_keys: int) -> float:
         """Seconds of a round apart from drafting; `num_keys` is the sum of the context lengths."""
         rows = num_proposals + 1
-        return self._verify.seconds([1.0, batch * rows, rows * num_keys], sizes=(batch, (batch, num_proposals)))
+        sizes = batch, (batch, num_proposals)
+        return self._pace * self._verify.seconds([1.0, batch * rows, rows * num_keys], sizes=sizes)
 
     def draft_s(self, batch: int, num_steps: int, num_pairs: int) -> float:
         """Seconds in which the learned draft reads `num_pairs` and proposes `num_steps` tokens for each request."""
@@ -135,7 +143,7 @@ class RoundTimes:
             # Nothing drafted yet: a guess from the target's own time, to have something to compare with.
             return self.verify_s(batch, 0, 0) * (0.05 + 0.08 * num_steps)
         sizes = batch, (batch, num_steps)
-        return self._draft.seconds([1.0, num_steps, num_steps * batch + num_pairs], sizes=sizes)
+        return self._pace * self._draft.seconds([1.0, num_steps, num_steps * batch + num_pairs], sizes=sizes)
 
     def is_known(self, batch: int, num_proposals: int) -> bool:
         """Whether a verification of this size was run often enough to be judged by its own time."""
@@ -143,11 +151,15 @@ class RoundTimes:
 
     def add_verification(self, batch: int, num_proposals: int, num_keys: int, seconds: float) -> None:
         rows = num_proposals + 1
-        sizes = batch, (batch, num_proposals)
-        self._verify.add([1.0, batch * rows, rows * num_keys], seconds, sizes=sizes)
+        features, sizes = [1.0, batch * rows, rows * num_keys], (batch, (batch, num_proposals))
+        if self._verify.count >= _TRUSTED_AFTER:
+            pace = seconds / max(self._verify.seconds(features, sizes=sizes), 1e-9)
+            self._pace = _PACE_MEMORY * self._pace + (1 - _PACE_MEMORY) * min(pace, _CLIP * self._pace)
+        self._verify.add(features, seconds / self._pace, sizes=sizes)
 
     def add_drafting(self, batch: int, num_steps: int, num_pairs: int, seconds: float) -> None:
         sizes = batch, (batch, num_steps)
         # A long time without drafting leaves many pairs: what they take is the line's business, not the size's.
         is_usual = num_pairs <= 8 * batch
-        self._draft.add([1.0, num_steps, num_steps * batch + num_pairs], seconds, sizes=sizes if is_usual else ())
+        features = [1.0, num_steps, num_steps * batch + num_pairs]
+        self._draft.add(features, seconds / self._pace, sizes=sizes if is_usual else ())

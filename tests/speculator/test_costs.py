@@ -90,3 +90,25 @@ def test_catching_up_after_a_long_sleep_is_no_measure_of_a_usual_drafting() -> N
         times.add_drafting(1, 2, 2, 0.005)
     times.add_drafting(1, 2, 500, 0.060)
     assert times.draft_s(1, 2, 2) == pytest.approx(0.005, rel=0.1)
+
+
+@pytest.mark.parametrize("slower", [1.5, 1.7, 2.0])
+@pytest.mark.parametrize("rounds", [30, 400])
+def test_what_was_last_run_in_a_slow_minute_is_not_dear_for_ever(slower: float, rounds: int) -> None:
+    """Where chains do not pay in it, as beside another process, they would not be run again."""
+    times, rng = RoundTimes(), random.Random(0)
+
+    def run(rounds: int, shares: list[int], slower: float = 1.0) -> None:
+        for proposals in rng.choices((0, 1, 2, 3), shares, k=rounds):
+            seconds = slower * true_s(2, proposals, 600) * rng.uniform(0.95, 1.1)
+            times.add_verification(2, proposals, 600, seconds)
+            times.add_drafting(2, 2, 4, slower * 0.003)
+
+    run(800, [2, 3, 4, 1])
+    run(rounds, [2, 2, 5, 1], slower)
+    for _ in range(3):
+        run(40, [1, 0, 0, 0])
+        for proposals in (1, 2, 3):
+            ratio = times.verify_s(2, proposals, 600) / times.verify_s(2, 0, 600)
+            assert ratio < 1.12 * true_s(2, proposals, 600) / true_s(2, 0, 600)
+        assert times.draft_s(2, 2, 4) == pytest.approx(0.003, rel=0.12)
