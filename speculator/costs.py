@@ -133,33 +133,40 @@ class RoundTimes:
 
     def verify_s(self, batch: int, num_proposals: int, num_keys: int) -> float:
         """Seconds of a round apart from drafting; `num_keys` is the sum of the context lengths."""
-        rows = num_proposals + 1
-        sizes = batch, (batch, num_proposals)
-        return self._pace * self._verify.seconds([1.0, batch * rows, rows * num_keys], sizes=sizes)
+        features, sizes = _of_verification(batch, num_proposals, num_keys)
+        return self._pace * self._verify.seconds(features, sizes=sizes)
 
     def draft_s(self, batch: int, num_steps: int, num_pairs: int) -> float:
         """Seconds in which the learned draft reads `num_pairs` and proposes `num_steps` tokens for each request."""
         if self._draft.count == 0:
             # Nothing drafted yet: a guess from the target's own time, to have something to compare with.
             return self.verify_s(batch, 0, 0) * (0.05 + 0.08 * num_steps)
-        sizes = batch, (batch, num_steps)
-        return self._pace * self._draft.seconds([1.0, num_steps, num_steps * batch + num_pairs], sizes=sizes)
+        features, sizes = _of_drafting(batch, num_steps, num_pairs)
+        return self._pace * self._draft.seconds(features, sizes=sizes)
 
     def is_known(self, batch: int, num_proposals: int) -> bool:
         """Whether a verification of this size was run often enough to be judged by its own time."""
         return self._verify.weight((batch, num_proposals)) > _KNOWN_AFTER
 
     def add_verification(self, batch: int, num_proposals: int, num_keys: int, seconds: float) -> None:
-        rows = num_proposals + 1
-        features, sizes = [1.0, batch * rows, rows * num_keys], (batch, (batch, num_proposals))
+        features, sizes = _of_verification(batch, num_proposals, num_keys)
         if self._verify.count >= _TRUSTED_AFTER:
             pace = seconds / max(self._verify.seconds(features, sizes=sizes), 1e-9)
             self._pace = _PACE_MEMORY * self._pace + (1 - _PACE_MEMORY) * min(pace, _CLIP * self._pace)
         self._verify.add(features, seconds / self._pace, sizes=sizes)
 
     def add_drafting(self, batch: int, num_steps: int, num_pairs: int, seconds: float) -> None:
-        sizes = batch, (batch, num_steps)
+        features, sizes = _of_drafting(batch, num_steps, num_pairs)
         # A long time without drafting leaves many pairs: what they take is the line's business, not the size's.
         is_usual = num_pairs <= 8 * batch
-        features = [1.0, num_steps, num_steps * batch + num_pairs]
         self._draft.add(features, seconds / self._pace, sizes=sizes if is_usual else ())
+
+
+def _of_verification(batch: int, num_proposals: int, num_keys: int) -> tuple[list[float], Sizes]:
+    """Features and sizes."""
+    rows = num_proposals + 1
+    return [1.0, batch * rows, rows * num_keys], (batch, (batch, num_proposals))
+
+
+def _of_drafting(batch: int, num_steps: int, num_pairs: int) -> tuple[list[float], Sizes]:
+    return [1.0, num_steps, num_steps * batch + num_pairs], (batch, (batch, num_steps))
