@@ -23,7 +23,7 @@ from serving.local.attention import KVSlots, SlotWindow
 from serving.local.int8 import Int8Linear, is_exact
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.layers import Bfloat16Linear, VnniLinear
-from serving.local.kernels.library import Heads, Kernels, Norm, Window
+from serving.local.kernels.library import Heads, Kernels, Norm, Window, compute_with
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack, has_onednn
 from slipstream.models import resolve_model
@@ -39,6 +39,7 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=1, help="the demo's engine has one")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
+    compute_with(arguments.threads)
     kernels = found_kernels()
     if kernels is None:
         raise ConfigError("there are no kernels for this machine: see the line above")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.common import Spread, Target, finish, parser, pick_prompts
 from benchmarks.engines import add_target_options, greedy, local_engine, target_settings
+from serving.local.kernels.library import compute_with
 from serving.local.target import Target as TargetModel
 from slipstream.models import resolve_model
 
@@ -46,6 +47,7 @@ def main() -> None:
             texts[depth] = [greedy(engine, [prompt], NUM_TOKENS)[0] for prompt in prompts]
 
     torch.set_num_threads(arguments.threads)
+    compute_with(arguments.threads)
     target = TargetModel(
         model_dir,
         num_slots=1,

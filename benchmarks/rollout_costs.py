@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.common import finish, parser
 from benchmarks.suffix import Answer, count_accepted, load_answers
+from serving.local.kernels.library import compute_with
 from serving.local.target import Target as TargetModel
 from slipstream.models import resolve_model
 from speculator.suffix import SuffixDrafter
@@ -51,6 +52,7 @@ def main() -> None:
     options.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="as in benchmarks.suffix")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
+    compute_with(arguments.threads)
     groups = group_answers(load_answers(arguments))
     repeats = 4 if arguments.quick else 20
     model_dir = resolve_model(arguments.model)

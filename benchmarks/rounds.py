@@ -14,6 +14,7 @@ from benchmarks.common import finish, parser, pick_prompts
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
+from serving.local.kernels.library import compute_with
 from serving.local.prompts import Piece
 from serving.local.rounds import RoundRunner
 from serving.local.target import Target
@@ -32,6 +33,7 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=1, help="the demo's engine has one")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
+    compute_with(arguments.threads)
     repeats = 8 if arguments.quick else 25
     model_dir = resolve_model(arguments.model)
     prompts = [prompt.text for prompt in pick_prompts(arguments.prompts, max(BATCHES))]

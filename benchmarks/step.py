@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.common import Spread, Target, finish, parser
 from serving.local.draft import DraftSource, ServingDraft
+from serving.local.kernels.library import compute_with
 from serving.local.kernels.slots import PanelSlots
 from serving.local.target import Target as TargetModel
 from slipstream.models import resolve_model
@@ -43,6 +44,7 @@ def main() -> None:
     options.add_argument("--int8-target", action="store_true", help="time the step in 8 bits, too")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
+    compute_with(arguments.threads)
     repeats = 12 if arguments.quick else 40
     model_dir = resolve_model(arguments.model)
     new_target = partial(TargetModel, model_dir, num_slots=8, context_length=arguments.context + 64, cache_margin=8)

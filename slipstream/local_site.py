@@ -21,6 +21,7 @@ from serving.group_text import GroupSharing
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
+from serving.local.threads import spare_cores
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics
 from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
@@ -187,7 +188,8 @@ def first_version(site: Site) -> int:
 
 
 def load_target(config: LocalEngineConfig) -> Target:
-    torch.set_num_threads(config.num_threads)
+    num_threads = config.num_threads or spare_cores()
+    torch.set_num_threads(num_threads)
     return Target(
         config.model_dir,
         num_slots=config.num_slots,
@@ -195,7 +197,7 @@ def load_target(config: LocalEngineConfig) -> Target:
         cache_margin=config.cache_margin,
         dtype=getattr(torch, config.dtype),
         device=config.device,
-        compile_threads=config.num_threads if config.compile_target else None,
+        compile_threads=num_threads if config.compile_target else None,
         int8=config.int8_target,
     )
 

@@ -33,7 +33,8 @@ def _environment(num_threads: int) -> dict[str, str]:
 class Child:
     """One `slipstream …` process; `log_path` receives everything it prints.
 
-    It runs in its own session, so that Ctrl-C reaches the parent alone, which then ends its children in order.
+    It runs in a process group of its own, so that Ctrl-C reaches the parent alone, which then ends its children in
+    order; but in the same session: Linux may give sessions equal shares of a core, whatever the niceness within them.
     """
 
     def __init__(self, name: str, arguments: list[str], *, log_path: Path, num_threads: int) -> None:
@@ -45,7 +46,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def _serve_locally(given: dict[str, Any]) -> None:
         **{name: given[name] for name in (*same, "capture", "suffix_depth", "compile_target", "int8_target")},
         device=given["device"] or "cpu",
         num_slots=given["slots"],
-        num_threads=given["threads"] or max(1, (os.cpu_count() or 2) - 1),
+        num_threads=given["threads"],
     )
     settings = {name: given[name] for name in (*_EITHER, "share_groups")}
     run_server(ServeOptions(engine=config, **settings), load_settings())

@@ -21,6 +21,8 @@ from trainer.device import DeviceSetting
 from trainer.gate import MIN_TRACES
 
 ENV_PREFIX = "SLIPSTREAM_TRAINER_"
+LOWEST = 19
+"""Of nicenesses."""
 _MIB = 1024 * 1024
 
 
@@ -139,8 +141,9 @@ class TrainerConfig(BaseSettings):
     """`auto` is a GPU where there is one; under `torchrun` each process has its own."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads; more than one beside an engine on the same cores slows both."""
-    nice: int = Field(default=19, ge=0, le=19)
-    """Added to the process's niceness: serving goes first."""
+    nice: int = Field(default=LOWEST, ge=0, le=LOWEST)
+    """Added to the process's niceness: serving goes first. At 19 one process runs only where nobody else wants the core
+    (SCHED_IDLE)."""
 
     pulse_dir: Path | None = None
     """Folder in memory where the engines of this machine say when they compute: the trainer then gives way to them

@@ -13,12 +13,12 @@ import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from trainer.allocator import keep_freed_memory
-from trainer.config import TrainerConfig
+from trainer.config import LOWEST, TrainerConfig
 from trainer.device import choose_device, local_rank
 from trainer.distributed import Ranks, join_ranks
 from trainer.loop import train_until
 from trainer.service import Trainer
-from trainer.yielding import give_way_in_the_kernel, yielding
+from trainer.yielding import give_way_as_a_session, give_way_in_the_kernel, yielding
 
 log = structlog.get_logger()
 
@@ -45,6 +45,7 @@ def run_trainer(config: TrainerConfig) -> None:
     _end_with_torchrun()
     keep_freed_memory()
     os.nice(config.nice)
+    give_way_as_a_session(config.nice)
     torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -69,7 +70,7 @@ def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: thre
         port = config.metrics_port and config.metrics_port + local_rank()
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
-    if config.pulse_dir is not None and ranks.size == 1:
+    if (config.pulse_dir is not None or config.nice == LOWEST) and ranks.size == 1:
         # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
         # Several ranks stay at their niceness: on a busy machine one would stand still, and the others give it up.
         give_way_in_the_kernel()

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -31,6 +32,9 @@ from trainer.metrics import TrainerMetrics
 from trainer.sharing import SHORTEST_SLICE_S, Sharing
 
 log = structlog.get_logger()
+
+_AUTOGROUP = Path("/proc/self/autogroup")
+_AUTOGROUPS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 POLL_S = 0.005
 """How long idle cores may go unnoticed."""
@@ -48,6 +52,29 @@ def give_way_in_the_kernel() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except OSError as error:
         log.warning("this system refuses SCHED_IDLE: the trainer stays at its niceness", error=str(error))
+
+
+def give_way_as_a_session(nice: int) -> None:
+    """Linux with `sched_autogroup_enabled` gives each session the same share of a core, and niceness counts within one
+    only: then a trainer at 19 takes half of the core that an engine of another session wants. A session that this
+    process leads is its own, and is made as nice as it is; another has more processes in it, and stays.
+    """
+    if not hasattr(os, "getsid") or not _has_autogroups():
+        return
+    if os.getsid(0) != os.getpid():
+        log.info("niceness counts within this session alone: start the trainer with setsid beside an engine elsewhere")
+        return
+    try:
+        _AUTOGROUP.write_text(str(nice))
+    except OSError as error:
+        log.warning("this session's share of a core stays as it is", error=str(error))
+
+
+def _has_autogroups() -> bool:
+    try:
+        return _AUTOGROUP.exists() and _AUTOGROUPS_ENABLED.read_text().strip() == "1"
+    except OSError:
+        return False
 
 
 def idle_threads(config: TrainerConfig) -> int:

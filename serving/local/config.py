@@ -41,7 +41,8 @@ class LocalEngineConfig:
     """Prompt positions kept in a trace."""
     prompt_labels: int = 128
     """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
-    num_threads: int = 1
+    num_threads: int | None = None
+    """None: all cores but one."""
     compile_target: bool = False
     """Off: it needs a C++ compiler, and up to a minute at the first start; unused where our kernels run the pass."""
     int8_target: bool = False

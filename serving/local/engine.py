@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
-import torch
 from torch import Tensor
 
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
@@ -35,6 +34,7 @@ from serving.local.target import Target
 from serving.local.telling import RoundTeller
 from serving.local.text import AnswerText, LocalTokenizer
 from serving.local.texts import RecentTexts
+from serving.local.threads import use_threads
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.errors import EngineDeadError, RequestError
@@ -217,7 +217,7 @@ class LocalEngine:
         self._assembler.close()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._config.num_threads)
+        use_threads(self._config.num_threads, own_kernels=self._target.takes_windows)
         try:
             self._loop.run()
         except BaseException as error:

@@ -30,7 +30,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.service import Trainer
 from trainer.sharing import Sharing
 from trainer.step import Learner
-from trainer.yielding import Yielding, give_way_in_the_kernel, yielding
+from trainer.yielding import Yielding, give_way_as_a_session, give_way_in_the_kernel, yielding
 
 BUSY, IDLE = Serving(1, True, 0), Serving(1, False, 0)
 
@@ -297,17 +297,74 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
     assert [(line["log_level"], line["error"]) for line in told] == [("warning", "not here")]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_calls"), [(1, 1), (2, 0)])
-def test_processes_that_train_together_keep_their_class(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_calls: int
+@pytest.fixture
+def autogroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of this process, on a system that has them."""
+    own, enabled = tmp_path / "autogroup", tmp_path / "enabled"
+    own.write_text("/autogroup-1 nice 0\n")
+    enabled.write_text("1\n")
+    monkeypatch.setattr("trainer.yielding._AUTOGROUP", own)
+    monkeypatch.setattr("trainer.yielding._AUTOGROUPS_ENABLED", enabled)
+    return own
+
+
+def test_a_session_of_its_own_is_made_as_nice(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    give_way_as_a_session(19)
+    assert autogroup.read_text() == "19"
+
+
+def test_a_session_that_others_are_in_stays(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
+    before = autogroup.read_text()
+    with capture_logs() as told:
+        give_way_as_a_session(19)
+    assert autogroup.read_text() == before
+    assert len(told) == 1
+    assert "setsid" in told[0]["event"]
+
+
+@pytest.mark.parametrize("enabled", ["0\n", None])
+def test_without_shares_of_sessions_nothing_is_done(
+    autogroup: Path, monkeypatch: pytest.MonkeyPatch, enabled: str | None
 ) -> None:
-    """Under SCHED_IDLE one of them might not get on for minutes, and the others would give it up."""
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    file, before = autogroup.with_name("enabled"), autogroup.read_text()
+    file.unlink() if enabled is None else file.write_text(enabled)
+    with capture_logs() as told:
+        give_way_as_a_session(19)
+    assert (autogroup.read_text(), told) == (before, [])
+
+
+def test_a_share_that_the_system_keeps_is_told(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    autogroup.unlink()
+    autogroup.mkdir()
+    with capture_logs() as told:
+        give_way_as_a_session(19)
+    assert [line["log_level"] for line in told] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "nice", "has_pulse", "num_calls"),
+    [(1, 19, False, 1), (1, 5, False, 0), (1, 5, True, 1), (2, 19, False, 0), (2, 19, True, 0)],
+)
+def test_one_process_takes_the_lowest_class_where_it_is_to_give_way(
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+    nice: int,
+    has_pulse: bool,
+    num_calls: int,
+) -> None:
+    """Of several one might not get on for minutes under SCHED_IDLE, and the others would give it up."""
     called: list[bool] = []
     trainer = SimpleNamespace(metrics=TrainerMetrics(CollectorRegistry()), learner=SimpleNamespace(num_steps=0))
     monkeypatch.setattr(run, "Trainer", lambda *_, **__: trainer)
     monkeypatch.setattr(run, "train_until", lambda *_: None)
     monkeypatch.setattr(run, "give_way_in_the_kernel", lambda: called.append(True))
-    config = config_for(model_dir, tmp_path, pulse_dir=tmp_path)
+    config = config_for(model_dir, tmp_path, nice=nice, pulse_dir=tmp_path if has_pulse else None)
     run._train(config, Ranks(0, num_ranks), torch.device("cpu"), threading.Event())
     assert len(called) == num_calls
 

@@ -10,6 +10,7 @@
 
 #include "norm.h"
 #include "sums.h"
+#include "team.h"
 
 constexpr int kMostHead = 256;  // h
 constexpr int kMostAhead = 8;   // lines to fetch at a step
@@ -176,22 +177,21 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
 // Stores keys and values of all windows' tokens, whose rows follow one another in qkv, and attends, to out [tokens that
 // attend, P · G, h]. The cache of a layer is [slots, G, keys and values, L · h].
 inline void attend(const Heads& heads, int64_t num_windows, const Window* windows, const float* cos, const float* sin,
-                   const uint16_t* qkv, uint16_t* cache, int64_t L, Asked asked, uint16_t* out, int64_t num_threads) {
+                   const uint16_t* qkv, uint16_t* cache, int64_t L, Asked asked, uint16_t* out,
+                   const Threads& threads) {
   const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
   const auto kept = [=](int64_t w, int64_t group) {
     uint16_t* const keys = cache + (windows[w].slot * G + group) * 2 * L * h;
     return Kept{keys, keys + L * h, L};
   };
-#pragma omp parallel for collapse(2) if (num_threads > 1) num_threads(num_threads)
-  for (int64_t w = 0; w < num_windows; ++w)
-    for (int64_t group = 0; group < G; ++group) {
-      int64_t first = 0;  // row of the window's first token
-      for (int64_t before = 0; before < w; ++before) first += windows[before].num_tokens;
-      const int64_t next_w = w + (group + 1) / G, next_group = (group + 1) % G;
-      Lines next{};
-      if (next_w < num_windows)
-        next = keys_of(kept(next_w, next_group), windows[next_w].start + windows[next_w].num_tokens, h);
-      attend_group(heads, group, windows[w], kept(w, group), cos, sin, qkv + first * (P + 2) * G * h, asked, next,
-                   out + (asked == Asked::kNewest ? w : first) * P * G * h);
-    }
+  threads.each(num_windows * G, [&](int64_t index) {
+    const int64_t w = index / G, group = index % G, likely = index + threads.count(), next_w = likely / G;
+    int64_t first = 0;  // row of the window's first token
+    for (int64_t before = 0; before < w; ++before) first += windows[before].num_tokens;
+    Lines next{};
+    if (next_w < num_windows)
+      next = keys_of(kept(next_w, likely % G), windows[next_w].start + windows[next_w].num_tokens, h);
+    attend_group(heads, group, windows[w], kept(w, group), cos, sin, qkv + first * (P + 2) * G * h, asked, next,
+                 out + (asked == Asked::kNewest ? w : first) * P * G * h);
+  });
 }

@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "kernels.cpp"
 # Contracted products and sums would round differently from PyTorch's, and from those of another compiler.
 # Of two libraries in one process each calls its own functions: GCC makes one of tables and buffers that others can see.
-_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-mfma")
+_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden", "-mfma")
 
 
 class Instructions(NamedTuple):

@@ -33,6 +33,15 @@ struct Draft {
   Block block;  // whose input norm is the feature's
 };
 
+int64_t products(const Layer& layer) { return layer.K * layer.N; }
+
+int64_t products(const Block& block) {
+  return products(block.qkv) + products(block.out) + products(block.gate_up) + products(block.down);
+}
+
+// Of those that are asked for: so few products are done before another thread has woken up.
+int64_t worthwhile(int64_t num_threads, int64_t num_products) { return num_products < 1 << 20 ? 1 : num_threads; }
+
 // x + more, rounded, in x's place.
 void add(int64_t size, uint16_t* x, const uint16_t* more) {
   for (int64_t i = 0; i < size; i += kLanes) store(x + i, from_bfloat16(x + i) + from_bfloat16(more + i));
@@ -43,28 +52,28 @@ void apply_all(const Norm& norm, int64_t M, const uint16_t* x_Md, uint16_t* y_Md
 }
 
 // Gates and behind them what they multiply [M, 2I] → silu(gate) · up [M, I], rounded after either.
-void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, int64_t num_threads) {
-  const Floats one = spread(1.0f);
-#pragma omp parallel for if (num_threads > 1) num_threads(num_threads)
-  for (int64_t m = 0; m < M; ++m)
+void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, const Threads& threads) {
+  threads.each(M, [=](int64_t m) {
+    const Floats one = spread(1.0f);
     for (int64_t i = 0; i < I; i += kLanes) {
       const Floats gate = from_bfloat16(gate_up + 2 * m * I + i), up = from_bfloat16(gate_up + (2 * m + 1) * I + i);
       const Floats power = exp_of(spread(0.0f) - absolute(gate));
       const Floats above = where_negative(gate, power, one);  // of σ(gate) = above / (1 + e^−|gate|)
       store(out + m * I + i, widened(to_bfloat16(gate * (above / (one + power)))) * up);
     }
+  });
 }
 
 // Behind the attention: x [M, d], which is overwritten, and what was attended, → the layer's output in x's place.
 void finish(const Block& block, int64_t M, const void* next, uint16_t* attended, uint16_t* more, uint16_t* wide,
-            uint16_t* x, int64_t num_threads) {
+            uint16_t* x, const Threads& threads) {
   const int64_t size = M * block.mlp_norm.K;
-  multiply(block.out, M, attended, more, block.gate_up.weight, num_threads);
+  multiply(block.out, M, attended, more, block.gate_up.weight, threads);
   add(size, x, more);
   apply_all(block.mlp_norm, M, x, more);
-  multiply(block.gate_up, M, more, wide, block.down.weight, num_threads);
-  gate(M, block.down.K, wide, attended, num_threads);
-  multiply(block.down, M, attended, more, next, num_threads);
+  multiply(block.gate_up, M, more, wide, block.down.weight, threads);
+  gate(M, block.down.K, wide, attended, threads);
+  multiply(block.down, M, attended, more, next, threads);
   add(size, x, more);
 }
 
@@ -82,13 +91,13 @@ EXPORTED const int64_t slipstream_has_int8 = 0;
 #endif
 
 EXPORTED void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {
-  multiply(*layer, M, x, y, nullptr, num_threads);
+  multiply(*layer, M, x, y, nullptr, Threads(worthwhile(num_threads, M * products(*layer))));
 }
 
 EXPORTED void slipstream_attend(const Heads* heads, int64_t num_windows, const Window* windows, const float* cos,
                                   const float* sin, const uint16_t* qkv, uint16_t* cache, int64_t L, uint16_t* out,
                                   int64_t num_threads) {
-  attend(*heads, num_windows, windows, cos, sin, qkv, cache, L, Asked::kAll, out, num_threads);
+  attend(*heads, num_windows, windows, cos, sin, qkv, cache, L, Asked::kAll, out, Threads(num_threads));
 }
 
 // Embeddings x [M, d], which are overwritten, → hidden states [M, d] and the inputs of some layers [M, num_aux · d].
@@ -96,6 +105,7 @@ EXPORTED void slipstream_pass(const Model* model, int64_t M, int64_t num_windows
                                 const float* cos, const float* sin, uint16_t* cache, int64_t layer_stride, int64_t L,
                                 uint16_t* x, uint16_t* hidden, uint16_t* aux, int64_t num_threads) {
   static thread_local std::vector<uint16_t> inputs, wide, narrow;
+  const Threads threads(worthwhile(num_threads, M * model->num_blocks * products(*model->blocks)));
   const int64_t d = model->norm.K;
   int64_t num_kept = 0;
   for (int64_t index = 0; index < model->num_blocks; ++index, cache += layer_stride) {
@@ -108,11 +118,11 @@ EXPORTED void slipstream_pass(const Model* model, int64_t M, int64_t num_windows
       ++num_kept;
     }
     apply_all(block.input_norm, M, x, inputs.data());
-    multiply(block.qkv, M, inputs.data(), wide.data(), block.out.weight, num_threads);
+    multiply(block.qkv, M, inputs.data(), wide.data(), block.out.weight, threads);
     attend(block.heads, num_windows, windows, cos, sin, wide.data(), cache, L, Asked::kAll, narrow.data(),
-           num_threads);
+           threads);
     const void* const next = index + 1 < model->num_blocks ? model->blocks[index + 1].qkv.weight : model->after;
-    finish(block, M, next, narrow.data(), inputs.data(), wide.data(), x, num_threads);
+    finish(block, M, next, narrow.data(), inputs.data(), wide.data(), x, threads);
   }
   apply_all(model->norm, M, x, hidden);
 }
@@ -124,6 +134,7 @@ EXPORTED void slipstream_draft(const Draft* draft, int64_t N, int64_t num_window
                                  const uint16_t* embeddings, const uint16_t* features, uint16_t* output,
                                  int64_t num_threads) {
   static thread_local std::vector<uint16_t> pairs, wide, narrow;
+  const Threads threads(worthwhile(num_threads, N * products(draft->block)));
   const Block& block = draft->block;
   const int64_t d = block.input_norm.K, B = num_windows;
   pairs.resize(N * 2 * d);
@@ -133,13 +144,13 @@ EXPORTED void slipstream_draft(const Draft* draft, int64_t N, int64_t num_window
     apply(draft->embedding_norm, embeddings + n * d, pairs.data() + 2 * n * d);
     apply(block.input_norm, features + n * d, pairs.data() + (2 * n + 1) * d);
   }
-  multiply(block.qkv, N, pairs.data(), wide.data(), block.out.weight, num_threads);
-  attend(block.heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), num_threads);
+  multiply(block.qkv, N, pairs.data(), wide.data(), block.out.weight, threads);
+  attend(block.heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), threads);
   for (int64_t w = 0, end = 0; w < B; ++w) {
     end += windows[w].num_tokens;
     std::copy_n(features + (end - 1) * d, d, output + w * d);
   }
-  finish(block, B, nullptr, narrow.data(), pairs.data(), wide.data(), output, num_threads);
+  finish(block, B, nullptr, narrow.data(), pairs.data(), wide.data(), output, threads);
 }
 
 // x [M, K] normed → [M, N].
@@ -148,5 +159,5 @@ EXPORTED void slipstream_normed_linear(const Norm* norm, const Layer* layer, int
   static thread_local std::vector<uint16_t> normed;
   normed.resize(M * norm->K);
   apply_all(*norm, M, x, normed.data());
-  multiply(*layer, M, normed.data(), y, nullptr, num_threads);
+  multiply(*layer, M, normed.data(), y, nullptr, Threads(worthwhile(num_threads, M * products(*layer))));
 }

@@ -6,6 +6,7 @@ Suffixes: M tokens, K inputs, N outputs, P query heads of one key head, G key he
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,19 @@ PANEL = 64
 LANES = 16
 """What the sizes of a layer's inputs are multiples of."""
 MOST_HEAD_DIM = 256
+
+
+class _Caller(threading.local):
+    num_threads = 1
+
+
+_caller = _Caller()
+
+
+def compute_with(num_threads: int) -> None:
+    """Kernels that the calling thread calls compute with so many threads, or alone where another caller has them."""
+    _caller.num_threads = num_threads
+
 
 _number, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -94,8 +108,8 @@ class Window(ctypes.Structure):
 
 
 class Kernels:
-    """Its functions over tensors, on as many threads as PyTorch uses. They read where they are told, whatever is there:
-    what a structure points to has to live as long as it is used.
+    """Its functions over tensors, on as many threads as the caller has asked for (`compute_with`). They read where they
+    are told, whatever is there: what a structure points to has to live as long as it is used.
     """
 
     in_pairs = False
@@ -142,14 +156,13 @@ class Kernels:
             *(_number, _pointer, _pointer, _number),
         )
 
-    def linear(self, layer: Layer, x: Tensor, *, num_threads: int | None = None) -> Tensor:
+    def linear(self, layer: Layer, x: Tensor) -> Tensor:
         """bfloat16 [..., K] → [..., N]."""
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == layer.K
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], layer.N)
-        num_threads = num_threads or torch.get_num_threads()
-        self._linear(layer, x.numel() // layer.K, x.data_ptr(), y.data_ptr(), num_threads)
+        self._linear(layer, x.numel() // layer.K, x.data_ptr(), y.data_ptr(), _caller.num_threads)
         return y
 
     def attend(
@@ -172,7 +185,7 @@ class Kernels:
             cache.data_ptr(),
             cache.shape[-1] // heads.size,
             out.data_ptr(),
-            torch.get_num_threads(),
+            _caller.num_threads,
         )
         return out
 
@@ -198,7 +211,7 @@ class Kernels:
             x_Md.data_ptr(),
             hidden_Md.data_ptr(),
             aux.data_ptr(),
-            torch.get_num_threads(),
+            _caller.num_threads,
         )
         return hidden_Md, aux
 
@@ -208,7 +221,7 @@ class Kernels:
         assert x_MK.shape[1] == norm.K == layer.K
         x_MK = x_MK.contiguous()
         y_MN = x_MK.new_empty(len(x_MK), layer.N)
-        self._normed_linear(norm, layer, len(x_MK), x_MK.data_ptr(), y_MN.data_ptr(), torch.get_num_threads())
+        self._normed_linear(norm, layer, len(x_MK), x_MK.data_ptr(), y_MN.data_ptr(), _caller.num_threads)
         return y_MN
 
     def draft(
@@ -238,7 +251,7 @@ class Kernels:
             embeddings_Nd.data_ptr(),
             features_Nd.data_ptr(),
             output_Bd.data_ptr(),
-            torch.get_num_threads(),
+            _caller.num_threads,
         )
         return output_Bd
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "sums.h"
+#include "team.h"
 
 constexpr float kLargest = 127.0f;
 constexpr int kOffset = 128;  // the instruction takes unsigned inputs
@@ -115,7 +116,7 @@ constexpr auto multiply_panels(std::index_sequence<kLess...>) {
 
 template <typename Kind>
 void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
-                  int64_t num_threads) {
+                  const Threads& threads) {
   constexpr int kRows = Inputs<Kind>::kRows;
   static constexpr auto kMultiply = multiply_panels<Kind>(std::make_index_sequence<Kind::kMostRows / kRows>());
   static thread_local std::vector<uint8_t> all_rows;
@@ -127,29 +128,33 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
   uint8_t* const rows = all_rows.data();  // of this thread; others read them
   float* const scales = all_scales.data();
   for (int64_t m = 0; m < M; ++m) scales[m] = Inputs<Kind>::prepare(x + m * layer.K, layer.K, rows + m * token_bytes);
-  // A panel has kBlocks lines for every step. The next one is fetched evenly while this one's tokens take their turns.
+  // A panel has kBlocks lines for every step. The one that is likely next, since threads take turns, is fetched evenly
+  // while this one's tokens take theirs.
   const int64_t together = (M * kRows > 2 * Kind::kMostRows ? Kind::kRowsOfMany : Kind::kMostRows) / kRows;
   const int64_t turns = (M + together - 1) / together, lines = (kBlocks + turns - 1) / turns;
   const int64_t panel_bytes = steps * kBlocks * kLine, num_panels = (layer.N + kPanel - 1) / kPanel;
-#pragma omp parallel for if (num_threads > 1) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels; ++panel) {
-    const uint8_t* const behind = static_cast<const uint8_t*>(layer.weight) + (panel + 1) * panel_bytes;
-    const uint8_t* const from = panel + 1 < num_panels ? behind : static_cast<const uint8_t*>(next);
+  const uint8_t* const weight = static_cast<const uint8_t*>(layer.weight);
+  threads.each(num_panels, [=, &layer, &threads](int64_t panel) {
+    const int64_t likely = panel + threads.count();
+    const uint8_t* const from = likely < num_panels ? weight + likely * panel_bytes
+                                : next == nullptr
+                                    ? nullptr
+                                    : static_cast<const uint8_t*>(next) + (likely - num_panels) * panel_bytes;
     for (int64_t turn = 0; turn < turns; ++turn) {
       const int64_t m = turn * M / turns, num_tokens = (turn + 1) * M / turns - m, ahead = turn * lines;
       Ahead part;
       if (from != nullptr && ahead < kBlocks) part = Ahead{from + ahead * steps * kLine, lines};
       kMultiply[num_tokens - 1](layer, panel, part, rows + m * token_bytes, scales + m, y + m * layer.N);
     }
-  }
+  });
 }
 
 // x [M, K] → y [M, N]; `next` is the weight whose turn is after this one, to be in the cache then, or none.
 inline void multiply(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
-                     int64_t num_threads) {
+                     const Threads& threads) {
 #ifdef __AVX512F__
-  if (layer.scale_N != nullptr) return multiply_all<WholeNumbers>(layer, M, x, y, next, num_threads);
-  if (layer.in_pairs != 0) return multiply_all<Bfloat16Pairs>(layer, M, x, y, next, num_threads);
+  if (layer.scale_N != nullptr) return multiply_all<WholeNumbers>(layer, M, x, y, next, threads);
+  if (layer.in_pairs != 0) return multiply_all<Bfloat16Pairs>(layer, M, x, y, next, threads);
 #endif
-  multiply_all<Bfloat16>(layer, M, x, y, next, num_threads);
+  multiply_all<Bfloat16>(layer, M, x, y, next, threads);
 }

@@ -20,7 +20,9 @@ _FASTER = 1.2
 
 
 def faster_in_pairs(kernels: Kernels) -> bool:
-    """Takes a millisecond: the best of some turns of either on one thread, the weight in the nearest cache."""
+    """Takes a millisecond: the best of some turns of either. The weight is one panel, and so for one thread, and in the
+    nearest cache.
+    """
     if not (kernels.has_int8 and torch.cpu.get_capabilities().get("avx512_bf16", False)):
         return False
     # Nobody else's random numbers are drawn.
@@ -32,6 +34,6 @@ def faster_in_pairs(kernels: Kernels) -> bool:
     for _ in range(_TURNS):
         for way, module in enumerate(ways):
             began = time.perf_counter()
-            kernels.linear(module.layer, x, num_threads=1)
+            kernels.linear(module.layer, x)
             seconds[way] = min(seconds[way], time.perf_counter() - began)
     return _FASTER * seconds[1] < seconds[0]

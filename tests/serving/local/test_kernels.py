@@ -21,7 +21,7 @@ from serving.local.int8 import Int8Linear
 from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compiled_kernels, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
-from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window
+from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack
@@ -100,11 +100,10 @@ def _target(
 
 @pytest.fixture(params=[1, 2, 3])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """That PyTorch, and so the kernels, compute with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    """That the kernels compute with."""
+    compute_with(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    compute_with(1)
 
 
 def _tokens(target: Target, *shape: int) -> Tensor:
@@ -226,6 +225,35 @@ def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monke
     assert torch.equal(layer(x), before)
 
 
+def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels) -> None:
+    """One of them has the team, of two to four; the others compute by themselves."""
+    torch.manual_seed(0)
+    wide = Bfloat16Linear(nn.Linear(576, 1536, bias=False).bfloat16().requires_grad_(False), kernels)
+    back = Bfloat16Linear(nn.Linear(1536, 576, bias=False).bfloat16().requires_grad_(False), kernels)
+    inputs = [torch.randn(rows, 576).bfloat16() for rows in (2, 3, 7, 13)]
+    alone = [back(wide(x)) for x in inputs]
+
+    def compute(caller: int) -> bool:
+        compute_with(caller + 1)
+        return all(torch.equal(back(wide(inputs[caller])), alone[caller]) for _ in range(200))
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert list(pool.map(compute, range(len(inputs)))) == [True] * len(inputs)
+
+
+def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels) -> None:
+    """Ten panels among sixteen threads, several of which always come too late to take one."""
+    torch.manual_seed(0)
+    layer = Bfloat16Linear(nn.Linear(576, 640, bias=False).bfloat16().requires_grad_(False), kernels)
+    x = torch.randn(13, 576).bfloat16()
+    alone = layer(x)
+    try:
+        compute_with(16)
+        assert all(torch.equal(layer(x), alone) for _ in range(200))
+    finally:
+        compute_with(1)
+
+
 @pytest.mark.parametrize("in_pairs", [False, True])
 def test_what_is_faster_is_what_layers_do(monkeypatch: pytest.MonkeyPatch, in_pairs: bool) -> None:
     monkeypatch.setattr("serving.local.kernels.build.faster_in_pairs", lambda _: in_pairs)
@@ -243,7 +271,7 @@ def test_pairs_are_taken_where_they_are_measured_to_be_faster(
 ) -> None:
     now = 0
 
-    def linear(layer: Layer, x: Tensor, *, num_threads: int) -> Tensor:
+    def linear(layer: Layer, x: Tensor) -> Tensor:
         nonlocal now
         now += seconds[layer.in_pairs]
         return x
