@@ -44,8 +44,7 @@ def run_trainer(config: TrainerConfig) -> None:
     os.environ.setdefault(*_KERNEL_CACHE)
     _end_with_torchrun()
     keep_freed_memory()
-    os.nice(config.nice)
-    give_way_as_a_session(config.nice)
+    give_way_as_a_session(os.nice(config.nice))
     torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
     if device.type == "cuda":

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from speculator.cores import num_cores
 from speculator.pulse import EngineStep, PulseBoard, Serving
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
@@ -57,9 +58,9 @@ def give_way_in_the_kernel() -> None:
 def give_way_as_a_session(nice: int) -> None:
     """Linux with `sched_autogroup_enabled` gives each session the same share of a core, and niceness counts within one
     only: then a trainer at 19 takes half of the core that an engine of another session wants. A session that this
-    process leads is its own, and is made as nice as it is; another has more processes in it, and stays.
+    process leads is its own, and is made as nice as it is, `nice`; another has more processes in it, and stays.
     """
-    if not hasattr(os, "getsid") or not _has_autogroups():
+    if nice <= 0 or not hasattr(os, "getsid") or not _has_autogroups():
         return
     if os.getsid(0) != os.getpid():
         log.info("niceness counts within this session alone: start the trainer with setsid beside an engine elsewhere")
@@ -81,8 +82,7 @@ def idle_threads(config: TrainerConfig) -> int:
     """CPU threads while no engine works."""
     if config.idle_threads is not None:
         return config.idle_threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores, config.num_threads)
+    return max(num_cores(), config.num_threads)
 
 
 @contextmanager

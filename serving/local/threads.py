@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from serving.local.kernels.library import compute_with
+from speculator.cores import num_cores
 
 
 def spare_cores() -> int:
     """All that this process may use, but one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores - 1)
+    return max(1, num_cores() - 1)
 
 
 def use_threads(num_threads: int | None, *, own_kernels: bool) -> None:

@@ -314,6 +314,14 @@ def test_a_session_of_its_own_is_made_as_nice(autogroup: Path, monkeypatch: pyte
     assert autogroup.read_text() == "19"
 
 
+@pytest.mark.parametrize("nice", [0, -5])
+def test_who_is_not_nice_leaves_the_session(autogroup: Path, monkeypatch: pytest.MonkeyPatch, nice: int) -> None:
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    before = autogroup.read_text()
+    give_way_as_a_session(nice)
+    assert autogroup.read_text() == before
+
+
 def test_a_session_that_others_are_in_stays(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
     before = autogroup.read_text()

@@ -111,6 +111,7 @@ def toy_engine(
         capture_topk=8,
         context_window=20,
         prompt_labels=12,
+        num_threads=1,
     )
     target = target or Target(
         model_dir,
@@ -118,7 +119,7 @@ def toy_engine(
         context_length=256,
         cache_margin=config.cache_margin,
         dtype=getattr(torch, dtype),
-        compile_threads=1 if compile_target else None,
+        compile_threads=config.num_threads if compile_target else None,
         int8=int8_target,
     )
     drafts: dict[int, Eagle3Draft] = {}
