@@ -22,8 +22,8 @@ from benchmarks.step import interleaved, sizes_of
 from serving.local.attention import KVSlots, SlotWindow
 from serving.local.int8 import Int8Linear, is_exact
 from serving.local.kernels.build import found_kernels
-from serving.local.kernels.layers import Bfloat16Linear, VnniLinear
-from serving.local.kernels.library import Heads, Kernels, Norm, Window, compute_with
+from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
+from serving.local.kernels.library import Heads, Kernels, Norm, Way, Window, compute_with
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack, has_onednn
 from slipstream.models import resolve_model
@@ -75,15 +75,19 @@ def _products(config: dict[str, Any], kernels: Kernels, repeats: int) -> dict[st
     made: dict[str, Callable[[nn.Linear], nn.Module]] = {
         "bfloat16, ours": lambda linear: Bfloat16Linear(linear, kernels)
     }
+    if kernels.way is not Way.FLOAT:
+        made["bfloat16, ours as float"] = partial(Bfloat16Linear, kernels=kernels, way=Way.FLOAT)
     if can_pack():
         made["bfloat16, oneDNN"] = PackedLinear
     else:
         made |= {"bfloat16, PyTorch": lambda linear: linear, "float32, PyTorch": _WideLinear}
     if has_onednn() and is_exact():
         made["8 bits, oneDNN"] = Int8Linear
-    if kernels.has_int8:
+    if Way.WHOLE8 in kernels.ways:
         made["8 bits, ours"] = lambda linear: VnniLinear(linear, kernels)
     ways = {way: [make(linear) for linear in linears] for way, make in made.items()}
+    for layers in ways.values():
+        gather([layer for layer in layers if isinstance(layer, KernelLinear)])  # as in service
     widths = [linear.in_features for linear in linears]
     del linears
     timed = {}

@@ -27,7 +27,7 @@ from serving.local.int8 import is_exact
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.decoder import KernelDecoder, fits
 from serving.local.kernels.layers import KernelLinear, gather
-from serving.local.kernels.library import Kernels
+from serving.local.kernels.library import Kernels, Way
 from serving.local.kernels.slots import PanelSlots
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
@@ -99,7 +99,7 @@ class Target:
         self._is_fused = fused and fusible(self._model)
         uses_kernels = own_kernels and self._is_fused and device == "cpu" and fits(self._model)
         kernels = found_kernels() if uses_kernels else None
-        if int8 and kernels is not None and not kernels.has_int8:
+        if int8 and kernels is not None and Way.WHOLE8 not in kernels.ways:
             log.info("without kernels of our own for the target", reason="products in 8 bits are for AVX-512")
             kernels = None
         self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None

@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from serving.local.compiled import find_compiler, kernel_folder
-from serving.local.kernels.library import Kernels
+from serving.local.kernels.library import Kernels, Way
 from serving.local.kernels.pairs import faster_in_pairs
 from speculator.errors import ConfigError
 
@@ -62,9 +62,11 @@ def found_kernels() -> Kernels | None:
     except (ConfigError, OSError, RuntimeError) as error:
         log.info("without kernels of our own", reason=(str(error).splitlines() or [type(error).__name__])[0])
         return None
-    kernels.in_pairs = faster_in_pairs(kernels)
-    bfloat16 = "in pairs" if kernels.in_pairs else "one by one"
-    log.info("with kernels of our own", instructions=instructions[0].needed[0], bfloat16=bfloat16)
+    if Way.SHARED_EXPONENTS in kernels.ways:
+        kernels.way = Way.SHARED_EXPONENTS
+    elif faster_in_pairs(kernels):
+        kernels.way = Way.PAIRS
+    log.info("with kernels of our own", instructions=instructions[0].needed[0], way=kernels.way.name.lower())
     return kernels
 
 

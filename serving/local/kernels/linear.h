@@ -3,25 +3,19 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
 
+#include "layer.h"
+#include "shared.h"
 #include "sums.h"
 #include "team.h"
 
 constexpr float kLargest = 127.0f;
 constexpr int kOffset = 128;  // the instruction takes unsigned inputs
-
-struct Layer {
-  int64_t K, N;              // K a multiple of kLanes
-  const void* weight;        // in panels; all that a layer keeps is padded to whole ones
-  const int32_t* offsets_N;  // in 8 bits: takes off the sums what the inputs' offset adds to them
-  const float* scale_N;      // in 8 bits, and none in bfloat16
-  const float* bias_N;       // or none
-  int64_t in_pairs;          // in bfloat16: whether Bfloat16Pairs multiplies
-};
 
 #ifdef __AVX512F__
 // A token's input as two rows of whole numbers + 128, the second of what the first leaves over, and its scale.
@@ -121,7 +115,6 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
   static constexpr auto kMultiply = multiply_panels<Kind>(std::make_index_sequence<Kind::kMostRows / kRows>());
   static thread_local std::vector<uint8_t> all_rows;
   static thread_local std::vector<float> all_scales;
-  if (M == 0) return;
   const int64_t steps = layer.K / Kind::kInputs, token_bytes = kRows * steps * kStepBytes<Kind>;
   all_rows.resize(M * token_bytes);
   all_scales.resize(M);
@@ -149,12 +142,24 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
   });
 }
 
-// x [M, K] → y [M, N]; `next` is the weight whose turn is after this one, to be in the cache then, or none.
+// x [M, K] → y [M, N]; `next` is the weight whose turn is after this one, to be in the cache then, or none. Numbers that
+// share exponents fetch what lies behind the weight instead.
 inline void multiply(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
                      const Threads& threads) {
+  if (M == 0) return;
+  switch (layer.way) {
+    case Way::kFloat:
+      return multiply_all<Bfloat16>(layer, M, x, y, next, threads);
 #ifdef __AVX512F__
-  if (layer.scale_N != nullptr) return multiply_all<WholeNumbers>(layer, M, x, y, next, threads);
-  if (layer.in_pairs != 0) return multiply_all<Bfloat16Pairs>(layer, M, x, y, next, threads);
+    case Way::kPairs:
+      return multiply_all<Bfloat16Pairs>(layer, M, x, y, next, threads);
+    case Way::kWhole8:
+      return multiply_all<WholeNumbers>(layer, M, x, y, next, threads);
+#else
+    case Way::kSharedExponents:
+      return multiply_shared(layer, M, x, y, threads);
 #endif
-  multiply_all<Bfloat16>(layer, M, x, y, next, threads);
+    default:
+      std::abort();  // what is not compiled in here; no layer says so
+  }
 }

@@ -21,7 +21,7 @@ from serving.local.int8 import Int8Linear
 from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compiled_kernels, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
-from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with
+from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Way, Window, compute_with
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack
@@ -37,7 +37,8 @@ pytestmark = [
 ]
 needs_avx512 = pytest.mark.skipif(AVX512 not in available(), reason="a CPU without AVX-512 VNNI")
 HAS_PAIRS = bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
-PAIRS = pytest.param("pairs", marks=pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16"))
+needs_pairs = pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16")
+BFLOAT16 = [Way.FLOAT, pytest.param(Way.PAIRS, marks=needs_pairs), Way.SHARED_EXPONENTS]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
 
 
@@ -51,29 +52,42 @@ def _compiled(instructions: Instructions) -> Kernels:
     return compiled_kernels(find_compiler(), kernel_folder(), instructions)
 
 
+CHOICES = [
+    pytest.param(AVX512, False, Way.FLOAT, marks=needs_avx512),
+    pytest.param(AVX512, True, Way.PAIRS, marks=needs_avx512),
+    (AVX2, False, Way.SHARED_EXPONENTS),
+]
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its heads and widths are such that the kernels compute it all."""
     return make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=256)
 
 
-WAYS = [pytest.param("one_by_one", marks=needs_avx512), PAIRS, pytest.param("int8", marks=needs_avx512), "avx2"]
+TARGETS = [
+    pytest.param((AVX512, Way.FLOAT), marks=needs_avx512, id="avx512-float"),
+    pytest.param((AVX512, Way.PAIRS), marks=[needs_avx512, needs_pairs], id="avx512-pairs"),
+    pytest.param((AVX512, Way.WHOLE8), marks=needs_avx512, id="avx512-whole8"),
+    pytest.param((AVX2, Way.FLOAT), id="avx2-float"),
+    pytest.param((AVX2, Way.SHARED_EXPONENTS), id="avx2-shared_exponents"),
+]
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=TARGETS)
 def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
-    is_int8 = request.param == "int8"
-    found = _compiled(AVX2 if request.param == "avx2" else AVX512)
+    instructions, way = request.param
+    is_int8, found = way is Way.WHOLE8, _compiled(instructions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serving.local.target.found_kernels", lambda: found)
         patch.setattr("serving.local.draft.found_kernels", lambda: found)
-        patch.setattr(found, "in_pairs", request.param == "pairs")
+        patch.setattr(found, "way", Way.FLOAT if is_int8 else way)
         target = _target(model_dir, int8=is_int8)
         kind = VnniLinear if is_int8 else Bfloat16Linear
         layers = [module for module in target._model.modules() if isinstance(module, kind)]
         assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
-        assert all(module.layer.in_pairs == (request.param == "pairs") for module in layers)
-        yield target  # and drafts beside it multiply in the same way
+        assert {module.layer.way for module in layers} == {way}
+        yield target  # and drafts beside it multiply in the same way, or in float beside one in 8 bits
 
 
 def _target(
@@ -116,7 +130,7 @@ def _tokens(target: Target, *shape: int) -> Tensor:
 def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
     kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool
 ) -> None:
-    if not kernels.has_int8:
+    if Way.WHOLE8 not in kernels.ways:
         pytest.skip("AVX2 has no such sums")
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
@@ -132,6 +146,62 @@ def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
         assert ours(x[:0]).shape == (0, num_outputs)
 
 
+def _sharing_exponents(x: Tensor, num_bits: int) -> Tensor:
+    """[..., 64] in float64: the nearest that so many bits of each number can say below the largest's exponent."""
+    largest = x.double().abs().amax(-1, keepdim=True)
+    power = torch.ldexp(torch.ones_like(largest), (largest.frexp().exponent - num_bits).clamp_min(-62))
+    return (x.double() / power).round() * power
+
+
+@pytest.mark.parametrize("spread", [1, 60])
+def test_numbers_that_share_exponents_are_what_these_bits_can_say(spread: int) -> None:
+    """Of 64 inputs: products and sums are exact there, so that the result is known to the last bit."""
+    torch.manual_seed(0)
+    kernels, linear = _compiled(AVX2), nn.Linear(64, 100, bias=False).bfloat16().requires_grad_(False)
+    linear.weight.mul_(torch.logspace(-spread / 2, spread / 2, 100, base=2)[:, None])
+    linear.weight[7] = 0
+    # Some numbers so small that nothing is left of them, in some rows all of them but one.
+    x = torch.randn(9, 64) * torch.logspace(-spread, 0, 64, base=2)
+    x[3] = 0
+    x[4] = -1e-20
+    x = x.bfloat16()
+    exact = _sharing_exponents(x, 13) @ _sharing_exponents(linear.weight, 12).T
+    assert torch.equal(Bfloat16Linear(linear, kernels, way=Way.SHARED_EXPONENTS)(x), exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("size", [2.0**-133, 2.0**-126, 2.0**-70, 2.0**-55, 2.0**-49, 2.0**60, 2.0**124])
+def test_the_smallest_and_largest_inputs_and_weights(size: float) -> None:
+    """From denormal ones on, of which nothing is left, beside ordinary ones."""
+    torch.manual_seed(0)
+    kernels, small = _compiled(AVX2), torch.rand(7, 64) + 0.5
+    plain, other = (nn.Linear(64, 16, bias=False).bfloat16().requires_grad_(False) for _ in range(2))
+    other.weight.copy_(small[:1] * size)
+    for linear, x in ((plain, (small * size).bfloat16()), (other, small.bfloat16())):
+        exact = _sharing_exponents(x, 13) @ _sharing_exponents(linear.weight, 12).T
+        assert exact.isfinite().all()
+        assert torch.equal(Bfloat16Linear(linear, kernels, way=Way.SHARED_EXPONENTS)(x), exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_numbers_that_share_an_exponent_add_up(sign: int) -> None:
+    """64 products of the largest there are, which just fit, in each of several blocks."""
+    kernels, linear = _compiled(AVX2), nn.Linear(192, 64, bias=False).bfloat16().requires_grad_(False)
+    largest = 2 - 2**-7
+    linear.weight.fill_(sign * largest)
+    for rows in range(1, 8):
+        y = Bfloat16Linear(linear, kernels, way=Way.SHARED_EXPONENTS)(torch.full((rows, 192), largest).bfloat16())
+        assert torch.equal(y, torch.full((rows, 64), sign * 192 * largest**2).bfloat16())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_not_made_one(broken: float) -> None:
+    linear = nn.Linear(128, 64, bias=False).bfloat16().requires_grad_(False)
+    linear.weight[5, 70] = broken
+    y = Bfloat16Linear(linear, _compiled(AVX2), way=Way.SHARED_EXPONENTS)(torch.randn(2, 128).bfloat16())
+    assert not y[:, 5].isfinite().any()
+    assert y[:, [*range(5), *range(6, 64)]].isfinite().all()
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> None:
     torch.manual_seed(0)
@@ -139,9 +209,9 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
     for place in (0, 17, 63):
         x = torch.randn(3, 64).bfloat16()
         x[1, place] = broken
-        ways = (False, True) if HAS_PAIRS and kernels.has_int8 else (False,)
-        layers: list[KernelLinear] = [Bfloat16Linear(linear, kernels, in_pairs=way) for way in ways]
-        layers += [VnniLinear(linear, kernels)] if kernels.has_int8 else []
+        ways = kernels.ways - {Way.WHOLE8} - (set() if HAS_PAIRS else {Way.PAIRS})
+        layers: list[KernelLinear] = [Bfloat16Linear(linear, kernels, way=way) for way in ways]
+        layers += [VnniLinear(linear, kernels)] if Way.WHOLE8 in kernels.ways else []
         for layer in layers:
             y = layer(x)
             assert not y[1].isfinite().any()
@@ -160,16 +230,16 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", ["one_by_one", PAIRS])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (576, 1536), (1536, 100)])
+@pytest.mark.parametrize("way", BFLOAT16)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (80, 40), (592, 1000), (576, 1536), (1536, 100)])
 def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
-    kernels: Kernels, num_inputs: int, num_outputs: int, way: str, bias: bool
+    kernels: Kernels, num_inputs: int, num_outputs: int, way: Way, bias: bool
 ) -> None:
-    if way == "pairs" and not kernels.has_int8:
-        pytest.skip("AVX2 has no such sums")
+    if way not in kernels.ways:
+        pytest.skip("these instructions have no such sums")
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
-    ours, theirs = Bfloat16Linear(plain, kernels, in_pairs=way == "pairs"), PackedLinear(plain) if can_pack() else plain
+    ours, theirs = Bfloat16Linear(plain, kernels, way=way), PackedLinear(plain) if can_pack() else plain
     x = torch.randn(41, num_inputs).bfloat16()
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
     with torch.inference_mode():
@@ -179,6 +249,7 @@ def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
         for rows in (*range(1, 14), 25):
             assert torch.equal(torch.cat([ours(some) for some in x.split(rows)]), all_at_once)
         assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), all_at_once[None, ::2])
+        assert ours(x[:0]).shape == (0, num_outputs)
 
 
 @needs_avx512
@@ -225,11 +296,14 @@ def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monke
     assert torch.equal(layer(x), before)
 
 
-def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels) -> None:
+@pytest.mark.parametrize("way", [Way.FLOAT, Way.SHARED_EXPONENTS])
+def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels, way: Way) -> None:
     """One of them has the team, of two to four; the others compute by themselves."""
+    if way not in kernels.ways:
+        pytest.skip("these instructions have no such sums")
     torch.manual_seed(0)
-    wide = Bfloat16Linear(nn.Linear(576, 1536, bias=False).bfloat16().requires_grad_(False), kernels)
-    back = Bfloat16Linear(nn.Linear(1536, 576, bias=False).bfloat16().requires_grad_(False), kernels)
+    wide = Bfloat16Linear(nn.Linear(576, 1536, bias=False).bfloat16().requires_grad_(False), kernels, way=way)
+    back = Bfloat16Linear(nn.Linear(1536, 576, bias=False).bfloat16().requires_grad_(False), kernels, way=way)
     inputs = [torch.randn(rows, 576).bfloat16() for rows in (2, 3, 7, 13)]
     alone = [back(wide(x)) for x in inputs]
 
@@ -241,10 +315,13 @@ def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels) -> N
         assert list(pool.map(compute, range(len(inputs)))) == [True] * len(inputs)
 
 
-def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels) -> None:
+@pytest.mark.parametrize("way", [Way.FLOAT, Way.SHARED_EXPONENTS])
+def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels, way: Way) -> None:
     """Ten panels among sixteen threads, several of which always come too late to take one."""
+    if way not in kernels.ways:
+        pytest.skip("these instructions have no such sums")
     torch.manual_seed(0)
-    layer = Bfloat16Linear(nn.Linear(576, 640, bias=False).bfloat16().requires_grad_(False), kernels)
+    layer = Bfloat16Linear(nn.Linear(576, 640, bias=False).bfloat16().requires_grad_(False), kernels, way=way)
     x = torch.randn(13, 576).bfloat16()
     alone = layer(x)
     try:
@@ -254,17 +331,20 @@ def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels) -> N
         compute_with(1)
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
-def test_what_is_faster_is_what_layers_do(monkeypatch: pytest.MonkeyPatch, in_pairs: bool) -> None:
+@pytest.mark.parametrize(("instructions", "in_pairs", "way"), CHOICES)
+def test_what_is_faster_is_what_layers_do(
+    monkeypatch: pytest.MonkeyPatch, instructions: Instructions, in_pairs: bool, way: Way
+) -> None:
+    monkeypatch.setattr("serving.local.kernels.build.available", lambda: [instructions])
     monkeypatch.setattr("serving.local.kernels.build.faster_in_pairs", lambda _: in_pairs)
     found = found_kernels.__wrapped__()
     assert found is not None
     linear = nn.Linear(64, 64).bfloat16().requires_grad_(False)
-    assert Bfloat16Linear(linear, found).layer.in_pairs == in_pairs
-    assert not found.has_int8 or not VnniLinear(linear, found).layer.in_pairs
+    assert Bfloat16Linear(linear, found).layer.way == way
+    assert Way.WHOLE8 not in found.ways or VnniLinear(linear, found).layer.way == Way.WHOLE8
 
 
-@pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16")
+@needs_pairs
 @pytest.mark.parametrize(("seconds", "chosen"), [((10, 20), False), ((10, 9), False), ((20, 10), True)])
 def test_pairs_are_taken_where_they_are_measured_to_be_faster(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, seconds: tuple[int, int], chosen: bool
@@ -273,12 +353,12 @@ def test_pairs_are_taken_where_they_are_measured_to_be_faster(
 
     def linear(layer: Layer, x: Tensor) -> Tensor:
         nonlocal now
-        now += seconds[layer.in_pairs]
+        now += seconds[layer.way == Way.PAIRS]
         return x
 
     monkeypatch.setattr(kernels, "linear", linear)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    assert faster_in_pairs(kernels) is (chosen and kernels.has_int8)
+    assert faster_in_pairs(kernels) is (chosen and Way.PAIRS in kernels.ways)
 
 
 def test_a_cpu_without_pairs_is_not_asked(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
