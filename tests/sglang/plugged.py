@@ -18,7 +18,7 @@ from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.trace import Trace
-from tests.sglang.server import SglangServer, speculative_flags
+from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
 ENGINE_ID = "sglang-under-test"
 MODEL_KEY = "model-under-test"
@@ -104,7 +104,7 @@ def plugged_server(
         with SglangServer(
             model_dir,
             log_path=folder / "sglang.log",
-            flags=[*speculative_flags(draft_dir, num_steps=num_steps, topk=topk), *flags],
+            flags=[*speculative_flags(draft_dir, num_steps=num_steps, topk=topk), *dtype_flags(), *flags],
             env={**{f"SLIPSTREAM_{name}": value for name, value in values.items()}, **(env or {})},
         ) as server:
             tokenizer = AutoTokenizer.from_pretrained(model_dir)

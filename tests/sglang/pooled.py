@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.panels import free_port
-from tests.sglang.server import SglangServer, speculative_flags
+from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
 MODEL = "pooled"
 ENGINES = ("first", "second")
@@ -106,7 +106,7 @@ class Pooled:
             log_path=self.folder / f"{name}.log",
             flags=[
                 *speculative_flags(self.store / "versions" / "000001", num_steps=2),
-                *("--served-model-name", MODEL, *self.flags),
+                *("--served-model-name", MODEL, *dtype_flags(), *self.flags),
             ],
             env={
                 **{f"SLIPSTREAM_{key}": value for key, value in values.items()},

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import httpx
+import torch
+
+from speculator.bfloat16 import is_fast
 
 OPS_DIR = Path(__file__).parent / "ops"
 CPU_FLAGS = (
@@ -61,6 +64,11 @@ def speculative_flags(draft_dir: Path, *, num_steps: int = 3, topk: int = 1) -> 
         *("--speculative-eagle-topk", str(topk)),
         *("--speculative-num-draft-tokens", str(1 + topk * num_steps)),
     ]
+
+
+def dtype_flags() -> list[str]:
+    """The checkpoint's own bfloat16, or float32 where PyTorch takes several times as long for that on this CPU."""
+    return [] if is_fast(torch.device("cpu")) else ["--dtype", "float32"]
 
 
 class ServerEndedError(RuntimeError):
