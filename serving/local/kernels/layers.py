@@ -115,7 +115,7 @@ def _strips(weight_NK: Tensor) -> Tensor:
     largest = blocks.abs().amax(-1, keepdim=True).float()  # NaN if one is
     exponent = largest.frexp().exponent - _WEIGHT_BITS
     powers = torch.ldexp(torch.ones_like(largest), exponent.clamp_min(_LEAST_POWER))
-    whole = (blocks / powers).round_().nan_to_num_(0).to(torch.int16)
+    whole = (blocks / powers).round_().nan_to_num_(0, 0, 0).to(torch.int16)
     steps = whole.view(*whole.shape[:-1], -1, 2).transpose(2, 3).flatten(2)
     kept = powers[..., 0].where(largest[..., 0].isfinite(), torch.nan).bfloat16().view(torch.int16)
     return torch.cat([kept, steps], -1)
