@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 ARGS ?=
 # A process for each core, which takes whole files, so that what a file's tests share starts once; ARGS="-n 0" for one.
-PYTEST := -m pytest -n logical --maxprocesses 4 --dist loadfile
+IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 MINUTES ?= 10
 # Debian's; tests that need one are skipped where it is missing, and hey loads the gateway in a benchmark.
 SYSTEM_PACKAGES := chromium g++ hey prometheus
@@ -20,10 +20,10 @@ demo: .venv/.installed ## watch a real model get faster while it serves; ARGS="-
 	$(PYTHON) -m slipstream demo $(ARGS)
 
 test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) $(PYTEST) $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m pytest $(IN_PARALLEL) $(ARGS)
 
 test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python $(PYTEST) tests/sglang $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
 
 chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)

@@ -67,17 +67,20 @@ class Pooled:
         self._router = router
         self.routers = tuple(f"router-{number}" for number in range(self.num_fronts))
         self.gateways = tuple(f"gateway-{number}" for number in range(self.num_fronts))
-        self._ports = {name: free_port() for name in (*ENGINES, *self.routers, *self.gateways)}
-        self._metrics_ports = {name: free_port() for name in self.routers}
+        self._ports = {name: free_port() for name in (*ENGINES, *self.gateways)}
+        self._metrics_ports: dict[str, int] = {}
         self.engines: dict[str, SglangServer] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.url, self.router_url = self.url_of(self.gateways[0]), self.url_of(self.routers[0])
+        self.url = self.url_of(self.gateways[0])
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Pooled]:
         try:
             with ThreadPoolExecutor(len(ENGINES)) as threads:
                 list(threads.map(self.start_engine, ENGINES))
+            # Not before: while engines load, others would take ports that nobody listens at.
+            self._ports |= {name: free_port() for name in self.routers}
+            self._metrics_ports = {name: free_port() for name in self.routers}
             for name in (*self.routers, *self.gateways):
                 self.start(name)
             self.wait_for(self._all_serve, "routers and gateways")
@@ -176,6 +179,10 @@ class Pooled:
         for name, process in self._processes.items():
             assert process.poll() is None, f"{name} ended: {(self.folder / f'{name}.log').read_text()[-2000:]}"
         return all(self.serves(name) for name in self._processes)
+
+    @property
+    def router_url(self) -> str:
+        return self.url_of(self.routers[0])
 
     def url_of(self, name: str) -> str:
         return f"http://127.0.0.1:{self._ports[name]}"
