@@ -177,12 +177,8 @@ def _parse_slipstream(words: Sequence[str], *, whole: bool) -> None:
 
 def _parse_make(words: Sequence[str]) -> None:
     # Without what the make that runs these tests was given.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
-    }
-    shown = subprocess.run(
-        ["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "ARGS")}
+    shown = subprocess.run(["make", "-n", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     for line in shown.stdout.splitlines():
         if match := re.search(r"-m slipstream (.*)", line):
