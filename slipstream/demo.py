@@ -105,7 +105,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         console.print(f"loading [bold]{options.model_name}[/] …")
         url = f"http://127.0.0.1:{options.port}"
         wait_until_ready(url, [serve], timeout_s=READY_TIMEOUT_S)
-        console.print(f"live page: {url}   for the openai client: {url}/v1")
+        console.print(f"page: {url}   openai client: {url}/v1")
         train = running.enter_context(running_child("train", [*common, "--state", str(state / "trainer")], state))
         return asyncio.run(_Demo(options, console, url, stream, [serve, train]).run())
 
