@@ -23,7 +23,7 @@ test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m pytest $(IN_PARALLEL) $(ARGS)
 
 test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(IN_PARALLEL) $(ARGS)
 
 chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)

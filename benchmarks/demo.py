@@ -30,10 +30,10 @@ from typing import Any
 
 import serving.local
 from benchmarks.common import Target, fill_in, finish, parser
-from benchmarks.panels import free_port
 from benchmarks.suffix import EDITS, asks_for
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.errors import ConfigError
+from speculator.ports import free_port
 
 MORE_EDITS = ("Add type hints to every function", "Print the arguments at the start of every function")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.panels import free_port
 from slipstream.processes import Child
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.embedded_redis import EmbeddedRedis
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.stream import TraceStream
 from speculator.trace import Trace

@@ -3,7 +3,7 @@
 On a shared machine the same rounds take 15% more in one minute than in the next, which hides what a better choice of
 rounds earns. So a round is charged the median of all rounds of its shape, whoever ran them: what is left of a
 difference between two ways of decoding is which rounds they chose and what those committed. Rounds of a rare shape are
-charged what they took. Prefill and planning are the same for all and are left out.
+charged what they took. Prefill is the same for all and left out; planning is measured by itself.
 """
 
 from __future__ import annotations

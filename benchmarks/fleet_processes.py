@@ -14,7 +14,6 @@ from torch import Tensor
 
 from benchmarks.faults.accounts import Accounts, accounts_at_the_end, acknowledged_in
 from benchmarks.faults.load import Load
-from benchmarks.panels import free_port
 from benchmarks.services import STREAM_MAX_BYTES, Service, wait
 from benchmarks.versions import add_version, num_that_ran
 from speculator.checkpoint import model_key, target_fingerprint
@@ -24,6 +23,7 @@ from speculator.ledger import StreamLag
 from speculator.lifecycle import State
 from speculator.model import Eagle3Draft
 from speculator.pointer import DraftPointer
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream

@@ -36,12 +36,12 @@ from benchmarks.faults.accounts import Accounts, accounts_at_the_end, acknowledg
 from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
 from benchmarks.faults.loop import MODEL
 from benchmarks.faults.traces import corrupted
-from benchmarks.panels import free_port
 from benchmarks.services import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace, encode_trace
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.stream import TraceStream
 from tests.toy import make_toy_model

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ import yaml
 from deploy.grafana.live import LIVE
 from deploy.grafana.panels import Dashboard
 from deploy.grafana.sglang import SGLANG
+from speculator.ports import free_port
 
 CONFIG = Path(__file__).parent.parent / "deploy" / "prometheus" / "prometheus.yml"
 RULES = CONFIG.parent / "rules"
@@ -72,11 +72,6 @@ def _legend(asked: Asked, labels: dict[str, str]) -> str:
     if not asked.legend:
         return ", ".join(value for name, value in labels.items() if name not in ("__name__", "job", "instance"))
     return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), asked.legend)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

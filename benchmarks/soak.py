@@ -48,7 +48,6 @@ import numpy as np
 import psutil
 
 from benchmarks.common import Target, fill_in, finish, parser
-from benchmarks.panels import free_port
 from benchmarks.slopes import Slope, slope
 from slipstream.models import resolve_model
 from slipstream.processes import Child, running_child
@@ -56,6 +55,7 @@ from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.keys import RedisKeys
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream

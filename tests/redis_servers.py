@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,18 +27,6 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-
-
-def free_ports(count: int, *, below: int = 50_000) -> list[int]:
-    """A cluster's nodes also listen 10,000 above their port."""
-    ports: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(ports) < count:
-            listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            if (port := listener.getsockname()[1]) < below:
-                ports.append(port)
-    return ports
 
 
 class Servers:

@@ -14,13 +14,13 @@ import httpx
 
 from benchmarks.faults.disk import small_disk
 from benchmarks.faults.load import Load, Window
-from benchmarks.panels import free_port
 from slipstream.processes import Child
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.ledger import StreamLag
 from speculator.pointer import DraftPointer
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import httpx
 
 from serving.capture_share import DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
+from speculator.ports import free_port
 
 REFUSAL = "slipstream: "
 """How the plugin's one line begins when it does not let SGLang start."""
@@ -142,7 +142,7 @@ class SglangProcess:
     """
 
     def __init__(self, options: SglangOptions) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._scratch = tempfile.TemporaryDirectory(prefix="slipstream-sglang-")
         candidates = Path(self._scratch.name) / "adaptive.json"
         candidates.write_text(json.dumps(adaptive_config(options.depth)))
@@ -249,12 +249,6 @@ class SglangProcess:
 
     def _end(self) -> str:
         return "\n".join(self._tail)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _end_with(parent_pid: int) -> None:

@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from speculator.ports import free_port
 from tests.deploy.compose import ROOT, argv, load
 from tests.deploy.dockerfile import entrypoint
 
@@ -148,11 +148,7 @@ class Machine:
             for service in self.services.values()
         )
         ports = set(re.findall(r"(?:--port |-port |:)(\d{4,5})\b", told))
-        listeners = {port: socket.create_server(("127.0.0.1", 0)) for port in ports}
-        free = {port: int(listener.getsockname()[1]) for port, listener in listeners.items()}
-        for listener in listeners.values():
-            listener.close()
-        return free
+        return {port: free_port() for port in ports}
 
     def _mount(self, source: str, target: str) -> None:
         if not source.startswith("./"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.panels import free_port
+from speculator.ports import free_port
 from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
 MODEL = "pooled"
@@ -67,8 +67,8 @@ class Pooled:
         self._router = router
         self.routers = tuple(f"router-{number}" for number in range(self.num_fronts))
         self.gateways = tuple(f"gateway-{number}" for number in range(self.num_fronts))
-        self._ports = {name: free_port() for name in (*ENGINES, *self.gateways)}
-        self._metrics_ports: dict[str, int] = {}
+        self._ports = {name: free_port() for name in (*ENGINES, *self.routers, *self.gateways)}
+        self._metrics_ports = {name: free_port() for name in self.routers}
         self.engines: dict[str, SglangServer] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = self.url_of(self.gateways[0])
@@ -78,9 +78,6 @@ class Pooled:
         try:
             with ThreadPoolExecutor(len(ENGINES)) as threads:
                 list(threads.map(self.start_engine, ENGINES))
-            # Not before: while engines load, others would take ports that nobody listens at.
-            self._ports |= {name: free_port() for name in self.routers}
-            self._metrics_ports = {name: free_port() for name in self.routers}
             for name in (*self.routers, *self.gateways):
                 self.start(name)
             self.wait_for(self._all_serve, "routers and gateways")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.panels import free_port
+from speculator.ports import free_port
 from tests.collector import collecting
 from tests.sglang.server import cpu_environment, dtype_flags
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import httpx
 import torch
 
 from speculator.bfloat16 import is_fast
+from speculator.ports import free_port
 
 OPS_DIR = Path(__file__).parent / "ops"
 CPU_FLAGS = (
@@ -92,7 +92,7 @@ class SglangServer:
         ready_timeout_s: float = 240.0,
         port: int | None = None,
     ) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         self._command = [
@@ -201,10 +201,3 @@ class SglangServer:
 def _body(prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
     params = {"temperature": 0, "max_new_tokens": 64, **sampling}
     return {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": params}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

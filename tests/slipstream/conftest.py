@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.panels import free_port, prometheus
+from benchmarks.panels import prometheus
 from slipstream.cli import main
+from speculator.ports import free_port
 from tests.toy import make_toy_model
 
 TRAINER_ENV = {

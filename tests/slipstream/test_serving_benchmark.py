@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.equal_cost import Round
 from benchmarks.serving import Rates, useless, windows
 from benchmarks.ways import Run, Work
 from tests.toy import random_draft
@@ -29,6 +30,14 @@ def test_ratios_are_by_prompt() -> None:
         rates.add(work, "plain", plain, 1.0)
         rates.add(work, "head", head, 1.0)
     assert rates.ratio("chat", "head", "plain").median == 2.0
+
+
+def test_at_equal_cost_rounds_and_planning_count() -> None:
+    rates, plain = Rates(), Round(1, 0, 0, 0, 0.010, 0.0)
+    slow = Round(1, 0, 0, 0, 0.030, 0.0)
+    rates.runs["chat", "plain"] = [Run(10, 0.0, 0.0, (plain,) * 10)]
+    rates.runs["chat", "hybrid"] = [Run(10, 0.0, 0.0, (slow,) * 4, planning_s=0.010)]
+    assert rates.ratio_at_equal_cost("chat", "hybrid", "plain").median == pytest.approx(0.10 / 0.05)
 
 
 def test_the_wrong_draft_says_other_tokens_as_surely(toy_model: Path) -> None:

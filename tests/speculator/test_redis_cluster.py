@@ -12,11 +12,12 @@ from speculator.errors import StreamError
 from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.keys import RedisKeys
 from speculator.pointer import DraftPointer
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.removal import Remover
 from speculator.rewards import GroupRewards, RewardStream
 from speculator.stream import TraceStream
-from tests.redis_servers import Server, Servers, free_ports, servers
+from tests.redis_servers import Server, Servers, servers
 from tests.waiting import wait_until
 
 NUM_SLOTS = 16384
@@ -33,7 +34,7 @@ class Cluster:
                 *(port, "--cluster-enabled", "yes", "--cluster-node-timeout", "500", "--appendonly", "no"),
                 *("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"),
             )
-            for port in free_ports(MASTERS + 1)
+            for port in (free_port() for _ in range(MASTERS + 1))
         ]
         self.clients = [node.client() for node in self.nodes]
         for number, client in enumerate(self.clients[:MASTERS]):

@@ -11,9 +11,10 @@ import redis
 
 from speculator.errors import StreamError
 from speculator.pointer import DraftPointer
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.stream import TraceStream
-from tests.redis_servers import Server, Servers, free_ports, servers
+from tests.redis_servers import Server, Servers, servers
 from tests.waiting import wait_until
 
 SENTINEL = """\
@@ -31,9 +32,9 @@ def started(tmp_path: Path) -> Iterator[Servers]:
 
 
 def test_a_master_that_dies_is_replaced_and_the_books_still_balance(started: Servers) -> None:
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     master, _, _ = _watched(started, ports)
-    nobody = free_ports(1)[0]
+    nobody = free_port()
     url = f"redis+sentinel://127.0.0.1:{nobody},127.0.0.1:{ports[2]}/traces/1"
     with connect(url) as client:
         stream, pointer = TraceStream(client, "m", max_bytes=1 << 20), DraftPointer(client, "m")
@@ -63,7 +64,7 @@ def test_a_master_that_was_demoted_is_left(started: Servers) -> None:
     """It lives on, as a replica that refuses writes: the connection goes to the new one. After a failover by hand a
     Sentinel takes ten seconds to demote it, so we do.
     """
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     master, replica, sentinel = _watched(started, ports)
     with (
         connect(f"redis+sentinel://127.0.0.1:{ports[2]}/traces") as client,
@@ -82,7 +83,7 @@ def test_a_master_that_was_demoted_is_left(started: Servers) -> None:
 
 
 def test_an_unknown_service_is_said(started: Servers) -> None:
-    port = free_ports(1)[0]
+    port = free_port()
     started.start(port, config="")
     with pytest.raises(StreamError, match="No master found for 'traces'"):
         connect(f"redis+sentinel://127.0.0.1:{port}/traces")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.errors import ConfigError
 from speculator.pointer import DraftPointer
+from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
@@ -61,7 +59,8 @@ def run(model_dir: Path, traces: list[Trace], redis_url: str, tmp_path_factory: 
     folder = tmp_path_factory.mktemp("two-ranks")
     for index, trace in enumerate(traces[:4]):
         (folder / f"{index}.trace").write_bytes(encode_trace(with_trees(trace, seed=index)))
-    with connect(redis_url) as client, _two_ports() as (port, last_port):
+    port, last_port = str(free_port()), str(free_port())
+    with connect(redis_url) as client:
         client.flushall()
         streams = [TraceStream(client, key, max_bytes=10**8) for key in KEYS]
         for stream in streams:
@@ -84,13 +83,6 @@ def run(model_dir: Path, traces: list[Trace], redis_url: str, tmp_path_factory: 
                 process.wait()
         assert [(stream.lag().acked, stream.lag().pending) for stream in streams] == [(4, 0)] * len(streams)
     return Run(seen=[json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder=folder)
-
-
-@contextlib.contextmanager
-def _two_ports() -> Iterator[tuple[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [str(server.getsockname()[1]) for server in (one, other)]
-    yield ports[0], ports[1]
 
 
 def _learn_alone(config: TrainerConfig) -> None:

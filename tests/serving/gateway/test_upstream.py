@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.panels import free_port
 from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.errors import EngineDeadError, UnreachableError
+from speculator.ports import free_port
 from tests.serving.sglang_client.fake_sglang import MODEL, WHOLE, FakeSglang
 
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
