@@ -108,7 +108,7 @@ def measure_rounds(model_dir: Path, repeats: int) -> tuple[dict[int, dict[int, l
 @torch.inference_mode()
 def _step(target: TargetModel, tokens: torch.Tensor, starts: list[int]) -> None:
     hidden, _ = target.forward(tokens, first_slot=0, starts=starts)
-    target.logits(hidden).max(-1).indices.tolist()
+    target.ranking.likeliest(target.logits(hidden).flatten(0, 1))
 
 
 def group_answers(answers: Sequence[Answer]) -> list[list[Answer]]:

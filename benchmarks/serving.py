@@ -87,8 +87,7 @@ class Rates:
         runs = [run for way in ways for run in self.runs[workload, way]]
         seconds = iter(at_equal_cost([run.rounds for run in runs]))
         rates = {
-            way: [run.num_tokens / (next(seconds) + run.planning_s) for run in self.runs[workload, way]]
-            for way in ways
+            way: [run.num_tokens / (next(seconds) + run.planning_s) for run in self.runs[workload, way]] for way in ways
         }
         return Spread.of([rate / base for rate, base in zip(rates[kind], rates[other], strict=True)])
 

@@ -200,10 +200,9 @@ def sizes_of(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
 
 
 @torch.inference_mode()
-def _step(target: TargetModel, tokens: torch.Tensor, starts: list[int]) -> list[list[int]]:
+def _step(target: TargetModel, tokens: torch.Tensor, starts: list[int]) -> list[int]:
     hidden, _ = target.forward(tokens, first_slot=0, starts=starts)
-    chosen: list[list[int]] = target.logits(hidden).max(-1).indices.tolist()
-    return chosen
+    return target.ranking.likeliest(target.logits(hidden).flatten(0, 1))
 
 
 def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

@@ -97,19 +97,12 @@ class TraceAssembler:
     @torch.inference_mode()
     def _fill_in(self, unknown: TopK, hidden_Td: Tensor, era: object) -> None:
         if era is self._era:
-            known = top_of(unknown.position, self._target.logits(hidden_Td), unknown.ids.shape[1])
+            ids, logprobs = self._target.ranking.top(self._target.logits(hidden_Td), unknown.ids.shape[1])
             # Read again: weights that were exchanged meanwhile have left nonsense.
             if era is self._era:
-                unknown.ids[:], unknown.logprobs[:] = known.ids, known.logprobs
+                unknown.ids[:], unknown.logprobs[:] = ids, logprobs
                 return
         self._leave_out(unknown)
 
     def _leave_out(self, unknown: TopK) -> None:
         self._metrics.unlabelled.inc(len(unknown.ids))
-
-
-def top_of(position: int, logits_TV: Tensor, num_kept: int) -> TopK:
-    """The target's distribution after `position` and the following ones, as far as a trace keeps it."""
-    wide = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-    top = logits_TV.log_softmax(-1, dtype=wide).topk(num_kept, -1)
-    return TopK(position, top.indices.int().cpu().numpy(), top.values.half().cpu().numpy())

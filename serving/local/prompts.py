@@ -13,6 +13,7 @@ from torch import Tensor
 from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, TopK
 from serving.local.proposer import Planner
+from serving.local.ranking import Ranking
 from serving.local.reading import DraftReader
 
 
@@ -50,12 +51,13 @@ class PromptReader:
         self,
         reader: DraftReader,
         planner: Planner,
+        ranking: Ranking,
         *,
         capture_topk: int,
         prompt_labels: int,
         label: Callable[[TopK, Tensor], object],
     ) -> None:
-        self._reader, self._planner, self._label = reader, planner, label
+        self._reader, self._planner, self._ranking, self._label = reader, planner, ranking, label
         self._capture_topk, self._prompt_labels = capture_topk, prompt_labels
 
     def take(self, piece: Piece, hidden_Td: Tensor, aux_Tw: Tensor, logits_V: Tensor | None, *, drafting: bool) -> None:
@@ -74,5 +76,6 @@ class PromptReader:
             generation.topk.append(TopK.unknown(first_kept, piece.end - first_kept, self._capture_topk))
             self._label(generation.topk[-1], hidden_Td[first_kept - start :])
         if logits_V is not None:
-            first = emitted_after(generation, logits_V[None], [int(logits_V.max(-1).indices)])
-            generation.commit(first, 0, logprobs=logprobs_of(generation, logits_V[None], first))
+            logits_1V = logits_V[None]
+            first = emitted_after(generation, logits_1V, self._ranking.likeliest(logits_1V))
+            generation.commit(first, 0, logprobs=logprobs_of(generation, logits_1V, first))

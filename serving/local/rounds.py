@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.local.assembler import top_of
 from serving.local.draft import ServingDraft
 from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, RoundRecord, TopK
@@ -84,7 +83,12 @@ class RoundRunner:
         self._reader = DraftReader(target, draft)
         self._proposer = Proposer(draft, self._reader, planner, suffix_depth=suffix_depth)
         self._prompts = PromptReader(
-            self._reader, planner, capture_topk=self._capture_topk, prompt_labels=prompt_labels, label=label
+            self._reader,
+            planner,
+            target.ranking,
+            capture_topk=self._capture_topk,
+            prompt_labels=prompt_labels,
+            label=label,
         )
         self.features = self._reader.features
 
@@ -155,8 +159,7 @@ class RoundRunner:
             # Chains are padded to the longest.
             rows = [[*row, *[0] * (1 + proposals.width - len(row))] for row in rows]
         aux_Mw, logits_MV, read = self._pass(rows, starts, piece)
-        # Not argmax: on CPU it is six times slower in bfloat16.
-        likeliest_M: list[int] = logits_MV.max(-1).indices.tolist()
+        likeliest_M = self._target.ranking.likeliest(logits_MV)
         accepted: list[int] = []
         saved: list[float] = []
         end = 0
@@ -167,7 +170,8 @@ class RoundRunner:
             taken = emitted_after(generation, logits_TV, likeliest_M[first:end], chain.tokens)
             count = len(taken) - 1
             if generation.capture:
-                generation.topk.append(top_of(start, logits_TV[: count + 1], self._capture_topk))
+                top = self._target.ranking.top(logits_TV[: count + 1], self._capture_topk)
+                generation.topk.append(TopK(start, *top))
             if chain.tokens:
                 generation.rounds.append(self._record(chain, start, count))
             is_from_head = count > 0 and chain.suffix is None

@@ -31,6 +31,7 @@ from serving.local.kernels.library import Kernels, Way
 from serving.local.kernels.slots import PanelSlots
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
+from serving.local.ranking import Ranking
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
 from speculator.weights import read_layout, read_weights
@@ -127,6 +128,7 @@ class Target:
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         }
         self.cache = KVSlots(**sizes, like=self.embed) if kernels is None else PanelSlots(**sizes)
+        self.ranking = Ranking(kernels)
         self._run = self._new_pass(aux_layers, kernels, compile_it=bool(compile_threads))
         if isinstance(self._run, Decoder) and compile_threads:
             self._compile(compile_threads)

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "ranking.h"
 
 namespace {
 
@@ -163,4 +164,17 @@ EXPORTED void slipstream_normed_linear(const Norm* norm, const Layer* layer, int
   normed.resize(M * norm->K);
   apply_all(*norm, M, x, normed.data());
   multiply(*layer, M, normed.data(), y, nullptr, Threads(worthwhile(num_threads, M * products(*layer))));
+}
+
+// Logits [M, V] → the likeliest tokens [M].
+EXPORTED void slipstream_likeliest(int64_t M, int64_t V, const uint16_t* logits, int64_t* ids, int64_t num_threads) {
+  const Threads threads(worthwhile(num_threads, M * V));
+  threads.each(M, [=](int64_t m) { ids[m] = likeliest(V, logits + m * V); });
+}
+
+// Logits [M, V] → the K likeliest tokens in their order and their log-probabilities [M, K].
+EXPORTED void slipstream_rank(int64_t M, int64_t V, const uint16_t* logits, int64_t K, int32_t* ids, float* logprobs,
+                              int64_t num_threads) {
+  const Threads threads(worthwhile(num_threads, M * V));
+  threads.each(M, [=](int64_t m) { rank(V, logits + m * V, K, ids + m * K, logprobs + m * K); });
 }

@@ -167,6 +167,11 @@ class Kernels:
             *(_number, _pointer, _pointer, _number),
         )
 
+        self._likeliest = _declared(library.slipstream_likeliest, _number, _number, _pointer, _pointer, _number)
+        self._rank = _declared(
+            library.slipstream_rank, _number, _number, _pointer, _number, _pointer, _pointer, _number
+        )
+
     def linear(self, layer: Layer, x: Tensor) -> Tensor:
         """bfloat16 [..., K] → [..., N]."""
         assert x.dtype == torch.bfloat16
@@ -265,6 +270,31 @@ class Kernels:
             _caller.num_threads,
         )
         return output_Bd
+
+    def likeliest(self, logits_MV: Tensor) -> Tensor:
+        """The first of the largest of each row, in bfloat16: int64 [M]."""
+        assert logits_MV.dtype == torch.bfloat16
+        logits_MV = logits_MV.contiguous()
+        ids_M = torch.empty(len(logits_MV), dtype=torch.int64)
+        self._likeliest(*logits_MV.shape, logits_MV.data_ptr(), ids_M.data_ptr(), _caller.num_threads)
+        return ids_M
+
+    def rank(self, logits_MV: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
+        """The `num_kept` likeliest tokens of each row, in bfloat16, in their order, and their log-probabilities: int32
+        and float32 [M, K].
+        """
+        assert logits_MV.dtype == torch.bfloat16
+        assert 0 < num_kept <= logits_MV.shape[1]
+        logits_MV = logits_MV.contiguous()
+        ids_MK = torch.empty(len(logits_MV), num_kept, dtype=torch.int32)
+        logprobs_MK = torch.empty(ids_MK.shape, dtype=torch.float32)
+        self._rank(
+            *logits_MV.shape,
+            *(logits_MV.data_ptr(), num_kept),
+            *(ids_MK.data_ptr(), logprobs_MK.data_ptr()),
+            _caller.num_threads,
+        )
+        return ids_MK, logprobs_MK
 
 
 def can_compute(*, hidden_size: int, intermediate_size: int, head_dim: int) -> bool:

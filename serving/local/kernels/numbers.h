@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 
 constexpr int kLanes = 16;  // 32-bit numbers of a register
@@ -15,6 +16,12 @@ constexpr int kLine = 64;   // bytes that memory is read in, and of a register
 #else
 #include "numbers256.h"
 #endif
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 inline Floats from_bfloat16(const uint16_t* x) {
   return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));

@@ -27,12 +27,6 @@ constexpr int kMostTokens = 6;  // at a time: the CPU has 16 registers
 constexpr int64_t kPowersBytes = kLanes * sizeof(uint16_t), kBlockBytes = kPowersBytes + kSteps * kLine;
 constexpr int64_t kDistance = 8192;  // bytes ahead from which the second nearest cache is filled
 
-inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
 // A block of an input, `count` numbers and zeros behind them, and its power of two: NaN if one of them is no number.
 inline float share_exponent(const uint16_t* x, int64_t count, int16_t* whole) {
   __m256i most = _mm256_setzero_si256();  // as bits, which order absolute values as numbers do, and NaN above all

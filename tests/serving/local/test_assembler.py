@@ -14,6 +14,7 @@ from torch import Tensor
 
 from serving.local.assembler import MOST_WAITING, TraceAssembler
 from serving.local.generation import TopK
+from serving.local.ranking import Ranking
 from serving.metrics import EngineMetrics
 from tests.waiting import wait_until
 
@@ -27,6 +28,7 @@ class Head:
         self.weight, self.reading = torch.randn(VOCAB, 3), threading.Event()
         self.may_read = threading.Event()
         self.may_read.set()
+        self.ranking = Ranking(None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.reading.set()

@@ -1,0 +1,102 @@
+// The likeliest of V tokens by their logits in bfloat16, and log-probabilities of some.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "numbers.h"
+
+constexpr int16_t kLowest = std::numeric_limits<int16_t>::min();
+constexpr int64_t kPiece = 64;  // logits of whose largest is kept
+
+// The first `count` numbers in bfloat16 as whole ones that are ordered alike: −NaN lowest, as what is missing, NaN above.
+inline __m256i ordered(const uint16_t* x, int64_t count) {
+  __m256i bits = _mm256_set1_epi16(-1);
+  if (count >= kLanes)
+    bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  else
+    std::memcpy(&bits, x, count * sizeof *x);
+  return _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi16(bits, 15), _mm256_set1_epi16(0x7fff)));
+}
+
+inline int16_t largest_of(__m256i ordered) {
+  const __m128i eight = _mm_max_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  const __m128i flipped = _mm_xor_si128(eight, _mm_set1_epi16(0x7fff));  // the CPU finds the least without signs
+  return static_cast<int16_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(flipped)) ^ 0x7fff);
+}
+
+// Of the first `count` logits.
+inline int16_t largest_of(const uint16_t* logits, int64_t count) {
+  __m256i most = _mm256_set1_epi16(kLowest);
+  for (int64_t v = 0; v < count; v += kLanes) most = _mm256_max_epi16(most, ordered(logits + v, count - v));
+  return largest_of(most);
+}
+
+// One bit of 16 for each that is at least so large, and there.
+inline uint32_t no_less(const uint16_t* logits, int64_t count, int16_t least) {
+  const __m256i less = _mm256_cmpgt_epi16(_mm256_set1_epi16(least), ordered(logits, count));
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(less), _mm256_extracti128_si256(less, 1));
+  const uint32_t is_there = count >= kLanes ? 0xffff : (1u << count) - 1;
+  return ~_mm_movemask_epi8(bytes) & is_there;
+}
+
+// The first of the largest.
+inline int64_t likeliest(int64_t V, const uint16_t* logits) {
+  const int16_t largest = largest_of(logits, V);
+  int64_t v = 0;
+  uint32_t found;
+  while ((found = no_less(logits + v, V - v, largest)) == 0) v += kLanes;
+  return v + __builtin_ctz(found);
+}
+
+inline float log_of_sum(int64_t V, const uint16_t* logits, float largest) {
+  Floats sum = spread(0.0f);
+  for (int64_t v = 0; v < V; v += kLanes) {
+    uint16_t last[kLanes];
+    const uint16_t* x = logits + v;
+    if (V - v < kLanes) {
+      std::fill_n(last, kLanes, 0xff80);  // −∞
+      std::copy_n(x, V - v, last);
+      x = last;
+    }
+    sum = sum + exp_of(from_bfloat16(x) - spread(largest));
+  }
+  return largest + std::log(sum_of(sum));
+}
+
+// The K likeliest, K ≤ V, in their order: tokens and log-probabilities.
+inline void rank(int64_t V, const uint16_t* logits, int64_t K, int32_t* ids, float* logprobs) {
+  static thread_local std::vector<int16_t> largest, some;
+  static thread_local std::vector<int32_t> found;
+  largest.clear();
+  for (int64_t v = 0; v < V; v += kPiece) largest.push_back(largest_of(logits + v, std::min(kPiece, V - v)));
+  // K pieces have a logit that is no less, so none of the K largest is less.
+  int16_t least = kLowest;
+  if (static_cast<int64_t>(largest.size()) >= K) {
+    some = largest;
+    std::nth_element(some.begin(), some.begin() + (K - 1), some.end(), std::greater<>());
+    least = some[K - 1];
+  }
+  found.clear();
+  for (int64_t piece = 0; piece < static_cast<int64_t>(largest.size()); ++piece) {
+    if (largest[piece] < least) continue;
+    for (int64_t v = piece * kPiece; v < std::min((piece + 1) * kPiece, V); v += kLanes)
+      for (uint32_t bits = no_less(logits + v, V - v, least); bits != 0; bits &= bits - 1)
+        found.push_back(static_cast<int32_t>(v + __builtin_ctz(bits)));
+  }
+  const auto key = [=](int32_t id) { return static_cast<int16_t>(logits[id] ^ (logits[id] >> 15 ? 0x7fff : 0)); };
+  const auto is_before = [=](int32_t one, int32_t other) {
+    return key(one) != key(other) ? key(one) > key(other) : one < other;
+  };
+  std::partial_sort(found.begin(), found.begin() + K, found.end(), is_before);
+  const auto number = [=](int32_t id) { return from_bits(static_cast<uint32_t>(logits[id]) << 16); };
+  const float total = log_of_sum(V, logits, number(found.front()));
+  for (int64_t k = 0; k < K; ++k) {
+    ids[k] = found[k];
+    logprobs[k] = number(found[k]) - total;
+  }
+}
