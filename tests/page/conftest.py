@@ -178,6 +178,13 @@ class Watched:
         self.page.wait_for_selector("[data-connection=live]")
         return self.page
 
+    @contextmanager
+    def beside(self, open_: Open) -> Iterator[Gateway]:
+        """A gateway of the test's own. The page closes first, or it would look for one that has ended."""
+        with opened(open_) as gateway:
+            yield gateway
+            self.page.close()
+
     def expected(self) -> list[str]:
         """Take the requests that failed while the test wanted them to."""
         outage = [error for error in self.errors if error.startswith(OUTAGE)]

@@ -17,7 +17,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
 from speculator.pointer import DraftPointer
 from tests.doubles import DoubleEngine
-from tests.page.conftest import KEY, Gateway, Watched, opened
+from tests.page.conftest import KEY, Gateway, Watched
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.passage import passing
 from tests.serving.sglang_client.fake_sglang import FakeSglang
@@ -228,7 +228,7 @@ def test_axe_finds_nothing(watched: Watched, gateway: Gateway, scheme: str) -> N
 
 def test_without_a_draft_store_it_says_so(watched: Watched) -> None:
     app = create_app(DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry())
-    with opened(lambda port: serve(app, port=port, grace_s=1)) as gateway:
+    with watched.beside(lambda port: serve(app, port=port, grace_s=1)) as gateway:
         page = watched.open(gateway)
         expect(page.locator("#versions-note")).to_contain_text("started without a draft store")
         expect(page.locator("#desk")).to_be_hidden()
@@ -239,7 +239,7 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
     keys.add("user")
     settings = GatewaySettings(keys_file=keys.path)
     app = create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry())
-    with opened(lambda port: serve(app, port=port, grace_s=1)) as gateway:
+    with watched.beside(lambda port: serve(app, port=port, grace_s=1)) as gateway:
         page = watched.page
         page.goto(gateway.url)
         entry = page.locator("#entry")
@@ -283,7 +283,7 @@ def test_in_front_of_sglang_what_is_missing_is_not_zero(watched: Watched) -> Non
         async with passing(FakeSglang()) as server:
             yield server
 
-    with opened(passed) as gateway:
+    with watched.beside(passed) as gateway:
         page = watched.open(gateway)
         for figure in ("#rate", "#swaps"):
             expect(page.locator(figure)).to_have_text("not available")
