@@ -28,10 +28,11 @@ from benchmarks.common import finish, parser
 from benchmarks.rollout_model import Costs
 from benchmarks.rollout_sim import TABLE
 from benchmarks.rollout_ways import Way, dealt_batches, ways
-from benchmarks.suffix import MAX_PROPOSALS, Answer, count_accepted
+from benchmarks.suffix import MAX_PROPOSALS, NOTHING, Answer
 from serving.rollout.scheduler import Scheduler
 from serving.rollout.work import GroupRequest, Lease, SampleId
-from speculator.suffix import SuffixDrafter, SuffixProposal, SuffixRequest
+from speculator.suffix import SuffixDrafter, SuffixRequest
+from speculator.tree import DraftTree
 
 _OTHER_VOCABULARY = 1 << 20
 
@@ -52,21 +53,22 @@ class _Run:
     def context(self) -> int:
         return len(self.lease.prompt_token_ids) - self.lease.num_generated + self.done
 
-    def next_tokens(self, proposed: Sequence[int]) -> list[int]:
+    def next_tokens(self, proposed: DraftTree) -> list[int]:
         """What a verification of these proposals commits."""
-        num_accepted = count_accepted(proposed, self.text[self.done :])
-        return list(self.text[self.done : self.done + num_accepted + 1])
+        rest = self.text[self.done :]
+        _, path = proposed.walk(lambda _, depth: rest[depth] if depth < len(rest) else NOTHING)
+        return list(rest[: len(path) + 1])
 
     def commit(self, tokens: Sequence[int]) -> None:
         self.done += len(tokens)
         if self.suffix is not None:
             self.suffix.commit(tokens)
 
-    def propose(self) -> SuffixProposal:
+    def propose(self) -> DraftTree:
         if self.suffix is None:
-            return SuffixProposal()
+            return DraftTree()
         num_left = self.lease.max_tokens + self.lease.num_generated - self.done
-        return self.suffix.propose(min(MAX_PROPOSALS, num_left - 1))
+        return self.suffix.propose(min(MAX_PROPOSALS, num_left - 1)).tree
 
 
 @dataclass
@@ -147,7 +149,7 @@ class _Engine:
         proposals = [one.propose() for one in self._running]
         width, verify_s = self._best_width(proposals)
         pairs = zip(self._running, proposals, strict=True)
-        self._committed = [one.next_tokens(proposal.tokens[:width]) for one, proposal in pairs]
+        self._committed = [one.next_tokens(proposal.first(width)) for one, proposal in pairs]
         return verify_s + self._setup.sample_s * sum(map(len, self._committed))
 
     def finish(self, scheduler: Scheduler) -> None:
@@ -166,7 +168,7 @@ class _Engine:
                 self._running.remove(one)
         self.ends_s = None
 
-    def _best_width(self, proposals: Sequence[SuffixProposal]) -> tuple[int, float]:
+    def _best_width(self, proposals: Sequence[DraftTree]) -> tuple[int, float]:
         """Proposals of each request whose round commits most a second, and what verifying them takes."""
         batch = len(self._running)
         context = sum(one.context for one in self._running) / batch

@@ -32,7 +32,7 @@ from benchmarks.suffix import Answer, count_accepted, load_answers
 from serving.local.kernels.library import compute_with
 from serving.local.target import Target as TargetModel
 from slipstream.models import resolve_model
-from speculator.suffix import SuffixDrafter
+from speculator.suffix import SuffixConfig, SuffixDrafter
 
 BATCHES = (1, 2, 4, 8, 16)
 WIDTHS = (1, 2, 3, 5, 9)
@@ -156,7 +156,7 @@ def measure_acceptance(groups: Sequence[Sequence[Answer]]) -> tuple[dict[int, di
 
 
 def _replay(answer: Answer, siblings: Sequence[Answer], classes: Sequence[_Rounds], propose_us: list[float]) -> None:
-    drafter = SuffixDrafter()
+    drafter = SuffixDrafter(SuffixConfig(width=1))  # what is counted by class are chains
     for sibling in siblings:
         drafter.start(sibling.prompt, tenant="t", group_id="g").commit(sibling.tokens)
     request = drafter.start(answer.prompt, tenant="t", group_id="g")
@@ -166,15 +166,15 @@ def _replay(answer: Answer, siblings: Sequence[Answer], classes: Sequence[_Round
         started = time.perf_counter()
         proposal = request.propose(MAX_DEPTH)
         propose_us.append(1e6 * (time.perf_counter() - started))
-        accepted = count_accepted(proposal.tokens, answer.tokens[done:])
+        accepted = count_accepted(proposal.tree.tokens, answer.tokens[done:])
         tokens = answer.tokens[done : done + accepted + 1]
         request.commit(tokens)
         done += len(tokens)
-        first = proposal.probabilities[0] if proposal.probabilities else -1.0
+        first = proposal.tree.probabilities[0] if proposal.tree.probabilities else -1.0
         rounds = classes[bisect_right(BOUNDS, first)]
         rounds.rounds += 1
-        rounds.proposed += len(proposal.tokens)
-        rounds.reached += min(accepted + 1, len(proposal.tokens))
+        rounds.proposed += len(proposal.tree.tokens)
+        rounds.reached += min(accepted + 1, len(proposal.tree.tokens))
         rounds.accepted += accepted
 
 

@@ -137,9 +137,9 @@ class Machine:
         metrics = [engine.metrics for engine in self.engines.values()]
         return Counts(
             verifications=sum(_total(one.verifications) for one in metrics),
-            proposed=sum(_total(one.proposals) for one in metrics),
+            proposed=sum(_total(one.proposed_tokens) for one in metrics),
             accepted=sum(_total(one.accepted) for one in metrics),
-            from_head=sum(_total(one.proposals, source="head") for one in metrics),
+            from_head=sum(_total(one.proposed_tokens, source="head") for one in metrics),
         )
 
 

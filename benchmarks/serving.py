@@ -305,24 +305,29 @@ def _finish(
     for workload in workloads:
         rows.append((f"{workload}: plain, token/s", rates.spread(workload, "plain")))
         ratios[workload] = {}
-        for kind in ("head", "suffix", "hybrid", *OTHERS):
+        for kind in ("head", "suffix", "hybrid", "chains", *OTHERS):
             if (workload, kind) in rates.by_kind:
                 ratio = rates.ratio(workload, kind, "plain")
                 rows.append((f"{workload}: {kind} ÷ plain", ratio))
                 ratios[workload][kind] = ratio.to_dict()
         part = max(("head", "suffix"), key=lambda kind: rates.ratio_at_equal_cost(workload, kind, "plain").median)
         measured = rates.ratio(workload, "hybrid", part)
-        equal, over_plain = (rates.ratio_at_equal_cost(workload, "hybrid", other) for other in (part, "plain"))
+        equal, over_plain, over_chains = (
+            rates.ratio_at_equal_cost(workload, "hybrid", other) for other in (part, "plain", "chains")
+        )
         rows += [
             (f"{workload}: hybrid ÷ {part}, measured", measured),
             ("  with equal rounds at equal cost", equal),
             (f"{workload}: hybrid ÷ plain, with equal rounds at equal cost", over_plain),
+            (f"{workload}: trees ÷ chains, measured", rates.ratio(workload, "hybrid", "chains")),
+            ("  with equal rounds at equal cost", over_chains),
         ]
         ratios[workload] |= {
             "better_part": part,
             "hybrid_over_better_part": measured.to_dict(),
             "hybrid_over_better_part_at_equal_cost": equal.to_dict(),
             "hybrid_over_plain_at_equal_cost": over_plain.to_dict(),
+            "trees_over_chains_at_equal_cost": over_chains.to_dict(),
         }
         targets += [
             Target(f"{workload}_hybrid_over_better_part", equal.median, 0.97),

@@ -35,11 +35,15 @@ from serving.engine import GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.models import resolve_model
 from speculator.sampling import SamplingParams
-from speculator.suffix import Source, SuffixConfig, SuffixDrafter, SuffixRequest
+from speculator.suffix import SuffixConfig, SuffixDrafter, SuffixRequest
 from speculator.suffix_index import NEW_TEXT, SuffixIndex
+from speculator.suffix_tree import Source
+from speculator.tree import ROOT
 
 CONCURRENCY = 8
 MAX_PROPOSALS = 8
+NOTHING = -1
+"""What the target emits behind an answer."""
 MAX_PROMPT = 700
 PRICES = 0.03, 0.1
 SAMPLES = 8
@@ -120,18 +124,23 @@ class Running:
         started = time.perf_counter()
         proposal = self.request.propose(most)
         proposed = time.perf_counter()
-        accepted = count_accepted(proposal.tokens, self.answer.tokens[self.done :])
+        tree, rest = proposal.tree, self.answer.tokens[self.done :]
+        _, path = tree.walk(lambda _, depth: rest[depth] if depth < len(rest) else NOTHING)
         verified, done = time.perf_counter(), self.done
-        self.commit(accepted + 1)
+        self.commit(len(path) + 1)
         replay.commit_s += time.perf_counter() - verified
         replay.propose_us.append(1e6 * (proposed - started))
         replay.rounds += 1
         replay.committed += self.done - done
-        replay.expected += 1 + sum(proposal.reaches)
-        replay.proposed += len(proposal.tokens)
-        replay.accepted[proposal.source] += accepted
-        reached = proposal.probabilities[: accepted + 1]
-        replay.verdicts += [(probability, step < accepted) for step, probability in enumerate(reached)]
+        replay.expected += 1 + sum(tree.reaches)
+        replay.proposed += len(tree.tokens)
+        replay.accepted.update(proposal.sources[node] for node in path)
+        reached = {ROOT, *path}
+        replay.verdicts += [
+            (probability, node in reached)
+            for node, (parent, probability) in enumerate(zip(tree.parents, tree.probabilities, strict=True))
+            if parent in reached
+        ]
 
 
 def count_accepted(proposed: Sequence[int], true: Sequence[int]) -> int:
@@ -238,6 +247,7 @@ def load_answers(options: argparse.Namespace, *, quick: tuple[int, int] = (8, 12
 SWEEP: dict[str, tuple[float, ...]] = {
     "alpha": (1.0, 2.0, 4.0, 8.0),
     "min_reach": (0.0, 0.05, 0.1, 0.2),
+    "width": (1, 2, 3, 16),
     "max_match": (8, 16, 32, 64),
     "max_places": (4, 8, 16, 32, 64),
 }
@@ -329,6 +339,7 @@ def main() -> None:
         "and tenant": replay(answers, config, grouped=False),
         "and group": (best := replay(answers, config)),
         "one at a time": replay(answers, config, at_once=1),
+        "chains": replay(answers, replace(config, width=1)),
     }
     for workload in best:
         rows += [(f"{workload}: {name}", replays[workload]) for name, replays in runs.items()]

@@ -7,6 +7,7 @@ same weights at the same addresses answer in every way that is compared:
     head     planned rounds with the learned draft alone
     suffix   … with suffixes of earlier text alone
     hybrid   … with both, as it is served
+    chains   … with both, and suffix chains in the place of trees
 
 Each way has a planner of its own, and a tenant, since one way's answer must not be the next one's suffix.
 """
@@ -33,8 +34,9 @@ from speculator.earnings import HeadVerdict
 from speculator.model import Eagle3Draft
 from speculator.planner import Plan, RoundPlanner
 from speculator.sampling import SamplingParams
+from speculator.suffix import SuffixConfig, SuffixDrafter
 
-WAYS = ("plain", "head", "suffix", "hybrid")
+WAYS = ("plain", "head", "suffix", "hybrid", "chains")
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,16 @@ class Ways:
         self._engine, self._planners = engine, planners
         self.forecasts = forecasts
         """By way and batch size."""
+        trees = engine._loop.texts.drafter
+        chains = None if trees is None else SuffixDrafter(SuffixConfig(width=1))
+        self._drafters = {way: chains if way == "chains" else trees for way in WAYS}
 
     def run(self, way: str, work: Work, name: str) -> Run:
         """All samples, decoding together."""
         self._planners.way = way
         self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
+        # Nothing runs: the engine's thread waits for a request.
+        self._engine._loop.texts.drafter = self._drafters[way]
         rounds = self._planners.rounds = []
         started_s, cpu_s, planned_s = time.perf_counter(), time.process_time(), self._planners.planning_s
         num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way))

@@ -23,7 +23,7 @@ ROUNDS = (
 )
 ROUND_SECONDS = "slipstream_round_seconds", "Time spent in decode rounds"
 ROUND_TOKENS = "slipstream_round_tokens", "Tokens committed by decode rounds"
-PROPOSALS = "slipstream_proposals", "Verified proposals by source and position"
+PROPOSALS = "slipstream_proposals", "Verified proposals by source and position; of those of a tree at one position one"
 ACCEPTED = "slipstream_accepted", "Accepted ones by source and position"
 VERIFICATIONS = (
     "slipstream_verifications",
@@ -67,6 +67,12 @@ class EngineMetrics:
         self.verified_tokens = Counter(*VERIFIED_TOKENS, registry=registry)
         self.proposals = Counter(*PROPOSALS, ["source", "position"], registry=registry)
         self.accepted = Counter(*ACCEPTED, ["source", "position"], registry=registry)
+        self.proposed_tokens = Counter(
+            "slipstream_proposed_tokens",
+            "Verified proposals by source, of a tree those beside each other, too",
+            ["source"],
+            registry=registry,
+        )
         self.looks = Counter(
             "slipstream_draft_looks",
             "Looks at a head that does not pay, by whether the target emitted the token that it would have proposed",
@@ -115,6 +121,7 @@ class EngineMetrics:
         seconds: float,
         committed: int,
         proposed: tuple[int, ...],
+        depths: tuple[int, ...],
         accepted: tuple[int, ...],
         from_head: tuple[bool, ...],
         look: bool | None,
@@ -137,9 +144,10 @@ class EngineMetrics:
             self.looks.labels("accepted" if look else "rejected").inc()
         self.verifications.inc(batch)
         self.verified_tokens.inc(sum(accepted) + batch)
-        for num_proposed, num_accepted, is_heads in zip(proposed, accepted, from_head, strict=True):
+        for num_proposed, depth, num_accepted, is_heads in zip(proposed, depths, accepted, from_head, strict=True):
             source = "head" if is_heads else "suffix"
-            for position in range(num_proposed):
+            self.proposed_tokens.labels(source).inc(num_proposed)
+            for position in range(depth):
                 self.proposals.labels(source, str(position + 1)).inc()
                 self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable
 
 _PRIOR_WEIGHT = 8.0
@@ -17,16 +16,17 @@ class Calibration:
 
     def __init__(self, memory: float = 0.995) -> None:
         self._memory = memory
-        self._predicted: defaultdict[Hashable, float] = defaultdict(lambda: _PRIOR_WEIGHT)
-        self._accepted: defaultdict[Hashable, float] = defaultdict(lambda: _PRIOR_WEIGHT)
+        self._sums: dict[Hashable, tuple[float, float]] = {}
+        """Predicted and accepted, by kind."""
 
     def probability(self, kind: Hashable, predicted: float) -> float:
         """The prediction times what was accepted over what was predicted."""
-        if kind not in self._predicted:
-            return min(predicted, _MOST_CERTAIN)
-        return min(predicted * self._accepted[kind] / self._predicted[kind], _MOST_CERTAIN)
+        sums = self._sums.get(kind)
+        if sums is not None:
+            predicted *= sums[1] / sums[0]
+        return predicted if predicted < _MOST_CERTAIN else _MOST_CERTAIN
 
     def add(self, kind: Hashable, predicted: float, *, accepted: bool) -> None:
         """A proposal that verification reached."""
-        self._predicted[kind] = self._memory * self._predicted[kind] + predicted
-        self._accepted[kind] = self._memory * self._accepted[kind] + accepted
+        all_predicted, all_accepted = self._sums.get(kind, (_PRIOR_WEIGHT, _PRIOR_WEIGHT))
+        self._sums[kind] = self._memory * all_predicted + predicted, self._memory * all_accepted + accepted

@@ -5,8 +5,8 @@ reads the keys of all b contexts:
 
     T = θ₀ + θ₁ · r + θ₂ · (rows × keys that they attend to)
 
-Where chains are verified as long as they are, P is that of the longest, and a round has fewer rows than r. Priced by
-its own rows it is chosen where its chains are overestimated, and that was slower (docs/drafting.md).
+Where each request is verified with as many as it has, P is the most, and a round has fewer rows than r. Priced by its
+own rows it is chosen where its proposals are overestimated, and that was slower (docs/drafting.md).
 
 The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own factor
 on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Drafting has a line of

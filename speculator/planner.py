@@ -1,14 +1,14 @@
-"""What to propose in a round: nothing, the suffix's chains or the learned head's; and how many tokens of it.
+"""What to propose in a round: nothing, the suffixes' trees or the learned head's chains; and how many tokens of it.
 
 Every choice is a forecast of committed tokens over seconds, both from what was measured while serving. With b requests,
 R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of speculator/costs.py:
 
     nothing     b / V(b, 0)
-    suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R from speculator/suffix.py
+    suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R: suffix_tree.py
     head        (b + Σ_i w_i g_i) / (V(b, P̄) + D(b, s̄, u))              g: what its chains earned lately, by domain
 
-u are the pairs that the head has not read: after long suffix chains they cost more than its proposals. w is what its
-tokens are worth: one that the next round's suffix chain would have brought as the first of five saves a fifth of a
+u are the pairs that the head has not read: after long suffix paths they cost more than its proposals. w is what its
+tokens are worth: one that the next round's suffix tree would have brought as the first of five saves a fifth of a
 round (SuffixRequest.rounds_saved). Where text is copied here and there, counting such tokens as whole ones makes a head
 look twice as good as it is. What is expected to be committed is with w = 1.
 
@@ -20,7 +20,7 @@ A head that does not pay is looked at all the same, since it may have learned: n
 one request, which the round does not verify; what the target emits says whether it would have been accepted. Looks have
 a budget of seconds, a share of the time that rounds take, since most of a look is reading what the head has not read.
 It is halved where many looks in a row were in vain, until one is not or another version comes. Only requests are looked
-at for which the head would be asked: what it would earn where a suffix chain is good, which is where most heads are,
+at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
 says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
 """
 
@@ -71,9 +71,9 @@ class Plan:
     look: int | None = None
     """The request in which a head that is not used is looked at."""
     num_proposals: int = 0
-    """Of the suffix chains, where the head is not asked."""
+    """Of a suffix tree, where the head is not asked."""
     from_suffix: tuple[bool, ...] = ()
-    """Which requests take their suffix chain where the head is asked."""
+    """Which requests take their suffix tree where the head is asked."""
 
     @property
     def rate(self) -> float:
@@ -111,7 +111,7 @@ class RoundPlanner:
         head_depth: int,
         unread: Sequence[int],
     ) -> Plan:
-        """The plan for requests of these domains. `suffixes` are R_ik of their suffix chains, k from the first
+        """The plan for requests of these domains. `suffixes` are R_ik of their suffix trees, k from the first
         proposal on; `head_depth` is the most that the head may propose, and `unread` the pairs that it has not read.
         """
         self._num_plans += 1
@@ -159,7 +159,7 @@ class RoundPlanner:
 
     def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
         """Whether one more token than `num_proposals` pays, which is reached and accepted `reach` times in all requests
-        that have the head's chain, and so often in those that have a suffix chain.
+        that have the head's chain, and so often in those that have a suffix tree.
         """
         earned = plan.worth * reach + of_suffixes
         is_trial = self._is_trial(plan, num_proposals, reach + of_suffixes)
@@ -175,7 +175,7 @@ class RoundPlanner:
         return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
 
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
-        """The best round of suffix chains; with none of them it is plain decoding."""
+        """The best round of suffix trees; with none of them it is plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
         plain_s = self.times.verify_s(batch, 0, num_keys)
         depth, tokens, seconds = 0, float(batch), plain_s
@@ -194,7 +194,7 @@ class RoundPlanner:
         )
 
     def _have_better(self, domains: Sequence[str], suffixes: Sequence[Sequence[float]]) -> tuple[bool, ...]:
-        """Which requests have a suffix chain that promises more than the head earns."""
+        """Which requests have a suffix tree that promises more than the head earns."""
         return tuple(
             sum(reaches) > self.earnings.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True)
         )
@@ -209,8 +209,8 @@ class RoundPlanner:
         *,
         num_pairs: int,
     ) -> Plan:
-        """A round that asks the head, if it goes like its last ones but for the pairs that it has to read: where suffix
-        chains were accepted they are many.
+        """A round that asks the head, if it goes like its last ones but for the pairs that it has to read: after suffix
+        proposals that were accepted they are many.
         """
         batch = len(domains)
         depth = min(round(self._proposals[batch].value), head_depth)

@@ -1,8 +1,8 @@
 """Suffix drafts: proposals from recent text, for requests that repeat what was written before.
 
 SuffixDecoding (arXiv 2411.04975) matches the end of a request with its own prompt and answer and with recent answers
-and proposes what followed there. Here a request looks into three places, and proposes from the longest match in the one
-whose next token is the likeliest to be accepted:
+and proposes what followed there. Here a request looks into three places, and proposes first of all from the longest
+match in the one whose next token is the likeliest to be accepted:
 
 * its own prompt and answer so far (code that is edited, lists that go on as they began);
 * recent answers to the same prompt, running ones included (groups of rollouts; DAS, arXiv 2511.13841, and Seer, arXiv
@@ -10,16 +10,7 @@ whose next token is the likeliest to be accepted:
 * recent answers to the same tenant. A tenant's text lies in an object of its own, and a request holds that one object:
   there is no path to another tenant's.
 
-The chain grows with the match, as SuffixDecoding's MAX_SPEC = α · match length, and ends where reaching a proposal
-becomes unlikely. A proposal at effective match length L (the match and the proposals before it), where n of N places
-went on with it, is taken to be accepted with probability
-
-    p = r · n / (N + 3.5 / L)
-
-The frequency is held back by imaginary places that went on otherwise, fewer the longer the match. r is what was
-accepted lately over what was predicted, by source and by length for the tenant's requests together, times the same for
-the request alone: an answer that copies its prompt copies on.
-The expected number of accepted tokens of a chain is Σ_k Π_{i≤k} p_i.
+Where the text may go on in several ways, the proposal is a tree (speculator/suffix_tree.py).
 
 Why not `arctic_inference.suffix_decoding`: it is published as source only, and to install it takes a C++ compiler,
 CMake and a copy of PyTorch; it drops whole requests, not tokens; and its probabilities are plain frequencies: on the
@@ -30,32 +21,17 @@ The engine's loop thread is the only user. Verification decides every token, so 
 
 from __future__ import annotations
 
-import itertools
-import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import TypeVar
 
 from speculator.calibration import Calibration
-from speculator.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
+from speculator.suffix_index import NEW_TEXT, SuffixIndex
+from speculator.suffix_tree import Source, SuffixProposal, TreeGrower
 
 T = TypeVar("T")
-
-_DOUBT = 3.5
-"""Imaginary places that disagree, at a match of one token."""
-_REQUEST_MEMORY = 0.97
-"""What a proposal still says about its request after another one."""
-
-
-class Source(IntEnum):
-    """Where a proposal comes from; of equally likely ones the first is taken."""
-
-    OWN = 0
-    GROUP = 1
-    TENANT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +43,12 @@ class SuffixConfig:
     """
 
     alpha: float = 4.0
-    """Most proposals per token of match."""
+    """Depth of a tree per token of match."""
+    width: int = 3
+    """Most proposals beside each other behind the same tokens, by one match; with 1 trees are chains, of one match."""
     min_reach: float = 0.05
-    """A chain ends before a proposal that is reached and accepted with less than this probability. Whoever pays more
-    than about 3% of a round for a proposal cuts chains further: their probabilities say where."""
+    """A tree ends before a proposal that is reached and accepted with less than this probability. Whoever pays more
+    than about 3% of a round for a proposal cuts it further: their probabilities say where."""
     max_match: int = 16
     max_places: int = 16
     request_window: int = 32_768
@@ -81,25 +59,6 @@ class SuffixConfig:
     max_tenants: int = 16
     max_target_age: int = 4
     """Changes of the target after which a tenant's windows go: text of a policy that moves ages by steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuffixProposal:
-    """A chain of proposals. Probabilities are conditional: of each, given that those before it were accepted."""
-
-    tokens: tuple[int, ...] = ()
-    probabilities: tuple[float, ...] = ()
-    source: Source = Source.OWN
-    match_length: int = 0
-
-    @property
-    def reaches(self) -> list[float]:
-        """R_k = Π_{i≤k} p_i, that a proposal is reached and accepted, k from the first one on."""
-        return list(itertools.accumulate(self.probabilities, operator.mul))
-
-    def first(self, num_tokens: int) -> SuffixProposal:
-        """The chain cut to at most `num_tokens`."""
-        return replace(self, tokens=self.tokens[:num_tokens], probabilities=self.probabilities[:num_tokens])
 
 
 class Recent(OrderedDict[str, T]):
@@ -180,7 +139,7 @@ class SuffixRequest:
     """One running answer: its own text, and the texts of its tenant and group that it reads and extends."""
 
     def __init__(self, config: SuffixConfig, prompt: Sequence[int], tenant: Tenant, group: SuffixIndex | None) -> None:
-        self._config, self._tenant = config, tenant
+        self._config = config
         self._indexes = {Source.OWN: _index(config, config.request_window)}
         if group is not None:
             self._indexes[Source.GROUP] = group
@@ -193,11 +152,10 @@ class SuffixRequest:
         }
         self.publish: Callable[[Sequence[int]], None] | None = None
         """Told what is committed."""
-        self._guess: list[Vote] = []
-        """The newest chain and the vote at which it was cut."""
-        self._guess_of = Source.OWN, 0
-        self._calibration = Calibration(_REQUEST_MEMORY)
-        """Of what is predicted for the tenant's requests together, in this one."""
+        self._newest = SuffixProposal()
+        self._grower = TreeGrower(
+            self._indexes, tenant.calibration, alpha=config.alpha, width=config.width, min_reach=config.min_reach
+        )
 
     @property
     def group(self) -> SuffixIndex | None:
@@ -210,11 +168,12 @@ class SuffixRequest:
         return self._context
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The answer goes on with these tokens, proposed or not: they also say how good the newest chain was.
+        """The answer goes on with these tokens, proposed or not: they also say how good the newest tree was.
 
         So a source is judged while it is not used, and used again when it has become better.
         """
-        self._judge(tokens)
+        self._grower.judge(self._newest, tokens)
+        self._newest = SuffixProposal()
         for source, index in self._indexes.items():
             self._texts[source] = index.append(self._texts[source], tokens)
         self._context = [*self._context, *tokens][-self._config.max_match :]
@@ -223,80 +182,18 @@ class SuffixRequest:
 
     def propose(self, max_tokens: int) -> SuffixProposal:
         """At most `max_tokens` proposals."""
-        source, match = self._best_match(self._context)
-        votes, probabilities = self._chain(source, match, max_tokens)
-        self._guess, self._guess_of = votes, (source, match.length)
-        return SuffixProposal(
-            tokens=tuple(vote.token for vote in votes[: len(probabilities)]),
-            probabilities=tuple(probabilities),
-            source=source,
-            match_length=match.length,
-        )
+        self._newest = self._grower.grow(self._context, max_tokens)
+        return self._newest
 
     def rounds_saved(self, tokens: Sequence[int], max_tokens: int) -> float:
-        """How many rounds with these chains alone, of at most `max_tokens`, it saves to be given the next `tokens` by
-        another: after each of them a round would have committed one more and what its chain promises.
+        """How many rounds with these trees alone, of at most `max_tokens`, it saves to be given the next `tokens` by
+        another: after each of them a round would have committed one more and what its tree promises.
         """
         saved, context = 0.0, self._context
         for token in tokens:
             context = [*context, token][-self._config.max_match :]
-            _, probabilities = self._chain(*self._best_match(context), max_tokens)
-            saved += 1 / (1 + sum(itertools.accumulate(probabilities, operator.mul)))
+            saved += 1 / (1 + sum(self._grower.grow(context, max_tokens).reaches))
         return saved
-
-    def _chain(self, source: Source, match: Match, max_tokens: int) -> tuple[list[Vote], list[float]]:
-        """The votes up to the one at which the chain is cut, and the probabilities of those before it."""
-        most = max(0, min(max_tokens, int(self._config.alpha * match.length)))
-        followed: list[Vote] = []
-        probabilities: list[float] = []
-        reach = 1.0
-        for length, vote in enumerate(itertools.islice(self._indexes[source].follow(match.places), most), match.length):
-            followed.append(vote)
-            probability = self._probability(source, length, vote)
-            reach *= probability
-            if reach < self._config.min_reach:
-                break
-            probabilities.append(probability)
-        return followed, probabilities
-
-    def _best_match(self, context: Sequence[int]) -> tuple[Source, Match]:
-        """The match whose next token is most likely to be accepted."""
-        best, best_probability = (Source.OWN, Match(0, [])), 0.0
-        for source, index in self._indexes.items():
-            match = index.match(context)
-            for vote in itertools.islice(index.follow(match.places), 1):
-                probability = self._probability(source, match.length, vote)
-                if probability > best_probability:
-                    best, best_probability = (source, match), probability
-        return best
-
-    def _probability(self, source: Source, length: int, vote: Vote) -> float:
-        """Of a proposal at effective match length `length` to be accepted, if those before it in its chain are."""
-        return self._calibration.probability(None, self._usual_probability(source, length, vote))
-
-    def _usual_probability(self, source: Source, length: int, vote: Vote) -> float:
-        """The same in any of the tenant's requests."""
-        return self._tenant.calibration.probability(_kind(source, length), _frequency(vote, length))
-
-    def _judge(self, committed: Sequence[int]) -> None:
-        source, match_length = self._guess_of
-        for length, (vote, token) in enumerate(zip(self._guess, committed, strict=False), match_length):
-            accepted = vote.token == token
-            self._calibration.add(None, self._usual_probability(source, length, vote), accepted=accepted)
-            self._tenant.calibration.add(_kind(source, length), _frequency(vote, length), accepted=accepted)
-            if not accepted:
-                break
-        self._guess = []
-
-
-def _kind(source: Source, length: int) -> tuple[Source, int]:
-    """Proposals that are calibrated together: of one source, at matches of about one length."""
-    return source, length.bit_length()
-
-
-def _frequency(vote: Vote, length: int) -> float:
-    """n / (N + 3.5 / L)."""
-    return vote.agreeing / (vote.total + _DOUBT / length)
 
 
 def _index(config: SuffixConfig, window: int) -> SuffixIndex:

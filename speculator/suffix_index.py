@@ -14,7 +14,7 @@ the dictionaries; and it costs nothing that only the newest few places are looke
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 NEW_TEXT = -1
@@ -32,11 +32,12 @@ class Match(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """`agreeing` of the `total` places that agree with everything before say that `token` comes next."""
+    """`agreeing` of the `total` places that agree with everything before say that `token` comes next, at `places`."""
 
     token: int
     agreeing: int
     total: int
+    places: list[int]
 
 
 class SuffixIndex:
@@ -99,17 +100,23 @@ class SuffixIndex:
         places = self._chain(self._ones.get(context[-1], -1), self._older_one, needs_before=False)
         return Match(1 if places else 0, places)
 
-    def follow(self, places: Sequence[int]) -> Iterator[Vote]:
-        """Next tokens, one after the other: each the most frequent one after the places that agree so far.
-
-        Of equally frequent tokens the one that was seen last is taken.
+    def votes(self, places: Sequence[int]) -> list[Vote]:
+        """What comes next after these places, the most frequent token first; of equally frequent ones that which was
+        seen last.
         """
         after, token, capacity = self._after, self._token, self._capacity
-        while following := [q for p in places if (q := after[p % capacity]) >= 0]:
-            heard = [token[q % capacity] for q in following]
-            best = heard[0] if len(heard) == 1 else max(heard, key=heard.count)
-            yield Vote(best, heard.count(best), len(heard))
-            places = [q for q, next_token in zip(following, heard, strict=True) if next_token == best]
+        following = [q for p in places if (q := after[p % capacity]) >= 0]
+        heard = [token[q % capacity] for q in following]
+        total = len(heard)
+        if heard and heard.count(heard[0]) == total:
+            return [Vote(heard[0], total, total, following)]
+        found: dict[int, list[int]] = {}
+        for place, next_token in zip(following, heard, strict=True):
+            found.setdefault(next_token, []).append(place)
+        return [
+            Vote(next_token, len(agreeing), total, agreeing)
+            for next_token, agreeing in sorted(found.items(), key=lambda item: -len(item[1]))
+        ]
 
     def _grow(self) -> None:
         """Room for more tokens, up to the whole ring: a short text takes little."""

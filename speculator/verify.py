@@ -1,4 +1,4 @@
-"""Lossless verification of drafted chains: which token the target emits, and how many proposals that accepts.
+"""Lossless verification: which token the target emits. A proposal is accepted when it is that token.
 
 Every position of every request owns one vector of Gumbel noise, keyed by (seed, position). The target emits
 argmax(log p + noise), which has exactly the served distribution p (Gumbel-max). The draft proposes argmax(log q +
@@ -13,8 +13,6 @@ Shape letters: P proposals, V target vocabulary.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -89,11 +87,3 @@ def emit(logits_V: Tensor, params: SamplingParams, uniform_V: np.ndarray) -> int
     candidates = np.flatnonzero(~(served_V < float(served_V[likeliest] + noise - most - 0.01)))
     sums = served_V[candidates] + gumbel(uniform_V[candidates]).astype(served_V.dtype)
     return int(candidates[sums.argmax()])
-
-
-def count_accepted(proposals: Sequence[int], emitted: Sequence[int]) -> int:
-    """How many leading proposals [P] are the tokens that the target emitted [P + 1] at their positions."""
-    accepted = 0
-    while accepted < len(proposals) and proposals[accepted] == emitted[accepted]:
-        accepted += 1
-    return accepted

@@ -127,8 +127,9 @@ ACCEPTANCE = Row(
         Panel(
             title="Acceptance by position",
             description=(
-                "Accepted over verified proposals, by who proposed (the draft head, or a suffix of earlier text) and "
-                "by position in the chain. Position 2 is only reached where 1 was accepted."
+                "Accepted over verified positions, by who proposed (the draft head, or suffixes of earlier text) and "
+                "by position: how many proposals deep. Where several proposals stand beside each other, one of them "
+                "is enough. Position 2 is only reached where 1 was accepted."
             ),
             unit="percentunit",
             queries=(Query("slipstream:acceptance_by_position:ratio_rate5m", "{{source}}, position {{position}}"),),

@@ -78,7 +78,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Proposals of one source at one place of the chain, 1 is the first."""
+    """Verifications with proposals of one source that were so many proposals deep, 1 is the first."""
 
     source: str
     position: int

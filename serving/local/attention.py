@@ -8,12 +8,17 @@ T new tokens, P = H / G query heads of one key head, R = T × P.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Parents = Sequence[int] | None
+"""Of the new tokens of a slot, where they are a tree: of each the place in the window of the one that it follows, which
+lies before it; −1 for the first. None where each follows the one before it.
+"""
 
 _PADDING_OF_A_CALL = 64
 """Keys of a slot that take as long as a call of attention of its own."""
@@ -36,10 +41,10 @@ class KVSlots:
         self._lines = [layer.view(-1, head_dim) for layer in self._storage]
         self._first_lines = torch.arange(2 * num_heads, device=like.device) * length  # of the heads of slot 0
 
-    def lines(self, slots_B: Tensor, positions_BT: Tensor) -> Tensor:
+    def lines(self, slots_B: Tensor, places_BT: Tensor) -> Tensor:
         """Where `write` puts the heads of new tokens: indices [B · T · 2G] into a layer's lines of h numbers."""
         starts_B = slots_B * (self._storage.shape[2] * self._storage.shape[3])
-        return ((positions_BT + starts_B[:, None])[:, :, None] + self._first_lines).flatten()
+        return ((places_BT + starts_B[:, None])[:, :, None] + self._first_lines).flatten()
 
     def write(self, layer: int, lines: Tensor, kv_MNh: Tensor) -> None:
         """Store keys and values of M = B · T tokens, N = 2G heads each, in one operation whatever the positions are."""
@@ -54,6 +59,13 @@ class KVSlots:
         """Copy the first `length` positions of one slot over another."""
         self._storage[:, destination, :, :length] = self._storage[:, source, :, :length]
 
+    def keep_path(self, slot: int, start: int, path: Sequence[int]) -> None:
+        """Bring the tokens of a path one behind the other: by their places in a window that began at `start`."""
+        heads = self._storage[:, slot]
+        for to, place in enumerate(path, start):
+            if (source := start + place) != to:
+                heads[:, :, to] = heads[:, :, source]
+
 
 class _Call(NamedTuple):
     """One call of attention: what it reads by layer, and its mask."""
@@ -63,18 +75,31 @@ class _Call(NamedTuple):
 
 
 class SlotWindow:
-    """Where one forward pass reads and writes: slots [first, first + B), T new positions from `starts` [B] on."""
+    """Where one forward pass reads and writes: slots [first, first + B), T new places from `starts` [B] on.
 
-    def __init__(self, first: int, starts: list[int], num_new: int, like: Tensor) -> None:
+    A token's position is its place, but in a tree: there it is as far behind the root as its path is long.
+    """
+
+    def __init__(
+        self, first: int, starts: list[int], num_new: int, like: Tensor, parents: Sequence[Parents] | None = None
+    ) -> None:
         device = like.device
         self.batch, self.first, self.starts = len(starts), first, starts
+        self.parents = [None] * self.batch if parents is None else parents
         self._slots = slice(first, first + self.batch)
         self._lengths = [start + num_new for start in starts]
         self._length = max(self._lengths)
         # Keys that a short context is padded with cost as much as its own; a call costs as much as some of them.
         num_padding = self.batch * self._length - sum(self._lengths)
         self._one_by_one = device.type == "cpu" and num_padding > _PADDING_OF_A_CALL * self.batch
-        self.positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(num_new, device=device)
+        starts_B1 = torch.tensor(starts, device=device)[:, None]
+        self._places_BT = starts_B1 + torch.arange(num_new, device=device)
+        self.positions_BT = self._places_BT
+        self._followed_BTT: Tensor | None = None
+        """Which of the new tokens each follows, or is, where there is a tree."""
+        if any(of_row is not None for of_row in self.parents):
+            self._followed_BTT = torch.stack([_followed(of_row, num_new) for of_row in self.parents]).to(device)
+            self.positions_BT = starts_B1 + self._followed_BTT.sum(-1) - 1
         self._like = like
         # One new token that follows everything in the window sees all of it.
         self._masked = num_new > 1 or (min(starts) < max(starts) and not self._one_by_one)
@@ -101,7 +126,7 @@ class SlotWindow:
         """
         if self._lines is None:
             slots_B = torch.arange(self._slots.start, self._slots.stop, device=kv_MNh.device)
-            self._lines = cache.lines(slots_B, self.positions_BT)
+            self._lines = cache.lines(slots_B, self._places_BT)
             self._calls = list(self._plan_calls(cache, q_BRGh.shape[1]))
         cache.write(layer, self._lines, kv_MNh)
         q_BGRh = q_BRGh.transpose(1, 2)
@@ -121,10 +146,25 @@ class SlotWindow:
             yield _Call(read, None if mask is None else mask[row : row + 1, ..., :length])
 
     def _mask(self, num_rows: int) -> Tensor:
-        rows_BR = self.positions_BT.repeat_interleave(num_rows // self.positions_BT.shape[1], 1)
-        hidden_BRL = torch.arange(self._length, device=rows_BR.device) > rows_BR[:, :, None]
-        mask_BRL = torch.zeros(hidden_BRL.shape, dtype=self._like.dtype, device=rows_BR.device)
+        places_BT = self._places_BT
+        hidden_BTL = torch.arange(self._length, device=places_BT.device) > places_BT[:, :, None]
+        if self._followed_BTT is not None:
+            for hidden_TL, followed_TT, start in zip(hidden_BTL, self._followed_BTT, self.starts, strict=True):
+                hidden_TL[:, start : start + len(followed_TT)] = ~followed_TT
+        hidden_BRL = hidden_BTL.repeat_interleave(num_rows // places_BT.shape[1], 1)
+        mask_BRL = torch.zeros(hidden_BRL.shape, dtype=self._like.dtype, device=places_BT.device)
         return mask_BRL.masked_fill_(hidden_BRL, float("-inf"))[:, None]
+
+
+def _followed(parents: Parents, num_new: int) -> Tensor:
+    """Which of T new tokens each follows, or is: bool [T, T]."""
+    if parents is None:
+        return torch.ones(num_new, num_new, dtype=torch.bool).tril_()
+    followed = torch.eye(num_new, dtype=torch.bool)
+    for place, parent in enumerate(parents):
+        if parent >= 0:
+            followed[place] |= followed[parent]
+    return followed
 
 
 def _attended(q_BGRh: Tensor, call: _Call, layer: int, scale: float | None) -> Tensor:

@@ -116,18 +116,19 @@ def build_trace(
 
 def _rounds(generation: Generation) -> VerifyRounds:
     rounds = generation.rounds
-    width = max((len(round_.draft_tokens) for round_ in rounds), default=0)
+    width = max((len(round_.tree.tokens) for round_ in rounds), default=0)
     tokens = np.full((len(rounds), width), -1, np.int32)
     logprobs = np.zeros((len(rounds), width), np.float16)
+    parents = np.tile(np.arange(-1, width - 1, dtype=np.int8), (len(rounds), 1))
     for row, round_ in enumerate(rounds):
-        tokens[row, : len(round_.draft_tokens)] = round_.draft_tokens
-        logprobs[row, : len(round_.draft_logprobs)] = round_.draft_logprobs
-    chain = np.arange(-1, width - 1, dtype=np.int8)
+        tree, size = round_.tree, len(round_.tree.tokens)
+        tokens[row, :size], parents[row, :size] = tree.tokens, tree.parents
+        logprobs[row, :size] = np.log(np.maximum(tree.probabilities, 1e-30))
     return VerifyRounds(
         position=np.array([round_.position for round_ in rounds], np.int32),
         draft_tokens=tokens,
         draft_logprobs=logprobs,
-        draft_parents=np.broadcast_to(chain, tokens.shape).copy(),
+        draft_parents=parents,
         num_accepted=np.array([round_.num_accepted for round_ in rounds], np.int8),
         draft_version=np.array([round_.draft_version for round_ in rounds], np.int32),
     )

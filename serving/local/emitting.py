@@ -1,37 +1,32 @@
 """What the target emits, from its logits.
 
-Shape letters: P proposals, V vocabulary.
+Shape letters: P positions, T rows of a request, V vocabulary.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from serving.local.generation import Generation
 from serving.local.noise import shared_draws
-from speculator.verify import count_accepted, emit, served_logprobs
+from speculator.tree import DraftTree
+from speculator.verify import emit, served_logprobs
 
 
 def emitted_after(
-    generation: Generation, logits_PV: Tensor, likeliest_P: list[int], proposed: Sequence[int] = ()
-) -> list[int]:
-    """What the target emits after the last P tokens fed to it, up to the first that was not `proposed`.
+    generation: Generation, logits_TV: Tensor, likeliest_T: list[int], tree: DraftTree
+) -> tuple[list[int], list[int]]:
+    """What the target emits after the newest token and the proposals that it accepts, from the logits of their rows:
+    as `DraftTree.walk` has it, the tokens and the nodes that proposed all but the last.
 
     A sampled row costs a vector of noise: none is sampled that is not committed.
     """
     sampling, seed = generation.source.sampling, generation.source.seed
     if sampling.temperature == 0:
-        return likeliest_P[: count_accepted(proposed, likeliest_P) + 1]
-    length, size = len(generation.tokens), logits_PV.shape[-1]
-    emitted: list[int] = []
-    for row, wanted in enumerate([*proposed, None]):
-        emitted.append(emit(logits_PV[row], sampling, shared_draws(seed, length + row, size)))
-        if emitted[-1] != wanted:
-            break
-    return emitted
+        return tree.walk(lambda row, _: likeliest_T[row])
+    length, size = len(generation.tokens), logits_TV.shape[-1]
+    return tree.walk(lambda row, depth: emit(logits_TV[row], sampling, shared_draws(seed, length + depth, size)))
 
 
 def logprobs_of(generation: Generation, logits_PV: Tensor, tokens: list[int]) -> list[float]:

@@ -23,6 +23,7 @@ from serving.local.text import AnswerText
 from speculator.clock import now_ms
 from speculator.spans import Parent
 from speculator.suffix import SuffixRequest
+from speculator.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class RoundRecord:
     """One verification: proposals made when `position` held the newest committed token."""
 
     position: int
-    draft_tokens: list[int]
-    draft_logprobs: list[float]
+    tree: DraftTree
     num_accepted: int
     draft_version: int
     """`speculator.trace.NO_DRAFT` for proposals from a suffix."""

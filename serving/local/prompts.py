@@ -15,6 +15,7 @@ from serving.local.generation import Generation, TopK
 from serving.local.proposer import Planner
 from serving.local.ranking import Ranking
 from serving.local.reading import DraftReader
+from speculator.tree import NO_PROPOSALS
 
 
 @dataclass(frozen=True)
@@ -77,5 +78,5 @@ class PromptReader:
             self._label(generation.topk[-1], hidden_Td[first_kept - start :])
         if logits_V is not None:
             logits_1V = logits_V[None]
-            first = emitted_after(generation, logits_1V, self._ranking.likeliest(logits_1V))
+            first, _ = emitted_after(generation, logits_1V, self._ranking.likeliest(logits_1V), NO_PROPOSALS)
             generation.commit(first, 0, logprobs=logprobs_of(generation, logits_1V, first))

@@ -1,7 +1,7 @@
-"""Where a round's proposals come from: each request's suffix chain, or the learned head's, as the planner decides.
+"""Where a round's proposals come from: a request's suffix tree, or the learned head's chain, as the planner decides.
 
-Of a request's two chains the one that is expected to earn more is verified. The chains of a round are cut where one
-more token of all of them together costs more than it earns.
+Of the two the one that is expected to earn more is verified. All are cut where one more token of each costs more than
+these earn together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serving.local.generation import Generation
 from serving.local.reading import DraftReader
 from speculator.earnings import HeadVerdict
 from speculator.planner import Plan
-from speculator.suffix import SuffixProposal
+from speculator.tree import NO_PROPOSALS, DraftTree
 
 
 class Planner(Protocol):
@@ -53,13 +53,11 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Chain:
-    """What one request proposes, by whom, and the proposer's own probability of each token."""
+class Proposal:
+    """What one request proposes, as far as it is verified, and whether it is a suffix's or the head's."""
 
-    tokens: tuple[int, ...] = ()
-    probabilities: tuple[float, ...] = ()
-    suffix: SuffixProposal | None = None
-    """Where it is a suffix chain, as far as it is verified; None for the head's."""
+    tree: DraftTree = NO_PROPOSALS
+    is_suffix: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,10 @@ class Look:
 
 @dataclass(frozen=True)
 class Proposals:
-    """The chains of a round, and what the head took: seconds, steps and pairs read; all 0 where it was not asked."""
+    """Those of a round, by request, and what the head took: seconds, steps and pairs read; 0 where it was not asked."""
 
     plan: Plan
-    chains: tuple[Chain, ...]
+    by_request: tuple[Proposal, ...]
     look: Look | None = None
     num_steps: int = 0
     num_pairs: int = 0
@@ -88,12 +86,13 @@ class Proposals:
 
     @property
     def width(self) -> int:
-        return max(len(chain.tokens) for chain in self.chains)
+        """Of the request with the most."""
+        return max(len(proposal.tree.tokens) for proposal in self.by_request)
 
     @property
     def from_head(self) -> tuple[bool, ...]:
         """Which requests the head was asked for, whether or not it had anything worth verifying."""
-        return tuple(self.plan.uses_head and chain.suffix is None for chain in self.chains)
+        return tuple(self.plan.uses_head and not proposal.is_suffix for proposal in self.by_request)
 
 
 class Proposer:
@@ -103,7 +102,7 @@ class Proposer:
         self._draft, self._reader, self._planner, self._suffix_depth = draft, reader, planner, suffix_depth
 
     def propose(self, generations: Sequence[Generation], *, head_depth: int) -> Proposals:
-        """Chains for the requests in slots 0…B−1; `head_depth` is the most tokens of the head's."""
+        """For the requests in slots 0…B−1; `head_depth` is the most tokens of the head's chains."""
         suffixes = [self._suffix(generation) for generation in generations]
         reaches = [suffix.reaches for suffix in suffixes]
         num_keys = sum(len(generation.tokens) for generation in generations)
@@ -112,8 +111,8 @@ class Proposer:
         plan = self._planner.plan(domains, num_keys, reaches, head_depth=head_depth, unread=unread)
         if plan.uses_head:
             return self._with_head(plan, generations, suffixes, reaches, head_depth)
-        chains = tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes)
-        return Proposals(plan, chains) if plan.look is None else self._with_look(plan, chains, plan.look, generations)
+        cut = tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes)
+        return Proposals(plan, cut) if plan.look is None else self._with_look(plan, cut, plan.look, generations)
 
     def observe(
         self,
@@ -126,7 +125,7 @@ class Proposer:
         look_was_right: bool,
     ) -> None:
         """What the round took apart from drafting, if it says anything of other rounds, what verification accepted of
-        each chain and what that saved, and whether the target emitted the look's token.
+        each proposal and what that saved, and whether the target emitted the look's token.
         """
         self._planner.observe(
             proposals.plan,
@@ -137,11 +136,11 @@ class Proposer:
             verify_s=verify_s,
         )
         verdicts = []
-        rows = zip(generations, proposals.chains, proposals.from_head, accepted, rounds_saved, strict=True)
-        for generation, chain, is_from_head, count, saved in rows:
+        rows = zip(generations, proposals.by_request, proposals.from_head, accepted, rounds_saved, strict=True)
+        for generation, proposal, is_from_head, count, saved in rows:
             if is_from_head:
                 domain = generation.request.policy.domain
-                verdicts.append(HeadVerdict(domain, chain.probabilities, count, rounds_saved=saved))
+                verdicts.append(HeadVerdict(domain, proposal.tree.probabilities, count, rounds_saved=saved))
         if (look := proposals.look) is not None:
             domain = generations[look.row].request.policy.domain
             verdicts.append(
@@ -155,14 +154,14 @@ class Proposer:
             return float(len(tokens))
         return generation.suffix.rounds_saved(tokens, self._suffix_depth)
 
-    def _suffix(self, generation: Generation) -> SuffixProposal:
+    def _suffix(self, generation: Generation) -> DraftTree:
         if generation.suffix is None:
-            return SuffixProposal()
+            return NO_PROPOSALS
         # The last token of an answer is the target's own in any case.
-        return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))
+        return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1)).tree
 
     def _with_look(
-        self, plan: Plan, chains: tuple[Chain, ...], row: int, generations: Sequence[Generation]
+        self, plan: Plan, suffixes: tuple[Proposal, ...], row: int, generations: Sequence[Generation]
     ) -> Proposals:
         started_s = time.perf_counter()
         generation = generations[row]
@@ -176,13 +175,13 @@ class Proposer:
         reach = len(generations) * self._planner.head_probability(0, probability)
         is_worth_it = self._planner.is_worth_verifying(plan, 0, reach)
         look = Look(row, token, probability, is_worth_it, self.rounds_saved(generation, (token,)))
-        return Proposals(plan, chains, look, 1, num_pairs, time.perf_counter() - started_s)
+        return Proposals(plan, suffixes, look, 1, num_pairs, time.perf_counter() - started_s)
 
     def _with_head(
         self,
         plan: Plan,
         generations: Sequence[Generation],
-        suffixes: Sequence[SuffixProposal],
+        suffixes: Sequence[DraftTree],
         reaches: Sequence[Sequence[float]],
         head_depth: int,
     ) -> Proposals:
@@ -190,18 +189,18 @@ class Proposer:
         kept, num_steps, num_pairs = self._head_steps(plan, generations, reaches, head_depth)
         seconds = time.perf_counter() - started_s
         width = len(kept)
-        # Where only suffix chains go on, they go on as long as they pay.
+        # Where only suffix trees go on, they go on as long as they pay.
         while (total := _total(reaches, plan.from_suffix, width)) > 0 and self._planner.is_worth_verifying(
             plan, width, 0.0, total
         ):
             width += 1
-        chains = [
+        by_request = [
             _cut(suffix, width)
             if is_suffix
-            else Chain(tuple(ids[row] for ids, _ in kept), tuple(math.exp(scores[row]) for _, scores in kept))
+            else Proposal(DraftTree.chain([ids[row] for ids, _ in kept], [math.exp(scores[row]) for _, scores in kept]))
             for row, (suffix, is_suffix) in enumerate(zip(suffixes, plan.from_suffix, strict=True))
         ]
-        return Proposals(plan, tuple(chains), None, num_steps, num_pairs, seconds)
+        return Proposals(plan, tuple(by_request), None, num_steps, num_pairs, seconds)
 
     def _head_steps(
         self, plan: Plan, generations: Sequence[Generation], reaches: Sequence[Sequence[float]], head_depth: int
@@ -231,10 +230,9 @@ class Proposer:
 
 
 def _total(reaches: Sequence[Sequence[float]], chosen: Sequence[bool], step: int) -> float:
-    """How many of the chosen suffix chains are expected to be accepted at this step."""
+    """How often the next proposals of the chosen suffix trees, after so many, are expected to be accepted."""
     return sum(reach[step] for reach, is_chosen in zip(reaches, chosen, strict=True) if is_chosen and step < len(reach))
 
 
-def _cut(suffix: SuffixProposal, num_tokens: int) -> Chain:
-    suffix = suffix.first(num_tokens)
-    return Chain(suffix.tokens, suffix.probabilities, suffix)
+def _cut(suffix: DraftTree, num_nodes: int) -> Proposal:
+    return Proposal(suffix.first(num_nodes).depth_first(), is_suffix=True)

@@ -5,10 +5,10 @@ Shape letters: B batch, T tokens of a request, M of all, d hidden size, V vocabu
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from serving.local.draft import ServingDraft
 from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, RoundRecord, TopK
 from serving.local.prompts import Piece, PromptReader
-from serving.local.proposer import Chain, Planner, Proposals, Proposer
+from serving.local.proposer import Planner, Proposal, Proposals, Proposer
 from serving.local.reading import DraftReader
 from serving.local.target import Target
 from speculator.planner import Plan
 from speculator.trace import NO_DRAFT
+from speculator.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class LookReport:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round cost and earned. `accepted` and `earned`, the committed tokens, are per request, and so is
-    `from_head`: whether the learned draft was asked, which may have found no proposal worth verifying.
+    """What one round cost and earned. Per request are `accepted`, `earned`, the committed tokens, `proposed`, `depths`
+    of these trees, and `from_head`: whether the learned draft was asked, which may have found none worth verifying.
 
     `drafted` is false for rounds that were told to decode plainly. Where a round `read_prompt`, its pass computed a
     piece of a prompt, too, and what it took says nothing of other rounds.
@@ -53,6 +54,7 @@ class RoundReport:
     accepted: tuple[int, ...]
     earned: tuple[int, ...]
     proposed: tuple[int, ...]
+    depths: tuple[int, ...]
     from_head: tuple[bool, ...]
     look: LookReport | None
     plan: Plan
@@ -117,7 +119,7 @@ class RoundRunner:
         if depth == 0:
             num_keys = sum(len(generation.tokens) for generation in generations)
             plan = Plan(batch=len(generations), num_keys=num_keys)
-            proposals = Proposals(plan, (Chain(),) * len(generations))
+            proposals = Proposals(plan, (Proposal(),) * len(generations))
         else:
             proposals = self._proposer.propose(generations, head_depth=depth)
         lengths = [len(generation.tokens) for generation in generations]
@@ -138,7 +140,8 @@ class RoundRunner:
             seconds=seconds,
             accepted=tuple(accepted),
             earned=tuple(len(one.tokens) - length for one, length in zip(generations, lengths, strict=True)),
-            proposed=tuple(len(chain.tokens) for chain in proposals.chains),
+            proposed=tuple(len(proposal.tree.tokens) for proposal in proposals.by_request),
+            depths=tuple(proposal.tree.depth for proposal in proposals.by_request),
             from_head=proposals.from_head,
             look=look,
             plan=proposals.plan,
@@ -147,38 +150,28 @@ class RoundRunner:
     def _verify(
         self, generations: Sequence[Generation], proposals: Proposals, piece: Piece | None, *, drafting: bool
     ) -> tuple[list[int], list[float], int]:
-        """Feed the pending tokens and the chains, and commit: by request the accepted proposals and the rounds that
-        those of the head saved; and tokens computed.
+        """Feed the pending tokens and the proposals, and commit: by request the accepted ones and the rounds that those
+        of the head saved; and tokens computed.
         """
-        rows = [
-            [generation.tokens[-1], *chain.tokens]
-            for generation, chain in zip(generations, proposals.chains, strict=True)
+        windows = [
+            _Window(len(generation.tokens) - 1, [generation.tokens[-1], *proposal.tree.tokens], _parents(proposal.tree))
+            for generation, proposal in zip(generations, proposals.by_request, strict=True)
         ]
-        starts = [len(generation.tokens) - 1 for generation in generations]
         if not self._target.takes_windows:
-            # Chains are padded to the longest.
-            rows = [[*row, *[0] * (1 + proposals.width - len(row))] for row in rows]
-        aux_Mw, logits_MV, read = self._pass(rows, starts, piece)
+            windows = [window.padded(1 + proposals.width) for window in windows]
+        aux_Mw, logits_MV, read = self._pass(windows, piece)
         likeliest_M = self._target.ranking.likeliest(logits_MV)
         accepted: list[int] = []
         saved: list[float] = []
         end = 0
-        for slot, (generation, chain) in enumerate(zip(generations, proposals.chains, strict=True)):
-            start, first, end = starts[slot], end, end + len(rows[slot])
-            self._reader.keep(slot, start, aux_Mw[first:end])
-            logits_TV = logits_MV[first:end]
-            taken = emitted_after(generation, logits_TV, likeliest_M[first:end], chain.tokens)
-            count = len(taken) - 1
-            if generation.capture:
-                top = self._target.ranking.top(logits_TV[: count + 1], self._capture_topk)
-                generation.topk.append(TopK(start, *top))
-            if chain.tokens:
-                generation.rounds.append(self._record(chain, start, count))
-            is_from_head = count > 0 and chain.suffix is None
-            saved.append(self._proposer.rounds_saved(generation, taken[:count]) if is_from_head else 0.0)
-            logprobs = logprobs_of(generation, logits_TV[: count + 1], taken)
-            generation.commit(taken, count, "head" if chain.suffix is None else "suffix", logprobs=logprobs)
-            accepted.append(count)
+        by_request = zip(generations, proposals.by_request, windows, strict=True)
+        for slot, (generation, proposal, window) in enumerate(by_request):
+            rows = slice(end, end := end + len(window.tokens))
+            emitted, path = emitted_after(generation, logits_MV[rows], likeliest_M[rows], proposal.tree)
+            is_from_head = bool(path) and not proposal.is_suffix
+            saved.append(self._proposer.rounds_saved(generation, emitted[:-1]) if is_from_head else 0.0)
+            self._commit(slot, generation, proposal, emitted, path, aux_Mw[rows], logits_MV[rows])
+            accepted.append(len(path))
         self._send()
         # Behind the tokens that others wait for.
         if piece is not None and read is not None:
@@ -186,22 +179,52 @@ class RoundRunner:
             self._send()
         return accepted, saved, len(likeliest_M)
 
+    def _commit(
+        self,
+        slot: int,
+        generation: Generation,
+        proposal: Proposal,
+        emitted: list[int],
+        path: list[int],
+        aux_Tw: Tensor,
+        logits_TV: Tensor,
+    ) -> None:
+        """Keep what the rows of the newest token and of an accepted path hold, and deliver what the target emitted."""
+        start, rows = len(generation.tokens) - 1, [0, *(node + 1 for node in path)]
+        kept: slice | list[int] = rows
+        if rows[-1] == len(path):
+            kept = slice(len(rows))  # they are the first ones: no copy
+        else:
+            self._target.cache.keep_path(slot, start, rows)
+        self._reader.keep(slot, start, aux_Tw[kept])
+        logits_PV = logits_TV[kept]
+        if generation.capture:
+            generation.topk.append(TopK(start, *self._target.ranking.top(logits_PV, self._capture_topk)))
+        if proposal.tree.tokens:
+            version = NO_DRAFT if proposal.is_suffix else self._draft.version
+            generation.rounds.append(RoundRecord(start, proposal.tree, len(path), version))
+        logprobs = logprobs_of(generation, logits_PV, emitted)
+        generation.commit(emitted, len(path), "suffix" if proposal.is_suffix else "head", logprobs=logprobs)
+
     def _pass(
-        self, rows: list[list[int]], starts: list[int], piece: Piece | None
+        self, windows: Sequence[_Window], piece: Piece | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
         """Features [M, 3d] and logits [M, V] of the requests' M tokens, and what `PromptReader.take` wants of a piece
         that the same pass computes.
         """
+        starts, rows, parents = (list(part) for part in zip(*windows, strict=True))
         if not self._target.takes_windows:
             assert piece is None
             tokens_BT = torch.tensor(rows, device=self._target.device)
-            hidden_BTd, aux_BTw = self._target.forward(tokens_BT, first_slot=0, starts=starts)
+            hidden_BTd, aux_BTw = self._target.forward(tokens_BT, first_slot=0, starts=starts, parents=parents)
             return aux_BTw.flatten(0, 1), self._target.logits(hidden_BTd.flatten(0, 1)), None
         if piece is None:
-            hidden_Md, aux_Mw = self._target.forward_windows(rows, starts=starts)
+            hidden_Md, aux_Mw = self._target.forward_windows(rows, starts=starts, parents=parents)
             return aux_Mw, self._target.logits(hidden_Md), None
         assert piece.slot == len(rows)
-        hidden_Md, aux_Mw = self._target.forward_windows([*rows, piece.tokens], starts=[*starts, piece.start])
+        hidden_Md, aux_Mw = self._target.forward_windows(
+            [*rows, piece.tokens], starts=[*starts, piece.start], parents=[*parents, None]
+        )
         num_verified = len(hidden_Md) - len(piece.tokens)
         verified_Md = hidden_Md[:num_verified]
         # One product for all: it reads a large matrix.
@@ -214,7 +237,21 @@ class RoundRunner:
             (hidden_Md[num_verified:], aux_Mw[num_verified:], first_V),
         )
 
-    def _record(self, chain: Chain, position: int, num_accepted: int) -> RoundRecord:
-        version = self._draft.version if chain.suffix is None else NO_DRAFT
-        logprobs = [math.log(max(probability, 1e-30)) for probability in chain.probabilities]
-        return RoundRecord(position, list(chain.tokens), logprobs, num_accepted, version)
+
+class _Window(NamedTuple):
+    """What a round feeds of one request: the newest token, at position `start`, and the proposals behind it."""
+
+    start: int
+    tokens: list[int]
+    parents: list[int] | None
+
+    def padded(self, num_tokens: int) -> _Window:
+        """With as many tokens as others have, for passes over a rectangle."""
+        more = range(len(self.tokens), num_tokens)
+        parents = None if self.parents is None else [*self.parents, *(place - 1 for place in more)]
+        return _Window(self.start, [*self.tokens, *[0] * len(more)], parents)
+
+
+def _parents(tree: DraftTree) -> list[int] | None:
+    """By row of the window, where there is more than a chain."""
+    return None if tree.is_chain else [-1, *(parent + 1 for parent in tree.parents)]

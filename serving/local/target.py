@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from serving.local.attention import KVSlots, SlotWindow
+from serving.local.attention import KVSlots, Parents, SlotWindow
 from serving.local.compiled import find_compiler
 from serving.local.decoder import Decoder, RMSNorm, fuse, fusible
 from serving.local.int8 import is_exact
@@ -176,12 +176,15 @@ class Target:
     def device(self) -> torch.device:
         return self.embed.device
 
-    def forward(self, tokens_BT: Tensor, *, first_slot: int, starts: list[int]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BT: Tensor, *, first_slot: int, starts: list[int], parents: Sequence[Parents] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Process new tokens [B, T] of slots first_slot… whose caches hold `starts` [B] positions.
 
+        `parents` are of rows whose tokens are a tree: of a path that is to stay `cache.keep_path` has to be told.
         Returns the final hidden states [B, T, d] (ready for `logits`) and the features [B, T, 3d].
         """
-        window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed)
+        window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed, parents)
         return self._run(tokens_BT, window, self.cache)
 
     @property
@@ -189,11 +192,13 @@ class Target:
         """Whether there is `forward_windows` for this model on this machine."""
         return isinstance(self._run, KernelDecoder)
 
-    def forward_windows(self, rows: Sequence[Sequence[int]], *, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def forward_windows(
+        self, rows: Sequence[Sequence[int]], *, starts: Sequence[int], parents: Sequence[Parents] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Like `forward` from slot 0 on, for rows of different length: [M, d] and [M, 3d] of their M tokens."""
         assert isinstance(self._run, KernelDecoder)
         assert isinstance(self.cache, PanelSlots)
-        return self._run.windows(rows, starts, self.cache)
+        return self._run.windows(rows, starts, parents or [None] * len(rows), self.cache)
 
     def weights(self) -> Iterator[Tensor]:
         """What the passes read, packed layers as they lie in memory, always in the same order."""

@@ -45,6 +45,7 @@ class RoundTeller:
             seconds=report.seconds,
             committed=report.committed,
             proposed=report.proposed,
+            depths=report.depths,
             accepted=report.accepted,
             from_head=report.from_head,
             look=None if report.look is None else report.look.is_right,
@@ -110,7 +111,7 @@ def _watched(round_: Round) -> WatchedRound:
 
 
 def _has_others(report: RoundReport) -> bool:
-    """Whether a suffix chain was verified beside the head's: then the round is no measure of the head."""
+    """Whether a suffix's proposals were verified beside the head's: then the round is no measure of the head."""
     return any(num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True))
 
 

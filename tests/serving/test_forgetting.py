@@ -100,7 +100,7 @@ def test_each_order_is_carried_out_once_and_redis_may_be_away() -> None:
 
 
 def proposals(drafter: SuffixDrafter, tenant: str) -> tuple[int, ...]:
-    return drafter.start([1, 2, 3], tenant=tenant).propose(4).tokens
+    return drafter.start([1, 2, 3], tenant=tenant).propose(4).tree.tokens
 
 
 def test_suffix_text_is_forgotten_by_tenant_and_by_age(monkeypatch: pytest.MonkeyPatch) -> None:

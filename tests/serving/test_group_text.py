@@ -33,6 +33,16 @@ GROUP = GroupKey("anna", "g")
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def followed(index: SuffixIndex, after: list[int]) -> list[int]:
+    """What comes behind these tokens."""
+    found: list[int] = []
+    votes = index.votes(index.match(after).places)
+    while votes:
+        found.append(votes[0].token)
+        votes = index.votes(votes[0].places)
+    return found
+
+
 @dataclass
 class Peer:
     """One engine's part, without the engine."""
@@ -46,7 +56,7 @@ class Peer:
     def takes(self, index: SuffixIndex, after: list[int]) -> list[int]:
         """What the index has once something has come, behind these tokens."""
         self.sharing.take()
-        return [vote.token for vote in index.follow(index.match(after).places)]
+        return followed(index, after)
 
     def sees(self, index: SuffixIndex, tokens: list[int]) -> bool:
         return self.takes(index, tokens[:2]) == tokens[2:]
@@ -151,7 +161,7 @@ def test_a_group_that_never_ends_remembers_so_many_texts_and_no_more(monkeypatch
         take(0, 2 + text, [51])
     assert [text for _, text in group.texts] == [8, 9, 0], "those that grew last"
     assert take(5, 2, [60, 61, 62]) == 3, "goes on, as a new text"
-    assert [vote.token for vote in index.follow(index.match([60]).places)] == [61, 62]
+    assert followed(index, [60]) == [61, 62]
     assert len(group.texts) == 3
 
 

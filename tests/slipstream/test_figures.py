@@ -24,10 +24,16 @@ def _run() -> DemoRun:
 
     def rounds(count: int, *, accepted: int, seconds: float) -> None:
         for _ in range(count):
-            one = {"proposed": (2,), "accepted": (accepted,), "from_head": (True,), "expected": (accepted + 1, seconds)}
+            one = {
+                "proposed": (3,),
+                "depths": (2,),
+                "accepted": (accepted,),
+                "from_head": (True,),
+                "expected": (accepted + 1, seconds),
+            }
             one |= {"committed": accepted + 1, "look": None}
             metrics.observe_round(batch=1, drafted=True, read_prompt=False, seconds=seconds, **one)
-        none = {"proposed": (0,), "accepted": (0,), "from_head": (False,), "expected": (0.0, 0.0)}
+        none = {"proposed": (0,), "depths": (0,), "accepted": (0,), "from_head": (False,), "expected": (0.0, 0.0)}
         none |= {"committed": 1, "look": None}
         metrics.observe_round(batch=1, drafted=False, read_prompt=False, seconds=0.02, **none)
         # Its token counts, what it took is in no ratio.

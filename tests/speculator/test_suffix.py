@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from speculator.calibration import Calibration
-from speculator.suffix import (
-    Source,
-    SuffixConfig,
-    SuffixDrafter,
-    SuffixProposal,
-    SuffixRequest,
-)
+from speculator.suffix import SuffixConfig, SuffixDrafter, SuffixRequest
 from speculator.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
+from speculator.suffix_tree import Kind, Rank, Source
+from speculator.tree import ROOT, DraftTree
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 APPENDS = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=25)
@@ -59,20 +54,17 @@ class SlowIndex:
         limit = min(self.max_match, len(context), len(text))
         return max((n for n in range(1, limit + 1) if list(context[-n:]) == list(text[-n:])), default=0)
 
-    def follow(self, places: Sequence[int], num_tokens: int) -> list[Vote]:
-        votes: list[Vote] = []
-        following = {
-            position: [token for p, token in entries if p > position] for position, entries in self._homes(places)
-        }
-        for step in range(num_tokens):
-            heard = [rest[step] for rest in following.values() if len(rest) > step]
-            if not heard:
-                break
-            # Counter keeps the order in which tokens were first seen, which is newest place first.
-            token, count = Counter(heard).most_common(1)[0]
-            votes.append(Vote(token, count, len(heard)))
-            following = {p: rest for p, rest in following.items() if len(rest) > step and rest[step] == token}
-        return votes
+    def votes(self, places: Sequence[int]) -> list[Vote]:
+        following = [
+            next(((p, token) for p, token in entries if p > position), None)
+            for position, entries in self._homes(places)
+        ]
+        heard = [found for found in following if found is not None]
+        # Counter keeps the order in which tokens were first seen, which is newest place first.
+        return [
+            Vote(token, count, len(heard), [place for place, other in heard if other == token])
+            for token, count in Counter(token for _, token in heard).most_common()
+        ]
 
     def _homes(self, places: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
         return [(p, next(entries for entries in self.texts.values() if p in dict(entries))) for p in places]
@@ -103,7 +95,11 @@ def test_the_index_finds_what_a_search_from_end_to_end_finds(
         slow.append(text, tokens)
         match = index.match(context)
         assert match == slow.match(context)
-        assert list(islice(index.follow(match.places), 4)) == slow.follow(match.places, 4)
+        places = match.places
+        for _ in range(4):
+            votes = index.votes(places)
+            assert votes == slow.votes(places)
+            places = [place for vote in votes[-1:] for place in vote.places]
     assert len(index) == min(slow.end, capacity)
 
 
@@ -120,8 +116,10 @@ def test_with_enough_places_the_match_is_the_longest_and_votes_count_every_occur
     assert len(context) == match.length or longer not in [text[:at][-len(longer) :] for at in range(1, len(text))]
     if ends:
         following = Counter(text[at] for at in ends)
-        vote = next(index.follow(match.places))
-        assert (vote.agreeing, vote.total) == (following.most_common(1)[0][1], len(ends))
+        votes = index.votes(match.places)
+        assert {vote.token: vote.agreeing for vote in votes} == following
+        assert [vote.agreeing for vote in votes] == sorted(following.values(), reverse=True)
+        assert {vote.total for vote in votes} == {len(ends)}
 
 
 def test_the_window_forgets_the_oldest_tokens_and_memory_stays() -> None:
@@ -161,19 +159,19 @@ def test_an_index_of_nothing_is_refused(name: str) -> None:
 SECRET = [501, 502, 503, 504, 505, 506, 507, 508]
 
 
-def ask(request: SuffixRequest, max_tokens: int = 8) -> SuffixProposal:
-    return request.propose(max_tokens)
+def ask(request: SuffixRequest, max_tokens: int = 8) -> DraftTree:
+    return request.propose(max_tokens).tree
 
 
 def test_a_request_proposes_from_its_prompt_and_its_own_answer() -> None:
     request = SuffixDrafter().start([1, 2, 3, 4, 5, 6], tenant="a")
     request.commit([9, 2, 3])
     assert ask(request).tokens[:3] == (4, 5, 6)
-    assert ask(request).source is Source.OWN
+    assert set(request.propose(8).sources) == {Source.OWN}
     request.commit([40, 41, 42, 43, 9, 2, 3])
-    proposal = ask(request)
+    proposal = request.propose(8)
     assert proposal.match_length == 3
-    assert proposal.tokens[0] == 40
+    assert proposal.tree.tokens[0] == 40
 
 
 def test_an_answer_of_the_tenant_serves_its_other_requests_while_it_is_still_written() -> None:
@@ -182,9 +180,9 @@ def test_an_answer_of_the_tenant_serves_its_other_requests_while_it_is_still_wri
     second = drafter.start([2], tenant="a")
     first.commit(SECRET)
     second.commit(SECRET[:4])
-    proposal = ask(second)
-    assert proposal.source is Source.TENANT
-    assert proposal.tokens == tuple(SECRET[4:])
+    proposal = second.propose(8)
+    assert proposal.sources == (Source.TENANT,) * 4
+    assert proposal.tree == DraftTree.chain(SECRET[4:], proposal.tree.probabilities)
 
 
 def test_what_it_saves_to_be_given_tokens_is_what_rounds_after_them_would_have_earned() -> None:
@@ -212,8 +210,10 @@ def test_of_equal_matches_the_group_is_taken_before_the_tenant() -> None:
     drafter.start([1], tenant="a", group_id="g").commit([*SECRET[:4], 8])
     member = drafter.start([1], tenant="a", group_id="g")
     member.commit(SECRET[:4])
-    assert ask(member).source is Source.GROUP
-    assert ask(member).tokens[0] == 8
+    proposal = member.propose(8)
+    assert proposal.tree.tokens == (8, 7)
+    assert proposal.tree.parents == (ROOT, ROOT)
+    assert proposal.sources == (Source.GROUP, Source.TENANT)
 
 
 @given(
@@ -261,7 +261,7 @@ def test_least_recently_used_tenants_and_groups_are_dropped() -> None:
     drafter.start([1], tenant="z", group_id="h").commit(SECRET)
     late = drafter.start([2], tenant="z", group_id="g")
     late.commit(SECRET[:4])
-    assert ask(late).source is Source.TENANT
+    assert set(late.propose(8).sources) == {Source.TENANT}
 
 
 # -- budgets and probabilities ----------------------------------------------------------------------------------------
@@ -278,9 +278,10 @@ def repeating(config: SuffixConfig, match: int) -> SuffixRequest:
     ("match", "alpha", "longest"), [(1, 2.0, 2), (3, 2.0, 6), (3, 1.0, 3), (3, 4.0, 12), (12, 2.0, 16)]
 )
 def test_a_chain_is_at_most_alpha_times_its_match(match: int, alpha: float, longest: int) -> None:
-    proposal = ask(repeating(SuffixConfig(alpha=alpha, min_reach=0.0), match), max_tokens=16)
+    proposal = repeating(SuffixConfig(alpha=alpha, min_reach=0.0), match).propose(16)
     assert proposal.match_length == match
-    assert len(proposal.tokens) == longest
+    assert len(proposal.tree.tokens) == longest
+    assert proposal.tree.is_chain
 
 
 def test_a_chain_ends_where_it_is_hardly_reached() -> None:
@@ -295,11 +296,80 @@ def test_a_chain_ends_where_it_is_hardly_reached() -> None:
     assert reach >= 0.3 > reach * whole.probabilities[len(proposal.tokens)]
 
 
-def test_the_chances_to_get_so_far() -> None:
-    proposal = SuffixProposal(tokens=(1, 2, 3), probabilities=(0.5, 0.5, 0.2))
-    assert proposal.reaches == pytest.approx([0.5, 0.25, 0.05])
-    assert proposal.first(1).reaches == pytest.approx([0.5])
-    assert SuffixProposal().reaches == []
+CONTEXT_OF_FORK = [100, 101, 102]
+
+
+def forking(
+    config: SuffixConfig | None = None, tails: Sequence[Sequence[int]] = ((7, 1), (7, 1), (8, 2))
+) -> SuffixRequest:
+    """A request whose last tokens were followed by each of the `tails` before."""
+    request = SuffixDrafter(config).start([100], tenant="a")
+    for number, tail in enumerate(tails):
+        request.commit([*CONTEXT_OF_FORK, *tail, 900 + number])
+    request.commit(CONTEXT_OF_FORK)
+    return request
+
+
+def test_where_the_text_went_on_in_several_ways_the_proposal_is_a_tree() -> None:
+    tree = ask(forking())
+    assert tree.tokens[:2] == (7, 1)
+    assert {(8, ROOT), (2, tree.tokens.index(8))} <= set(zip(tree.tokens, tree.parents, strict=True))
+    assert tree.reaches == sorted(tree.reaches, reverse=True), "its first nodes are the best tree of so many"
+    first = [tree.probabilities[tree.tokens.index(token)] for token in (7, 8)]
+    assert sum(first) < 1
+
+
+def test_of_two_matches_that_name_a_token_the_surer_one_is_believed() -> None:
+    """The request's own text says 8 once in fifteen times, and other answers always."""
+    drafter, fresh = SuffixDrafter(), itertools.count(1000)
+    for _ in range(2):
+        drafter.start([1], tenant="a").commit([40, 50, 51, 52, 8, next(fresh)])
+    own = [part for tail in (7,) * 14 + (8,) for part in (next(fresh), 50, 51, 52, tail, next(fresh))]
+    request = drafter.start(own, tenant="a")
+    request.commit([40, 50, 51, 52])
+    by_token = {guess.token: guess for guess in request.propose(16).chosen}
+    assert (by_token[7].kind.source, by_token[7].kind.rank) == (Source.OWN, Rank.FIRST)
+    assert (by_token[8].kind.source, by_token[8].kind.rank) == (Source.TENANT, Rank.BESIDE)
+    unnamed = 1 - by_token[7].probability
+    assert by_token[8].predicted == pytest.approx(unnamed * 2 / (2 + 3.5 / 4))
+
+
+def test_with_a_width_of_one_trees_are_chains() -> None:
+    tree = ask(forking(SuffixConfig(width=1)))
+    assert tree.is_chain
+    assert tree.tokens[:2] == (7, 1)
+    wide = SuffixConfig(min_reach=0.01), [(token,) for token in (1, 2, 3, 4, 5)]
+    assert ask(forking(*wide)).parents.count(ROOT) == 3
+    assert ask(forking(SuffixConfig(min_reach=0.01, width=4), wide[1])).parents.count(ROOT) == 4
+
+
+def test_continuations_beside_the_most_frequent_one_are_corrected_apart() -> None:
+    """Those that never come are no longer proposed; the others are not held back by them."""
+    request, fresh = SuffixDrafter().start([0], tenant="a"), itertools.count(1000)
+    trees = []
+    for _ in range(200):
+        fork = [next(fresh), next(fresh)]
+        for token in (7, 8, 7):
+            request.commit([*fork, token, next(fresh)])
+        request.commit(fork)
+        trees.append(ask(request))
+        request.commit([7, next(fresh)])
+    assert [tree.tokens[:1] for tree in trees] == [(7,)] * 200
+    assert 8 in trees[0].tokens
+    assert 8 not in trees[-1].tokens
+    assert trees[-1].probabilities[0] > trees[0].probabilities[0]
+
+
+def test_it_is_followed_into_any_branch() -> None:
+    """A text that took the second way is judged there, too: what came behind it is right from then on."""
+    request = forking(SuffixConfig(min_reach=0.01))
+    grown = ask(request)
+    assert grown.child(grown.child(ROOT, 8) or 0, 2) is not None
+    judged: list[tuple[Kind, bool]] = []
+    request._grower._tenants.add = lambda kind, predicted, *, accepted: judged.append((kind, accepted))  # type: ignore[assignment,misc,method-assign]
+    request.commit([8, 2, 902])
+    firsts = [(kind.rank is Rank.FIRST, accepted) for kind, accepted in judged]
+    assert firsts == [(True, False), (False, True), (True, True), (True, True)]
 
 
 def test_more_agreement_and_a_longer_match_promise_more() -> None:
@@ -344,10 +414,9 @@ def test_a_request_that_copies_is_expected_to_copy_on() -> None:
         copying.commit(text[start : start + 10])
         ask(copying)
     new.commit(text[50:60])
-    assert copying._usual_probability(Source.OWN, 10, Vote(0, 1, 1)) == new._usual_probability(
-        Source.OWN, 10, Vote(0, 1, 1)
-    )
-    assert copying._probability(Source.OWN, 10, Vote(0, 1, 1)) > new._probability(Source.OWN, 10, Vote(0, 1, 1))
+    ((ours,), (theirs,)) = (one._grower._guesses(Source.OWN, 10, 40, [Vote(0, 1, 1, [])]) for one in (copying, new))
+    assert ours.usual == theirs.usual
+    assert ours.probability > theirs.probability
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
@@ -359,7 +428,7 @@ def test_only_proposals_that_were_reached_are_judged(accepted: int) -> None:
     before = ask(request).probabilities[:2]
     request.commit([*passages[0][7 : 7 + accepted], 99])
     request.commit([6, *passages[1][:7]])
-    request._calibration = Calibration()  # what the request itself has shown is of all kinds
+    request._grower._request = Calibration()  # what the request itself has shown is of all kinds
     after = ask(request).probabilities[:2]
     if accepted:
         assert after[0] > before[0]

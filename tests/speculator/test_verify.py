@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from speculator import verify
 from speculator.sampling import SamplingParams
-from speculator.verify import count_accepted, draws, emit, gumbel, served_logits
+from speculator.tree import DraftTree
+from speculator.verify import draws, emit, gumbel, served_logits
 from tests.emitting import emitted as reference
 
 params_of = st.builds(
@@ -150,10 +151,10 @@ def test_any_chain_of_proposals_leaves_the_text_as_it_is(
         plain.append(sample(plain[-1], len(plain)))
     text = [0]
     for proposals in rounds:
-        fed = [text[-1], *proposals]
-        emitted = [sample(token, len(text) + row) for row, token in enumerate(fed)]
-        accepted = count_accepted(proposals, emitted)
-        text += emitted[: accepted + 1]
+        fed, length = [text[-1], *proposals], len(text)
+        tree = DraftTree.chain(proposals, [1.0] * len(proposals))
+        emitted, _ = tree.walk(lambda row, depth, fed=fed, length=length: sample(fed[row], length + depth))
+        text += emitted
     assert text == plain[: len(text)]
 
 

@@ -92,7 +92,7 @@ function showPositions(rows) {
     const cells = ["head", "suffix"].map((source) => positionCell(source, rows.find((row) => row.source === source && row.position === position)));
     body.append(element("tr", {}, element("th", { scope: "row" }, String(position)), ...cells));
   }
-  say("positions-note", deepest > NUM_POSITIONS ? `Chains go on to position ${deepest}.` : "");
+  say("positions-note", deepest > NUM_POSITIONS ? `Proposals go on to position ${deepest}.` : "");
 }
 
 function positionCell(source, row) {

@@ -21,9 +21,11 @@ struct Heads {
   Norm query, key;  // before they are rotated; or none
 };
 
-// Some tokens that follow one another, of one slot.
+// Some new tokens of one slot, at `start` and behind. Each follows the one before it; or, of a tree, its parent, which
+// lies before it: parents [num_tokens] by their place in the window, −1 of the first.
 struct Window {
   int64_t slot, start, num_tokens;
+  const int64_t* parents;
 };
 
 // A key head of a slot: keys [L / kPanel, h / 2, kPanel, 2], whose outputs are positions, and values
@@ -83,6 +85,30 @@ inline float soften(float* scores, int64_t visible, int64_t padded) {
   return sum_of(total);
 }
 
+// What a token sees: all positions before its window's `start`, and the tokens of its path in the window, up to itself.
+struct Sight {
+  const int64_t* path;  // their places in the window, or none: the first ones
+  int64_t start, length;
+
+  int64_t count() const { return start + length; }
+};
+
+// The weights of what one token sees, where their scores are, divided by their sum later, which is returned; those of
+// all else are 0. What a token of a tree sees is brought together first, so that the same tokens are summed up in the
+// same order wherever they lie.
+inline float soften_seen(float* scores, const Sight& sight, int64_t padded) {
+  if (sight.path == nullptr) return soften(scores, sight.count(), padded);
+  float* const own = scores + sight.start;
+  for (int64_t i = 0; i < sight.length; ++i) own[i] = own[sight.path[i]];
+  const float total = soften(scores, sight.count(), padded);
+  for (int64_t i = sight.length; i-- > 0;) {
+    const float weight = own[i];
+    own[i] = 0;
+    own[sight.path[i]] = weight;
+  }
+  return total;
+}
+
 // Lines from an address on.
 struct Lines {
   const void* from;
@@ -95,13 +121,13 @@ inline Lines keys_of(const Kept& kept, int64_t num_positions, int64_t h) {
   return Lines{kept.keys, padded * h * int64_t{sizeof *kept.keys} / kLine};
 }
 
-// kRows queries [kRows, h], of which each sees no more than the next, → out, rows by their addresses. What one does not
-// see and another does has weight 0, and has to be a number. While keys are multiplied the values are fetched, if they
-// are not here, and while values are, what is next.
+// kRows queries [kRows, h] over the first `longest` positions → out, rows by their addresses. What one does not see and
+// another does has weight 0, and has to be a number. While keys are multiplied the values are fetched, if they are not
+// here, and while values are, what is next.
 template <int kRows>
-void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_t* visible, bool has_values, Lines next,
-                 float* scores, uint16_t* const* out) {
-  const int64_t longest = visible[kRows - 1], padded = (longest + kPanel - 1) / kPanel * kPanel;
+void attend_rows(const Kept& kept, int64_t h, const float* queries, const Sight* sights, int64_t longest,
+                 bool has_values, Lines next, float* scores, uint16_t* const* out) {
+  const int64_t padded = (longest + kPanel - 1) / kPanel * kPanel;
   int32_t* const products = reinterpret_cast<int32_t*>(scores);
   for (int64_t l = 0; l < padded; l += kPanel) {
     // As many as keys; with larger heads one column of panels after the other, but for what a step begins past its end.
@@ -112,7 +138,7 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const int64_
                             padded);
   }
   Floats totals[kRows];
-  for (int row = 0; row < kRows; ++row) totals[row] = spread(soften(scores + row * padded, visible[row], padded));
+  for (int row = 0; row < kRows; ++row) totals[row] = spread(soften_seen(scores + row * padded, sights[row], padded));
   const int64_t steps = (longest + 1) / 2, all_steps = steps * (h / kPanel);
   const int64_t lines = std::min<int64_t>((next.count + all_steps - 1) / all_steps, kMostAhead);
   const uint8_t* const from = static_cast<const uint8_t*>(next.from);
@@ -132,6 +158,31 @@ constexpr auto attend_some(std::index_sequence<kLess...>) {
   return std::array{attend_rows<kLess + 1>...};
 }
 
+// What the tokens of a window see.
+class Sights {
+ public:
+  explicit Sights(const Window& window) : window_(window) {
+    const int64_t T = window.num_tokens;
+    if (window.parents == nullptr) return;
+    depths_.resize(T);
+    paths_.resize(T * T);
+    for (int64_t t = 0; t < T; ++t) {
+      const int64_t parent = window.parents[t];
+      if (parent >= 0) std::copy_n(paths_.data() + parent * T, depths_[parent] + 1, paths_.data() + t * T);
+      depths_[t] = parent < 0 ? 0 : depths_[parent] + 1;
+      paths_[t * T + depths_[t]] = t;
+    }
+  }
+  int64_t depth(int64_t t) const { return depths_.empty() ? t : depths_[t]; }
+  Sight of(int64_t t) const {
+    return {paths_.empty() ? nullptr : paths_.data() + t * window_.num_tokens, window_.start, depth(t) + 1};
+  }
+
+ private:
+  const Window& window_;
+  std::vector<int64_t> depths_, paths_;  // [T] and [T, T], of which each row is filled as far as its token is deep
+};
+
 // Which tokens of a window attend: all, or the newest alone, where of the others keys and values are wanted and no more.
 enum class Asked { kAll, kNewest };
 
@@ -141,6 +192,7 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
                          const float* sin, const uint16_t* qkv, Asked asked, Lines next, uint16_t* out) {
   static constexpr auto kAttend = attend_some(std::make_index_sequence<Bfloat16::kMostRows>());
   static thread_local std::vector<float> queries, scores;
+  const Sights sights(window);
   const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
   const int64_t first_asked = asked == Asked::kNewest ? window.num_tokens - 1 : 0;
   const int64_t num_rows = (window.num_tokens - first_asked) * P;
@@ -148,10 +200,10 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
   scores.resize(Bfloat16::kMostRows * (window.start + window.num_tokens + kPanel));
   for (int64_t t = 0; t < window.num_tokens; ++t) {
     const uint16_t* const token = qkv + t * (P + 2) * G * h;
-    const int64_t position = window.start + t;
+    const int64_t position = window.start + sights.depth(t);
     float key[kMostHead];
     rotate(token + (P * G + group) * h, heads.key, cos + position * h, sin + position * h, h, key);
-    keep(kept, position, key, token + ((P + 1) * G + group) * h, h);
+    keep(kept, window.start + t, key, token + ((P + 1) * G + group) * h, h);
     for (int64_t p = 0; p < P && t >= first_asked; ++p) {
       float* const query = queries.data() + ((t - first_asked) * P + p) * h;
       rotate(token + (p * G + group) * h, heads.query, cos + position * h, sin + position * h, h, query);
@@ -162,15 +214,16 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
   const int64_t turns = (num_rows + Bfloat16::kMostRows - 1) / Bfloat16::kMostRows;
   for (int64_t turn = 0; turn < turns; ++turn) {
     const int64_t row = turn * num_rows / turns, together = (turn + 1) * num_rows / turns - row;
-    int64_t visible[Bfloat16::kMostRows];
+    Sight seen[Bfloat16::kMostRows];
     uint16_t* places[Bfloat16::kMostRows];
     for (int64_t i = 0; i < together; ++i) {
       const int64_t t = (row + i) / P, p = (row + i) % P;
-      visible[i] = window.start + first_asked + t + 1;
+      seen[i] = sights.of(first_asked + t);
       places[i] = out + ((t * P + p) * G + group) * h;
     }
-    kAttend[together - 1](kept, h, queries.data() + row * h, visible, turn > 0, turn + 1 < turns ? Lines{} : next,
-                          scores.data(), places);
+    const int64_t longest = window.start + first_asked + (row + together - 1) / P + 1;
+    kAttend[together - 1](kept, h, queries.data() + row * h, seen, longest, turn > 0,
+                          turn + 1 < turns ? Lines{} : next, scores.data(), places);
   }
 }
 

@@ -14,10 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.attention import SlotWindow
+from serving.local.attention import Parents, SlotWindow
 from serving.local.decoder import FusedLayer, RMSNorm
 from serving.local.kernels.layers import KernelLinear
-from serving.local.kernels.library import Block, Heads, Kernels, Layer, Model, Norm, Window, can_compute, pointer
+from serving.local.kernels.library import (
+    Block,
+    Heads,
+    Kernels,
+    Layer,
+    Model,
+    Norm,
+    Window,
+    can_compute,
+    parents_of,
+    pointer,
+)
 from serving.local.kernels.slots import PanelSlots
 
 _SILU = {"SiLU", "SiLUActivation"}
@@ -70,18 +81,35 @@ class KernelDecoder:
 
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: PanelSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
-        windows = [Window(slot, start, tokens_BT.shape[1]) for slot, start in enumerate(window.starts, window.first)]
+        windows = [
+            _window(slot, start, tokens_BT.shape[1], parents)
+            for slot, (start, parents) in enumerate(zip(window.starts, window.parents, strict=True), window.first)
+        ]
         hidden_Md, aux_Mw = self._run(tokens_BT.flatten(), windows, cache)
         return hidden_Md.view(*tokens_BT.shape, -1), aux_Mw.view(*tokens_BT.shape, -1)
 
-    def windows(self, rows: Sequence[Sequence[int]], starts: Sequence[int], cache: PanelSlots) -> tuple[Tensor, Tensor]:
+    def windows(
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        parents: Sequence[Parents],
+        cache: PanelSlots,
+    ) -> tuple[Tensor, Tensor]:
         """The same for rows of different length, of slots 0…, behind `starts` other tokens: [M, d] and [M, 3d]."""
-        windows = [Window(slot, start, len(row)) for slot, (row, start) in enumerate(zip(rows, starts, strict=True))]
+        windows = [
+            _window(slot, start, len(row), of_row)
+            for slot, (row, start, of_row) in enumerate(zip(rows, starts, parents, strict=True))
+        ]
         return self._run(torch.tensor([token for row in rows for token in row]), windows, cache)
 
     def _run(self, tokens_M: Tensor, windows: Sequence[Window], cache: PanelSlots) -> tuple[Tensor, Tensor]:
         x_Md = F.embedding(tokens_M, self._embed)
         return self._kernels.run(self._model, windows, self._rotation, x_Md, cache.storage)
+
+
+def _window(slot: int, start: int, num_tokens: int, parents: Parents) -> Window:
+    assert parents is None or len(parents) == num_tokens
+    return Window(slot, start, num_tokens, None if parents is None else parents_of(parents))
 
 
 def _block(layer: FusedLayer) -> Block:

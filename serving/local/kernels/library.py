@@ -113,9 +113,23 @@ class Draft(ctypes.Structure):
 
 
 class Window(ctypes.Structure):
-    """New tokens of a slot that follow one another, and the position of the first."""
+    """New tokens of a slot, the place of the first, and the parents of those of a tree (`parents_of`), or none: each
+    then follows the one before it.
+    """
 
-    _fields_ = (("slot", _number), ("start", _number), ("num_tokens", _number))
+    _fields_ = (
+        ("slot", _number),
+        ("start", _number),
+        ("num_tokens", _number),
+        ("parents", ctypes.POINTER(_number)),
+    )
+
+
+def parents_of(parents: Sequence[int]) -> Any:
+    """For a `Window`: of each token the place in it of the one that it follows, −1 for the first."""
+    assert parents[0] == -1
+    assert all(0 <= parent < place for place, parent in enumerate(parents[1:], 1))
+    return (_number * len(parents))(*parents)
 
 
 class Kernels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from serving.local.kernels.library import PANEL
@@ -29,3 +31,13 @@ class PanelSlots:
         values = self.storage[..., 1, :].view(*self.storage.shape[:3], self._head_dim // PANEL, -1)
         num_numbers = -(-length // 2) * 2 * PANEL
         values[:, destination, ..., :num_numbers] = values[:, source, ..., :num_numbers]
+
+    def keep_path(self, slot: int, start: int, path: Sequence[int]) -> None:
+        """What `KVSlots.keep_path` does."""
+        heads = self.storage[:, slot]
+        keys = heads[:, :, 0].view(*heads.shape[:2], -1, self._head_dim // 2, PANEL, 2)
+        values = heads[:, :, 1].view(*heads.shape[:2], self._head_dim // PANEL, -1, PANEL, 2)
+        for to, place in enumerate(path, start):
+            if (source := start + place) != to:
+                keys[:, :, to // PANEL, :, to % PANEL] = keys[:, :, source // PANEL, :, source % PANEL]
+                values[:, :, :, to // 2, :, to % 2] = values[:, :, :, source // 2, :, source % 2]

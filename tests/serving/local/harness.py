@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,13 +20,23 @@ from serving.local.proposer import Planner
 from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
+from speculator.fixed_planner import FixedPlanner
 from speculator.model import Eagle3Draft
+from speculator.planner import Plan
 from speculator.pulse import Pulse
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.toy import random_draft
 
 GREEDY = SamplingParams(temperature=0)
+
+
+class WholeTrees(FixedPlanner):
+    """Every suffix tree, up to eight tokens of it, whatever that takes."""
+
+    def plan(self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], **_: object) -> Plan:
+        batch = len(domains)
+        return Plan(batch=batch, num_keys=num_keys, num_proposals=8, from_suffix=(False,) * batch)
 
 
 @dataclass

@@ -133,6 +133,39 @@ def test_a_short_context_is_not_padded_to_a_long_one(tmp_path: Path, num_new: in
         assert _error(one, other) < 1e-12
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("padding", [16, 64])
+@torch.inference_mode()
+def test_each_token_of_a_tree_is_what_it_is_at_the_end_of_its_path(tmp_path: Path, fused: bool, padding: int) -> None:
+    """Beside a chain, whose context is longer; a path can be kept."""
+    target = _target(make_toy_model(tmp_path), torch.float64, fused=fused)
+    parents, starts = [-1, 0, 0, 2, 1], [5, 50]
+    tokens, last = _tokens(target, 2, len(parents), seed=2), _tokens(target, 1, 1, seed=3)
+    paths = [0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4]
+
+    def begin() -> None:
+        target.forward(_tokens(target, 2, 50, seed=1), first_slot=0, starts=[0, 0])
+
+    with mock.patch.object(attention, "_PADDING_OF_A_CALL", padding):
+        for path in paths:
+            begin()
+            hidden, aux = target.forward(tokens, first_slot=0, starts=starts, parents=[parents, None])
+            target.cache.keep_path(0, 5, path)
+            after, _ = target.forward(last, first_slot=0, starts=[5 + len(path)])
+            begin()
+            alone, aux_alone = target.forward(tokens[:1, path], first_slot=0, starts=[5])
+            after_alone, _ = target.forward(last, first_slot=0, starts=[5 + len(path)])
+            beside, _ = target.forward(tokens[1:], first_slot=1, starts=[50])
+            pairs = (
+                (hidden[0, path], alone[0]),
+                (aux[0, path], aux_alone[0]),
+                (after, after_alone),
+                (hidden[1], beside[0]),
+            )
+            for one, other in pairs:
+                assert _error(one, other) < 1e-6
+
+
 def test_a_text_is_no_longer_than_a_window_that_slides_in_every_layer(tmp_path: Path) -> None:
     model_dir = make_toy_model(tmp_path, family="mistral")
     config = json.loads((model_dir / "config.json").read_text())

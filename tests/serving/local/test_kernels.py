@@ -21,14 +21,14 @@ from serving.local.int8 import Int8Linear
 from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compiled_kernels, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
-from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Way, Window, compute_with
+from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Way, Window, compute_with, parents_of
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack
 from serving.local.target import Target
 from speculator.sampling import SamplingParams
 from tests.moved import moved_model
-from tests.serving.local.harness import GREEDY, toy_engine
+from tests.serving.local.harness import GREEDY, WholeTrees, toy_engine
 from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
 
 pytestmark = [
@@ -475,6 +475,47 @@ def test_windows_of_different_length_are_read_in_one_pass(kernels: Kernels) -> N
     assert torch.equal(together, torch.cat(alone))
 
 
+PARENTS = [-1, 0, 1, 2, 0, 4, 1, 6, 5, 0]
+"""A chain of three, and branches behind the root and behind the first of it."""
+
+
+def path_to(place: int, parents: list[int] = PARENTS) -> list[int]:
+    return [] if place < 0 else [*path_to(parents[place], parents), place]
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("start", [0, 1, 60, 63, 121])
+def test_each_token_of_a_tree_sees_its_own_path_alone(kernels: Kernels, start: int) -> None:
+    """To the last bit, whatever lies between; beside a window that is none. Its path can be kept, and only that."""
+    torch.manual_seed(4)
+    angles = (torch.arange(200)[:, None] * torch.logspace(0, -3, 32)).repeat(1, 2)
+    before, new, last = (torch.randn(size, 5 * 2 * 64).bfloat16() for size in (max(start, 1), len(PARENTS), 1))
+
+    def attended(windows: list[Window], rows: Tensor, slots: PanelSlots) -> Tensor:
+        return _attended(kernels, slots, rows, windows, sharing=3, scale=0.125, angles=angles)
+
+    def begun() -> PanelSlots:
+        slots = PanelSlots(2, 2, 2, 150, 64)
+        slots.storage.normal_(0, 100)  # leftovers
+        for slot in (0, 1):
+            if start:
+                attended([Window(slot, 0, start)], before, slots)
+        return slots
+
+    slots = begun()
+    both = [Window(0, start, len(PARENTS), parents_of(PARENTS)), Window(1, start, 2)]
+    out = attended(both, torch.cat([new, new[:2]]), slots)
+    for place in range(len(PARENTS)):
+        path, alone, kept = path_to(place), begun(), PanelSlots(2, 2, 2, 150, 64)
+        assert torch.equal(attended([Window(0, start, len(path))], new[path], alone), out[path])
+        kept.storage.copy_(slots.storage)
+        kept.keep_path(0, start, path)
+        end = [Window(0, start + len(path), 1)]
+        assert torch.equal(attended(end, last, kept), attended(end, last, alone))
+        assert torch.equal(kept.storage[:, 1], slots.storage[:, 1])
+    assert torch.equal(out[-2:], out[:2])
+
+
 def test_attention_stays_exact_where_scores_are_extreme(kernels: Kernels) -> None:
     torch.manual_seed(2)
     qkv = torch.randn(34, 3, 64)
@@ -566,6 +607,23 @@ def test_rows_of_different_length_in_one_pass_are_those_of_a_pass_each(target: T
         assert torch.equal(part, torch.cat([one[0] for one in parts]))
 
 
+@pytest.mark.usefixtures("num_threads")
+@torch.inference_mode()
+def test_a_pass_over_a_tree_is_bit_for_bit_that_over_its_paths(target: Target) -> None:
+    tokens, prefix = _tokens(target, 1, len(PARENTS))[0], _tokens(target, 1, 40)
+    for slot in range(2):
+        target.forward(prefix, first_slot=slot, starts=[0])
+    rows, starts, windows = [tokens.tolist(), tokens[:3].tolist()], [40, 40], [PARENTS, None]
+    together = target.forward_windows(rows, starts=starts, parents=windows)
+    alone = target.forward(tokens[None], first_slot=0, starts=[40], parents=[PARENTS])
+    for place in range(len(PARENTS)):
+        path = path_to(place)
+        others = target.forward(tokens[path][None], first_slot=1, starts=[40])
+        for part, of_alone, other in zip(together, alone, others, strict=True):
+            assert torch.equal(part[path], other[0])
+            assert torch.equal(of_alone[0, path], other[0])
+
+
 @torch.inference_mode()
 def test_it_is_as_near_as_onednns_and_follows_weights_that_move(
     target: Target, model_dir: Path, tmp_path: Path
@@ -591,15 +649,23 @@ def test_it_is_as_near_as_onednns_and_follows_weights_that_move(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_the_same_with_and_without_a_draft(
-    target: Target, model_dir: Path, sampling: SamplingParams
+    target: Target, model_dir: Path, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts, accepted = [], []
-    for depth, suffix_depth in ((0, 0), (4, 8)):
+    texts, accepted, moved = [], [], list[int]()
+    keep_path = target.cache.keep_path
+
+    def kept(slot: int, start: int, path: list[int]) -> None:
+        moved.append(len(path))
+        keep_path(slot, start, path)
+
+    monkeypatch.setattr(target.cache, "keep_path", kept)
+    for depth, suffix_depth, planner in ((0, 0, None), (4, 8, None), (4, 8, WholeTrees(0.0))):
         with toy_engine(
             model_dir,
             draft=random_draft(model_dir, seed=1),
             depth=depth,
             suffix_depth=suffix_depth,
+            planner=planner,
             dtype="bfloat16",
             target=target,
         ) as engine:
@@ -610,9 +676,10 @@ def test_the_text_is_the_same_with_and_without_a_draft(
             answers = engine.ask(*requests)
         texts.append([answer.token_ids for answer in answers])
         accepted.append(sum(answer.num_accepted for answer in answers))
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
     assert accepted[0] == 0
-    assert accepted[1] > 0
+    assert min(accepted[1:]) > 0
+    assert moved, "branches of trees were taken"
 
 
 def test_without_a_compiler_that_works_there_are_none(

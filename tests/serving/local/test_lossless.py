@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from serving.engine import Chunk
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
-from tests.serving.local.harness import GREEDY, toy_engine
+from speculator.trace import Trace, check_trace
+from tests.serving.local.harness import GREEDY, Harness, WholeTrees, toy_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until
 
@@ -77,7 +79,52 @@ def test_chains_that_end_early_change_no_text(
     assert _texts(model_dir, sampling, depth=5, min_confidence=min_confidence) == plain
 
 
-def test_planned_rounds_and_suffix_chains_change_no_text(
+@pytest.mark.parametrize("ends", [False, True], ids=["to the limit", "to an end"])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_trees_change_no_text_and_their_branches_are_taken(
+    model_dir: Path, sampling: SamplingParams, slots: int, ends: bool
+) -> None:
+    """Every tree is verified whole, whatever it takes; what is captured of a branch is what plain decoding computes,
+    also where an answer ends inside of it.
+    """
+    seeds = range(6 if ends else 3)  # other answers to the same prompts leave texts that fork
+
+    def ask(harness: Harness) -> list[list[int]]:
+        harness.engine._target.eos_token_ids = frozenset(range(0, 60, 9) if ends else ())
+        answers = [
+            harness.ask(*(harness.request(one, sampling=sampling, seed=seed, ignore_eos=not ends) for one in PROMPTS))
+            for seed in seeds
+        ]
+        texts = [answer.token_ids for together in answers for answer in together]
+        wait_until(lambda: len(harness.traces) == sum(len(text) > 1 for text in texts))
+        return texts
+
+    def kept(slot: int, start: int, path: list[int]) -> None:
+        moved.append(len(path))
+        keep_path(slot, start, path)
+
+    moved: list[int] = []
+    with toy_engine(model_dir, planner=WholeTrees(0.0), suffix_depth=8, slots=slots) as harness:
+        cache = harness.engine._target.cache
+        keep_path, cache.keep_path = cache.keep_path, kept  # type: ignore[method-assign,assignment]
+        texts = ask(harness)
+        traces = {tuple(trace.token_ids): trace for trace in harness.traces}
+    assert moved, "branches were taken"
+    assert any((trace.rounds.draft_parents != _chain(trace)).any() for trace in harness.traces)
+    with toy_engine(model_dir, depth=0, slots=slots) as harness:
+        assert ask(harness) == texts
+        for trace in harness.traces:
+            other = traces[tuple(trace.token_ids)]
+            np.testing.assert_array_equal(trace.target_topk_ids, other.target_topk_ids)
+            torch.testing.assert_close(trace.aux_hidden, other.aux_hidden)
+            check_trace(other)
+
+
+def _chain(trace: Trace) -> np.ndarray:
+    return np.arange(-1, trace.rounds.draft_parents.shape[1] - 1)
+
+
+def test_planned_rounds_and_suffix_trees_change_no_text(
     model_dir: Path, plain: list[list[int]], sampling: SamplingParams
 ) -> None:
     with toy_engine(model_dir, min_confidence=None, suffix_depth=8, control_share=0.1) as harness:

@@ -235,6 +235,6 @@ def test_text_of_old_targets_is_not_proposed_for_ever() -> None:
     suffixes.start([1], tenant="a").commit(text)
     for _ in range(2):
         suffixes.target_moved()
-        assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tokens == tuple(text[8:12])
+        assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tree.tokens == tuple(text[8:12])
     suffixes.target_moved()
-    assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tokens == ()
+    assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tree.tokens == ()

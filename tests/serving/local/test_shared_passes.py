@@ -1,4 +1,4 @@
-"""Passes over rows of different length, on any machine: chains, and a piece of a prompt beside them.
+"""Passes over rows of different length, on any machine: proposals, and a piece of a prompt beside them.
 
 In float64, with a pass over rows of different length that computes one row after the other.
 """
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
+from serving.local.attention import Parents
 from serving.local.generation import Generation
 from serving.local.prompts import Piece
 from serving.local.rounds import RoundReport
 from serving.local.target import Target
-from speculator.fixed_planner import FixedPlanner
-from speculator.planner import Plan
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.moved import moved_model
-from tests.serving.local.harness import GREEDY, Answer, Harness, toy_engine
+from tests.serving.local.harness import GREEDY, Answer, Harness, WholeTrees, toy_engine
 from tests.toy import make_toy_model
 from tests.waiting import wait_until
 
@@ -40,11 +39,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _one_row_after_the_other(
-    target: Target, rows: Sequence[Sequence[int]], *, starts: Sequence[int]
+    target: Target, rows: Sequence[Sequence[int]], *, starts: Sequence[int], parents: Sequence[Parents]
 ) -> tuple[Tensor, Tensor]:
     passes = [
-        target.forward(torch.tensor([list(row)]), first_slot=slot, starts=[start])
-        for slot, (row, start) in enumerate(zip(rows, starts, strict=True))
+        target.forward(torch.tensor([list(row)]), first_slot=slot, starts=[start], parents=[of_row])
+        for slot, (row, start, of_row) in enumerate(zip(rows, starts, parents, strict=True))
     ]
     return torch.cat([hidden_1Td[0] for hidden_1Td, _ in passes]), torch.cat([aux_1Tw[0] for _, aux_1Tw in passes])
 
@@ -124,25 +123,17 @@ def test_texts_proposals_and_traces_are_those_of_pieces_read_alone(
         np.testing.assert_allclose(trace.rounds.draft_logprobs, other.rounds.draft_logprobs, atol=1e-2)
 
 
-class _SuffixesOnly(FixedPlanner):
-    """Every suffix chain, up to eight tokens of it, whatever that takes."""
-
-    def plan(self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], **_: object) -> Plan:
-        batch = len(domains)
-        return Plan(batch=batch, num_keys=num_keys, num_proposals=8, from_suffix=(False,) * batch)
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_chains_of_different_length_are_not_padded(
+def test_proposals_of_different_number_are_not_padded(
     model_dir: Path, sampling: SamplingParams, windows: pytest.MonkeyPatch
 ) -> None:
     """Texts, log-probabilities and traces are those of plain decoding."""
     passes: list[list[int]] = []
     uneven: list[bool] = []
 
-    def watched(target: Target, rows: Sequence[Sequence[int]], *, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def watched(target: Target, rows: Sequence[Sequence[int]], **others: Any) -> tuple[Tensor, Tensor]:
         passes.append([len(row) for row in rows])
-        return _one_row_after_the_other(target, rows, starts=starts)
+        return _one_row_after_the_other(target, rows, **others)
 
     def ask(harness: Harness) -> tuple[list[Answer], list[Trace]]:
         """Two of the last three ask what was answered before, on either side of one that is new."""
@@ -156,7 +147,7 @@ def test_chains_of_different_length_are_not_padded(
         return answers, sorted(harness.traces, key=lambda trace: trace.header.request_id)
 
     windows.setattr(Target, "forward_windows", watched)
-    with toy_engine(model_dir, planner=_SuffixesOnly(0.0), suffix_depth=8) as harness:
+    with toy_engine(model_dir, planner=WholeTrees(0.0), suffix_depth=8) as harness:
         run = harness.engine._loop._runner.run
 
         def watched_run(running: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
