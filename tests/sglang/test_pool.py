@@ -134,13 +134,13 @@ def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled
 
     def streamed(number: int) -> bool:
         """Whether it came to its end."""
-        lines = ask(pool, f"Tell story {number}.", max_tokens=96, stream=True, ignore_eos=True).text.splitlines()
+        # Long enough to be seen running at the same time: an engine says now and then how many do.
+        lines = ask(pool, f"Tell story {number}.", max_tokens=400, stream=True, ignore_eos=True).text.splitlines()
         return "data: [DONE]" in lines and not any(line.startswith('data: {"error"') for line in lines)
 
     with ThreadPoolExecutor(4) as threads:
         streams = [threads.submit(streamed, number) for number in range(4)]
-        wait_until(lambda: all(pool.num_running(engine) for engine in ENGINES))
-        wait_until(lambda: sum(pool.num_running(engine) for engine in ENGINES) == 4)
+        wait_until(lambda: all(running := [pool.num_running(engine) for engine in ENGINES]) and sum(running) == 4)
         on_it = pool.num_running("first")
         pool.kill("first")
         others = [ask(pool, f"And {number}?") for number in range(4)]
