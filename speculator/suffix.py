@@ -192,7 +192,7 @@ class SuffixRequest:
         saved, context = 0.0, self._context
         for token in tokens:
             context = [*context, token][-self._config.max_match :]
-            saved += 1 / (1 + sum(self._grower.grow(context, max_tokens).reaches))
+            saved += 1 / (1 + sum(self._grower.grow(context, max_tokens).tree.reaches))
         return saved
 
 

@@ -9,10 +9,10 @@ match and the proposals before it), where n of N places went on with it, is take
 
 The frequency is held back by imaginary places that went on otherwise, fewer the longer the match. r is what was
 accepted lately over what was predicted, by source and by length for the tenant's requests together, times the same for
-the request alone: an answer that copies its prompt copies on. The most frequent continuation has an r of its own, as
-has what stands beside it. What another match names beside a first proposal of probability p₁ is predicted (1 − p₁)
-times as often. The expected number of accepted tokens of a tree is the sum of R over its nodes, R_k being the product
-of p over node k and those before it on its path.
+the request alone: an answer that copies its prompt copies on. The most frequent continuation of a match has an r of its
+own, as have less frequent ones, and what other matches name beside them. That is predicted (1 − p₁) times as often, p₁
+being the probability of the first proposal. The expected number of accepted tokens of a tree is the sum of R over its
+nodes, R_k being the product of p over node k and those before it on its path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from speculator.calibration import Calibration
 from speculator.suffix_index import SuffixIndex, Vote
-from speculator.tree import ROOT, DraftTree
+from speculator.tree import NO_PROPOSALS, ROOT, DraftTree
 
 _DOUBT = 3.5
 """Imaginary places that disagree, at a match of one token."""
@@ -80,36 +80,20 @@ class Guess(NamedTuple):
     places: list[int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class SuffixProposal:
-    """A tree with its nodes in the order of their R, so that its first ones are the best tree of so many; and what was
-    guessed behind each of them, taken or not.
-    """
+    """A tree with its nodes in the order of their R, so that its first ones are the best tree of so many."""
 
-    parents: list[int] = field(default_factory=list)
-    chosen: list[Guess] = field(default_factory=list)
+    tree: DraftTree = NO_PROPOSALS
+    chosen: Sequence[Guess] = ()
     """The nodes."""
-    reaches: list[float] = field(default_factory=list)
-    guesses: dict[int, list[Guess]] = field(default_factory=dict)
-    """By node."""
+    guesses: Mapping[int, Sequence[Guess]] = field(default_factory=dict)
+    """What was guessed behind each node, taken or not."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """Of the nodes."""
         return tuple(guess.kind.source for guess in self.chosen)
-
-    @property
-    def match_length(self) -> int:
-        """Of the match that the first node is from."""
-        return self.chosen[0].length - 1 if self.chosen else 0
-
-    @property
-    def tree(self) -> DraftTree:
-        return DraftTree(
-            tuple(guess.token for guess in self.chosen),
-            tuple(self.parents),
-            tuple(guess.probability for guess in self.chosen),
-        )
 
 
 class TreeGrower:
@@ -132,30 +116,32 @@ class TreeGrower:
 
     def grow(self, context: Sequence[int], max_nodes: int) -> SuffixProposal:
         """The tree of the nodes that are the likeliest to be reached and accepted behind `context`."""
-        grown = SuffixProposal()
         if max_nodes <= 0:
-            return grown
+            return SuffixProposal()
+        parents: list[int] = []
+        chosen: list[Guess] = []
+        behind: dict[int, list[Guess]] = {}
         numbers = itertools.count()  # of equally likely ones the first is taken
         waiting: list[tuple[float, int, int, int, Guess]] = []
 
         def guess_behind(node: int, depth: int, reach: float, guesses: list[Guess]) -> None:
-            grown.guesses[node] = guesses
+            behind[node] = guesses
             for guess in guesses:
                 if (reached := reach * guess.probability) >= self._min_reach:
                     heappush(waiting, (-reached, next(numbers), node, depth, guess))
 
         guess_behind(ROOT, 1, 1.0, self._first_guesses(context))
-        while waiting and len(grown.chosen) < max_nodes:
+        while waiting and len(chosen) < max_nodes:
             minus_reach, _, parent, depth, guess = heappop(waiting)
-            node = len(grown.chosen)
-            grown.parents.append(parent)
-            grown.chosen.append(guess)
-            grown.reaches.append(-minus_reach)
-            if depth < guess.deepest and len(grown.chosen) < max_nodes:
+            node = len(chosen)
+            parents.append(parent)
+            chosen.append(guess)
+            if depth < guess.deepest and len(chosen) < max_nodes:
                 source, length = guess.kind.source, guess.length
                 votes = self._indexes[source].votes(guess.places)
                 guess_behind(node, depth + 1, -minus_reach, self._guesses(source, length, guess.deepest, votes))
-        return grown
+        tokens, probabilities = [guess.token for guess in chosen], [guess.probability for guess in chosen]
+        return SuffixProposal(DraftTree(tuple(tokens), tuple(parents), tuple(probabilities)), chosen, behind)
 
     def judge(self, proposal: SuffixProposal, committed: Sequence[int]) -> None:
         """The text went on like this: what was guessed behind each node that it has passed was right or not."""

@@ -170,7 +170,7 @@ def test_a_request_proposes_from_its_prompt_and_its_own_answer() -> None:
     assert set(request.propose(8).sources) == {Source.OWN}
     request.commit([40, 41, 42, 43, 9, 2, 3])
     proposal = request.propose(8)
-    assert proposal.match_length == 3
+    assert proposal.chosen[0].length - 1 == 3
     assert proposal.tree.tokens[0] == 40
 
 
@@ -279,7 +279,7 @@ def repeating(config: SuffixConfig, match: int) -> SuffixRequest:
 )
 def test_a_chain_is_at_most_alpha_times_its_match(match: int, alpha: float, longest: int) -> None:
     proposal = repeating(SuffixConfig(alpha=alpha, min_reach=0.0), match).propose(16)
-    assert proposal.match_length == match
+    assert proposal.chosen[0].length - 1 == match
     assert len(proposal.tree.tokens) == longest
     assert proposal.tree.is_chain
 
