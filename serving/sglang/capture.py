@@ -49,8 +49,11 @@ class Capture:
         self.refused: collections.Counter[str] = collections.Counter()
         """Requests that are not captured although they might be, by reason."""
 
-    def after_prefill(self, batch: Any, hidden: Tensor, logits: Tensor) -> None:
-        """`hidden` [tokens, w] and the last position's `logits` [B, V] of a prefill that has just been launched."""
+    def read_prefill(self, batch: Any, hidden: Tensor, logits: Tensor) -> None:
+        """`hidden` [tokens, w] and the last position's `logits` [B, V] of a prefill that has just been launched.
+
+        Called before SGLang samples: it turns the logits into probabilities, in place.
+        """
         rows, features, chosen = [], [], []
         offset = 0
         for index, (request, start, length) in enumerate(

@@ -31,7 +31,8 @@ class Target:
 CHECK_ARGS = Target("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
 ATTACH = Target(f"{_EAGLE}.init_cuda_graphs", ("self",))
 STEP = Target(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
-PREFILL = Target(f"{_EAGLE}._forward_prefill_batch", ("self", "batch"))
+SAMPLE = Target("sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch"))
+"""After a prefill; it works in the memory of the logits."""
 VERIFY = Target(f"{_EAGLE}.verify", ("self", "batch"))
 VERIFIED = Target(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
 DRAFT = Target(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
@@ -66,7 +67,7 @@ TARGETS = (
     CHECK_ARGS,
     ATTACH,
     STEP,
-    PREFILL,
+    SAMPLE,
     VERIFY,
     VERIFIED,
     DRAFT,

@@ -44,7 +44,7 @@ def _hook(settings: PluginSettings) -> None:
     add(hooks.CHECK_ARGS, lambda _, args: _check(args, settings), "after")
     add(hooks.ATTACH, lambda worker: _attach(worker, settings), "before")
     add(hooks.STEP, _around_step, "around")
-    add(hooks.PREFILL, _around_prefill, "around")
+    add(hooks.SAMPLE, _before_sample, "before")
     add(hooks.VERIFY, _around_verify, "around")
     add(hooks.VERIFIED, _around_verified, "around")
     add(hooks.DRAFT, _around_draft, "around")
@@ -90,8 +90,9 @@ def _around_step(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -
     return _runtimes[id(worker)].step(lambda: run(worker, batch, *args, **kwargs), batch)
 
 
-def _around_prefill(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    return _runtimes[id(worker)].prefill(lambda: run(worker, batch, *args, **kwargs), batch)
+def _before_sample(runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.sampling(runner, logits_output)
 
 
 def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -84,6 +84,8 @@ class EngineRuntime:
         self.steps = 0
         self._running, self._began_s = 0, 0.0
         """Requests of the last step, and when it began."""
+        self._prefilling: Any = None
+        """The batch of a prefill whose tokens SGLang has not sampled yet."""
 
         self._pulse: Pulse | None = None
         self._traces: TracePipeline | None = None
@@ -132,20 +134,23 @@ class EngineRuntime:
         self._running, self._began_s = len(batch.reqs or ()), time.monotonic()
         if self._agreement.is_meeting(self.steps):
             self._meet()
-        is_decode = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle())
-        if not is_decode:
-            return run()
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            self._prefilling = batch
+            result = run()
+            self._prefilling = None
+            return result
         self.depth.started()
         result = run()
         self.depth.launched(batch.reqs, self._worker.speculative_num_steps)
         return result
 
-    def prefill(self, run: Callable[[], Any], batch: Any) -> Any:
-        result = run()
-        output = result.logits_output
-        if self._traces is not None and batch.reqs and output is not None and output.hidden_states is not None:
-            self._traces.capture.after_prefill(batch, output.hidden_states, output.next_token_logits)
-        return result
+    def sampling(self, runner: Any, output: Any) -> None:
+        """SGLang has launched a pass of this runner, and is about to sample from its logits."""
+        batch, self._prefilling = self._prefilling, None
+        if self._traces is None or batch is None or runner is not self._worker.target_worker.model_runner:
+            return
+        if batch.reqs and output.hidden_states is not None:
+            self._traces.capture.read_prefill(batch, output.hidden_states, output.next_token_logits)
 
     def verify(self, run: Callable[[], Any], batch: Any) -> Any:
         if self._traces is None or batch.forward_mode.is_idle():

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -135,6 +136,31 @@ def test_features_and_distributions_are_hugging_faces(
         error, allowed = torch.cat(captured_error), torch.cat(rounding_error)
         assert error.median() < 1.5 * allowed.median()
         assert error.max() < 3 * allowed.max()
+
+
+def test_the_label_after_a_prompt_is_the_targets_own_however_its_first_token_is_chosen(
+    plugged: Plugged, model_dir: Path, traces: dict[str, Trace]
+) -> None:
+    """SGLang samples in the memory of its logits, for all requests of a prefill as soon as one of them samples."""
+    sampling = ({"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9})
+    sampling += ({"temperature": 0, "logit_bias": {"28": 50.0}}, {"temperature": 1.0, "repetition_penalty": 1.5})
+    prompts = [plugged.tokenizer.encode(f"{word} The capital of France is") for word in ("A", "Be", "See", "Do", "I")]
+    body = {
+        "input_ids": prompts,
+        "sampling_params": [{"max_new_tokens": 4, "ignore_eos": True} | one for one in sampling],
+    }
+    answered = httpx.post(f"{plugged.server.url}/generate", json=body, timeout=60, trust_env=False).raise_for_status()
+    found = plugged.traces(len(prompts))
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answered.json(), strict=True):
+        trace = found[answer["meta_info"]["id"]]
+        last = len(prompt) - 1 - trace.header.first_position
+        _, logprobs = _forward(model, torch.tensor([prompt]), len(prompt) - 1)
+        ids = torch.from_numpy(trace.target_topk_ids[last]).long()
+        recorded = torch.from_numpy(trace.target_topk_logprobs[last].astype(np.float32))
+        # bfloat16 moves them by some hundredths; a uniform label would lie at -10.8.
+        assert (recorded - logprobs[0, ids])[:8].abs().max() < 0.5
 
 
 def _forward(model: Any, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:

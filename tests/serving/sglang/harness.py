@@ -84,7 +84,7 @@ def prefill(capture: Capture, requests: list[Request], starts: list[int] | None 
     starts = starts or [0] * len(requests)
     lengths = [len(request.origin_input_ids) - start for request, start in zip(requests, starts, strict=True)]
     batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
-    capture.after_prefill(batch, torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB))
+    capture.read_prefill(batch, torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB))
 
 
 def verify(
