@@ -205,6 +205,7 @@ class GroupSharing:
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
             except Exception as error:
                 log.error("group text could not be shared: %s", type_and_place(error))
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     def _wait(self, pause_s: float) -> bool:
         """Until the next exchange; False when closed and nothing is left to write, or it cannot be written."""

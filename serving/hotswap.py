@@ -32,7 +32,7 @@ from serving.trials import Trials
 from serving.turn import Turn
 from serving.versions import Replaces, VersionRecord
 from serving.watch import LiveWatch
-from speculator.errors import EngineError, StoreError, StreamError
+from speculator.errors import SlipstreamError, StreamError, type_and_place
 from speculator.fleet import ChangesSpread
 from speculator.lifecycle import Lifecycle
 
@@ -107,14 +107,17 @@ class DraftFollower:
             try:
                 self.follow()
                 pause_s = self._poll_s
-            except (StreamError, StoreError, EngineError) as error:
+            except Exception as error:
+                # Of any kind: no memory to stage a version now may be there at the next look.
+                reason = error if isinstance(error, SlipstreamError) else type_and_place(error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                log.warning("draft pointer not followed: %s (next look in %.1f s)", error, pause_s)
+                log.warning("draft pointer not followed: %s (next look in %.1f s)", reason, pause_s)
 
     def follow(self) -> None:
         """One look at the trial and at the pointer, and a swap where one of them asks for it.
 
-        Raises StreamError, StoreError or EngineError when this look came to nothing and the next may succeed.
+        Raises StreamError, StoreError, EngineError, or whatever loading a version raises, when this look came to
+        nothing and the next may succeed.
         """
         try:
             self._follow()

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from serving.engine import SwapReport
 from serving.versions import VersionRecord
-from speculator.errors import DraftError, EngineBusyError, EngineError, StoreError
+from speculator.errors import DraftError, EngineBusyError
 from speculator.spans import span
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Installer:
     def install(self, version: int) -> bool:
         """Whether the version is in service now; False where its file is refused, for good.
 
-        Raises StoreError or EngineError when a later attempt may succeed.
+        Raises StoreError, EngineError, or whatever loading it raises, when a later attempt may succeed.
         """
         self.num_attempts += 1
         try:
@@ -92,7 +92,7 @@ class Installer:
             return False
         except EngineBusyError:
             raise
-        except (StoreError, EngineError):
+        except Exception:
             self.log.num_failed += 1
             raise
         self.log.add(report)

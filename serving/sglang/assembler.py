@@ -163,7 +163,8 @@ class TraceAssembler:
                     case Prefill():
                         self._take_prefill(event)
                     case _End():
-                        self._take_end(event)
+                        with self._failing([event.ticket]):
+                            self._take_end(event)
         return None not in gathered
 
     def _take_prefill(self, prefill: Prefill) -> None:
@@ -228,10 +229,8 @@ class TraceAssembler:
         if span.target_version != self.target_version:
             ticket.dropped = ticket.dropped or "target_moved"
         if not ticket.dropped:
-            try:
+            with self._failing([ticket]):
                 self._build(ticket, span, end.tokens)
-            except Exception as error:
-                self._fail(ticket, error)
         if ticket.dropped:
             self.dropped[ticket.dropped] += 1
 

@@ -17,7 +17,7 @@ import structlog
 
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
 from serving.sglang.report import EngineReport
-from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
+from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, type_and_place
 from speculator.pointer import ENGINE_TTL_S
 
 log = structlog.get_logger(__name__)
@@ -170,7 +170,11 @@ class SglangClient:
 
     def _run(self) -> None:
         while not self._stop.wait(self._poll_s):
-            self.look()
+            try:
+                self.look()
+            except Exception as error:
+                # The age of what was seen last tells that it is old; the next look may succeed.
+                log.error("sglang not looked at", error=type_and_place(error))
 
     def _look_at_server(self) -> None:
         try:

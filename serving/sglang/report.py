@@ -74,7 +74,7 @@ class EngineReport:
 
 
 def _whole(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _number(text: str) -> float | None:
@@ -88,12 +88,12 @@ def _yes(text: str) -> bool | None:
 
 
 def _versions(text: str) -> frozenset[int]:
-    return frozenset(int(part) for part in text.split(",") if part.isdigit())
+    return frozenset(int(part) for part in text.split(",") if part.isdecimal())
 
 
 def _counts(text: str) -> dict[str, int]:
     parts = (part.partition("=") for part in text.split(","))
-    return {key: int(count) for key, _, count in parts if count.isdigit()}
+    return {key: int(count) for key, _, count in parts if count.isdecimal()}
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

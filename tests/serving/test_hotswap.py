@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from serving.engine import SwapReport
 from serving.evidence import WatchedRound
 from serving.hotswap import DraftFollower
 from serving.judgement import WatchRules
+from serving.sglang.status import of_swaps
 from serving.watch import LiveWatch
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.lifecycle import Lifecycle, State
 from tests.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
+from tests.waiting import wait_until
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 
@@ -107,6 +110,48 @@ def test_an_unreadable_store_is_tried_again() -> None:
     engine.refusal = None
     follower.follow()
     assert engine.draft_version == 2
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError(), RuntimeError(), OSError(), KeyError("fc.weight")])
+def test_whatever_fails_in_one_attempt_it_counts_and_follows_on(failure: Exception) -> None:
+    """On its own thread, which would otherwise end, with all swaps and all reports."""
+    engine, pointer = SwappingEngine(), FakePointer()
+    follower = DraftFollower(engine, pointer, engine_id="e", poll_s=0.01, status=lambda: of_swaps(follower.log))
+    pointer.version, engine.refusal = 2, failure
+    follower.start()
+    wait_until(lambda: engine.asked == [2, 2])
+    wait_until(lambda: pointer.status.get("swap_failures") == 2)
+    assert (pointer.status["version"], pointer.status["refused"]) == (1, "")
+    engine.refusal = None
+    wait_until(lambda: engine.draft_version == 2 and pointer.status["version"] == 2)
+    follower.stop()
+
+
+@pytest.mark.parametrize("part", ["desired", "report_engine", "status"])
+def test_whatever_fails_beside_an_attempt_it_follows_on(part: str) -> None:
+    engine, pointer = SwappingEngine(), FakePointer()
+    fails = [True]
+
+    class Failing(FakePointer):
+        def desired(self) -> int | None:
+            fail("desired")
+            return pointer.desired()
+
+        def report_engine(self, engine_id: str, status: dict[str, str]) -> None:
+            fail("report_engine")
+            pointer.report_engine(engine_id, status)
+
+    def fail(where: str) -> dict[str, str]:
+        if where == part and fails:
+            fails.pop()
+            raise RuntimeError("deque mutated during iteration")
+        return {}
+
+    pointer.version = 2
+    follower = DraftFollower(engine, Failing(), engine_id="e", poll_s=0.01, status=lambda: fail("status"))
+    follower.start()
+    wait_until(lambda: pointer.status.get("version") == 2)
+    follower.stop()
 
 
 def test_without_redis_the_version_stays() -> None:

@@ -257,6 +257,21 @@ def test_a_report_of_another_version_of_the_plugin_is_read_as_far_as_it_goes(sce
     assert "slipstream_target_unchanged 0.0" in text
     assert "slipstream_depth 0" not in text
     assert EngineReport.parse({}).refused == frozenset()
+    # Digits that are no numbers.
+    assert EngineReport.parse({"steps": "²", "refused": "²", "verdicts": "promoted=²"}) == EngineReport.parse({})
+
+
+def test_a_look_that_fails_is_not_the_last_one(scene: Scene, redis_client: redis.Redis) -> None:
+    scene.pointer.report_engine(ENGINE, REPORT)
+    redis_client.hset(scene.pointer._keys.engine(ENGINE), "version", b"\xff")
+    with pytest.raises(UnicodeDecodeError):
+        scene.client.look()
+    scene.client.start()
+    wait_until(lambda: scene.client.health().num_running == 3)
+    scene.fake.loads = {"loads": [{"num_running_reqs": 5, "num_waiting_reqs": 0}]}
+    wait_until(lambda: scene.client.health().num_running == 5)
+    scene.pointer.report_engine(ENGINE, REPORT)
+    wait_until(lambda: scene.client.draft_version == 7)
 
 
 def test_a_report_that_expired_is_none(scene: Scene, redis_client: redis.Redis) -> None:
