@@ -17,7 +17,8 @@ from speculator.depth import RoundCosts
 
 MEETING_STEPS = 32
 """A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
-_LARGEST_CLASS = 10  # batches of up to 2^9 requests have times of their own
+_LARGEST_CLASS = 13
+"""Batches of up to 2^12 requests have times of their own: SGLang runs no more."""
 
 
 class Agreement:

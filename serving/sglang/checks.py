@@ -54,6 +54,64 @@ def check_server(args: Any, settings: PluginSettings) -> str:
     return version_of(args, settings).target_fingerprint
 
 
+def check_draft_options(args: Any, settings: PluginSettings) -> None:
+    """Options of the target that SGLang uses for the draft as well, which breaks it; `args` are `resolved`.
+
+    Raises ConfigError.
+    """
+    if args.speculative_draft_model_quantization is not None:
+        raise ConfigError(
+            f"the draft would be quantized ({args.speculative_draft_model_quantization}), which its store is not: "
+            "add --speculative-draft-model-quantization unquant"
+        )
+    if args.load_format not in ("auto", "safetensors"):
+        if args.speculative_draft_load_format is None:
+            raise ConfigError(
+                f"--load-format {args.load_format} would be the draft's, too: "
+                "add --speculative-draft-load-format safetensors"
+            )
+        if args.speculative_draft_load_format != args.load_format and _is_given(args.model_loader_extra_config):
+            raise ConfigError(
+                f"--model-loader-extra-config is meant for --load-format {args.load_format}, and the draft's loader "
+                "reads it, too: leave it out"
+            )
+    if _is_given(args.json_model_override_args):
+        raise ConfigError(
+            "--json-model-override-args changes the draft, too, and the trainer does not see it: change config.json in "
+            "the folder of --model-path instead"
+        )
+    if args.quantization_param_path is not None and args.kv_cache_dtype == "fp8_e4m3":
+        raise ConfigError(
+            "--quantization-param-path is read for the draft, too, which has no such scales: leave it out"
+        )
+    if args.model_checksum is not None:
+        raise ConfigError("--model-checksum is compared with the draft's files, too: leave it out")
+    if args.model_impl not in ("auto", "sglang"):
+        raise ConfigError(f"--model-impl {args.model_impl} has no EAGLE3 drafts: leave it out")
+    if settings.capture and args.enable_watermark:
+        raise ConfigError(
+            f"--enable-watermark forces tokens, and the draft would learn that: leave it out, or set {PREFIX}CAPTURE=0"
+        )
+
+
+def _is_given(json_text: str | None) -> bool:
+    return (json_text or "{}").replace(" ", "") != "{}"
+
+
+def resolved(args: Any) -> Any:
+    """A server's arguments as far as SGLang has decided on them: what was not given is filled in."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(args)
+
+
+def resolve(args: Any, values: dict[str, Any]) -> None:
+    """Decide on arguments of a server that has not read them yet."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(args, "slipstream", **values)
+
+
 def version_of(args: Any, settings: PluginSettings) -> Manifest:
     """The stored version that the server's draft is; raises where it is none, or does not fit the target."""
     folder = Path(args.speculative_draft_model_path).resolve()

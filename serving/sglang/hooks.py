@@ -29,6 +29,7 @@ class Target:
 
 
 CHECK_ARGS = Target("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
+SPECULATIVE_ARGS = Target("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",))
 ATTACH = Target(f"{_EAGLE}.init_cuda_graphs", ("self",))
 STEP = Target(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
 SAMPLE = Target("sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch"))
@@ -65,6 +66,7 @@ COMPLETION = Target(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._con
 
 TARGETS = (
     CHECK_ARGS,
+    SPECULATIVE_ARGS,
     ATTACH,
     STEP,
     SAMPLE,

@@ -99,6 +99,8 @@ def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: s
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(options.draft_dir)),
         *("--speculative-num-steps", str(options.depth), "--speculative-eagle-topk", "1"),
         *("--speculative-num-draft-tokens", str(options.depth + 1)),
+        # Or the draft would have what `extra` says of the target's file and weights.
+        *("--speculative-draft-model-quantization", "unquant", "--speculative-draft-load-format", "safetensors"),
         *("--speculative-adaptive", "--speculative-adaptive-config", str(adaptive_config)),
         *(_ON_CPU if options.device == "cpu" else ()),
         *options.extra,

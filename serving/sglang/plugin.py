@@ -10,7 +10,15 @@ from typing import Any
 from serving.marks import HEADER, OTHER_TARGET
 from serving.sglang import hooks, one_token
 from serving.sglang.asked import is_for_another_target, mark
-from serving.sglang.checks import check_server, refuse, refusing, sglang_version
+from serving.sglang.checks import (
+    check_draft_options,
+    check_server,
+    refuse,
+    refusing,
+    resolve,
+    resolved,
+    sglang_version,
+)
 from serving.sglang.settings import PluginSettings, is_enabled
 
 _runtimes: dict[int, Any] = {}
@@ -42,6 +50,7 @@ def _hook(settings: PluginSettings) -> None:
         hooks.register(HookRegistry, HookType, target, hook, kind)
 
     add(hooks.CHECK_ARGS, lambda _, args: _check(args, settings), "after")
+    add(hooks.SPECULATIVE_ARGS, _around_speculative_args, "around")
     add(hooks.ATTACH, lambda worker: _attach(worker, settings), "before")
     add(hooks.STEP, _around_step, "around")
     add(hooks.SAMPLE, _before_sample, "before")
@@ -63,6 +72,14 @@ def _hook(settings: PluginSettings) -> None:
 def _check(args: Any, settings: PluginSettings) -> None:
     global _target
     _target = refusing(check_server, args, settings)
+    refusing(check_draft_options, refusing(resolved, args), settings)
+
+
+def _around_speculative_args(run: Any, args: Any) -> None:
+    """A server that drafts takes as many requests at a time as one that does not; SGLang's own default is 48."""
+    limit = refusing(lambda: resolved(args).max_running_requests)
+    run(args)
+    refusing(resolve, args, {"max_running_requests": limit})
 
 
 def _attach(worker: Any, settings: PluginSettings) -> None:

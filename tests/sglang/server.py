@@ -143,6 +143,12 @@ class SglangServer:
         """SGLang's own account of its settings and, under `internal_states`, of each scheduler."""
         return self._json(self._client.get("/server_info"))
 
+    def max_running_requests(self) -> int:
+        """How many requests its scheduler takes at a time."""
+        limit = self.server_info()["internal_states"][0]["effective_max_running_requests_per_dp"]
+        assert isinstance(limit, int)
+        return limit
+
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> dict[str, Any]:
         """The whole native answer to a text or to token ids: `text`, `output_ids`, `meta_info`.
 

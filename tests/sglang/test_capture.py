@@ -270,6 +270,10 @@ def test_sampling_and_constraints_are_recorded(plugged: Plugged, traces: dict[st
     assert bound.constrained[bound.header.num_prompt_tokens - bound.header.first_position :].all()
 
 
+def test_the_number_of_requests_that_somebody_gave_is_kept(plugged: Plugged) -> None:
+    assert plugged.server.max_running_requests() == 8
+
+
 def test_the_accounts_add_up(plugged: Plugged, traces: dict[str, Trace]) -> None:
     report = plugged.wait_for(lambda report: report["pending"] == "0")
     assert int(report["captured"]) == int(report["appended"])

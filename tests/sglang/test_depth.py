@@ -47,6 +47,11 @@ def _decode(plugged: Plugged, rounds: int = 1) -> tuple[int, int]:
     return int(report["steps"]) - steps, drafted
 
 
+def test_it_takes_as_many_requests_as_a_server_that_does_not_draft(plugged: Plugged) -> None:
+    """By SGLang's formula, for a cache of 20,000 tokens and windows of 8,192. Where it drafts its default is 48."""
+    assert plugged.server.max_running_requests() == 2048
+
+
 def test_a_draft_that_has_learnt_nothing_sleeps(plugged: Plugged) -> None:
     steps, drafted = _decode(plugged)
     assert steps > 100

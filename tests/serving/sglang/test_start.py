@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from serving.sglang import hooks
-from serving.sglang.checks import check_server
+from serving.sglang.checks import check_draft_options, check_server
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled
 from speculator.checkpoint import target_fingerprint
@@ -77,6 +77,67 @@ def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
 def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
+
+
+def resolved(**changes: Any) -> SimpleNamespace:
+    """What SGLang has decided on for a server of which nothing out of the ordinary was asked."""
+    values = {
+        "load_format": "auto",
+        "speculative_draft_load_format": None,
+        "speculative_draft_model_quantization": None,
+        "model_loader_extra_config": "{}",
+        "json_model_override_args": "{}",
+        "kv_cache_dtype": "auto",
+        "quantization_param_path": None,
+        "model_checksum": None,
+        "model_impl": "auto",
+        "enable_watermark": False,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"model_loader_extra_config": '{"num_threads": 8}'},
+        {"load_format": "gguf", "speculative_draft_load_format": "safetensors"},
+        {"json_model_override_args": "{ }", "model_impl": "sglang"},
+    ],
+)
+def test_options_of_the_target_that_leave_the_draft_alone(changes: dict[str, Any]) -> None:
+    check_draft_options(resolved(**changes), PluginSettings(capture=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"speculative_draft_model_quantization": "fp8"}, "--speculative-draft-model-quantization unquant"),
+        ({"load_format": "gguf"}, "--speculative-draft-load-format safetensors"),
+        (
+            {
+                "load_format": "sharded_state",
+                "speculative_draft_load_format": "safetensors",
+                "model_loader_extra_config": '{"pattern": "x"}',
+            },
+            "--model-loader-extra-config is meant for --load-format sharded_state",
+        ),
+        ({"json_model_override_args": '{"rope_scaling": {"factor": 4}}'}, "change config.json in the folder"),
+        ({"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": "s.json"}, "--quantization-param-path"),
+        ({"model_checksum": "sums.json"}, "--model-checksum"),
+        ({"model_impl": "transformers"}, "--model-impl transformers"),
+        ({"enable_watermark": True}, "--enable-watermark"),
+    ],
+)
+def test_options_of_the_target_that_break_the_draft(changes: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice) as refused:
+        check_draft_options(resolved(**changes), PluginSettings(capture=True))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_watermark_matters_to_those_who_learn_from_the_text() -> None:
+    check_draft_options(resolved(enable_watermark=True), PluginSettings(capture=False))
 
 
 def test_a_draft_of_another_target(store: DraftStore, tmp_path: Path) -> None:

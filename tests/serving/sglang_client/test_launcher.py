@@ -36,6 +36,7 @@ def test_command_on_a_gpu(make_options: MakeOptions) -> None:
         *("--dtype", "bfloat16", "--device", "cuda", "--speculative-algorithm", "EAGLE3"),
         *("--speculative-draft-model-path", "/store/versions/000007", "--speculative-num-steps", "3"),
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+        *("--speculative-draft-model-quantization", "unquant", "--speculative-draft-load-format", "safetensors"),
         *("--speculative-adaptive", "--speculative-adaptive-config", "/tmp/a.json"),
     ]
 
