@@ -198,7 +198,7 @@ class EngineRuntime:
             self._target.agree()
         self.depth.limit = self._agreement.limit(self._asked_limit)
         if self._agreement.all_staged(self.draft.staged_version):
-            self.draft.at_boundary(self.steps)
+            self.draft.at_boundary(self.steps, self._agreement.all)
         if self.draft.draft_version != self._depth_version:
             self._depth_version = self.draft.draft_version
             self.depth.renewed(self._depth_version)

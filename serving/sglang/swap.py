@@ -124,19 +124,25 @@ class SglangDraft:
                 raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
         return done.result()
 
-    def at_boundary(self, step: int) -> SwapReport | None:
-        """Put a staged version into service, if there is one."""
+    def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> SwapReport | None:
+        """Put a staged version into service, if there is one.
+
+        `agree` says whether all ranks have copied it; where one could not, or has taken its offer back, none keeps it.
+        """
         with self._lock:
             pending, self._pending = self._pending, None
         if pending is None:
+            agree(False)
             return None
         staged, done = pending
         started_s = time.perf_counter()
-        try:
-            self._exchange(staged)
-        except Exception as error:
-            log.error("draft version %d could not be copied into service: %r", staged.version, error)
-            done.set_exception(EngineError(f"draft version {staged.version} could not be copied: {error!r}"))
+        failure = self._try_to_exchange(staged)
+        if not agree(not failure):
+            if not failure:
+                self._exchange(staged)
+            reason = failure or "another rank could not"
+            log.error("draft version %d could not be copied into service: %s", staged.version, reason)
+            done.set_exception(EngineError(f"draft version {staged.version} could not be copied: {reason}"))
             return None
         stall_ms = 1000 * (time.perf_counter() - started_s)
         report = SwapReport(version=staged.version, previous=self._version, stall_ms=stall_ms, step=step)
@@ -151,6 +157,14 @@ class SglangDraft:
             pending, self._pending = self._pending, None
         if pending is not None:
             pending[1].set_exception(EngineDeadError("the engine stopped before the swap"))
+
+    def _try_to_exchange(self, staged: StagedDraft) -> str:
+        """Why it failed; empty where it did not."""
+        try:
+            self._exchange(staged)
+        except Exception as error:
+            return repr(error)
+        return ""
 
     def _exchange(self, staged: StagedDraft) -> None:
         exchanged: list[str] = []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from serving.sglang.swap import SglangDraft
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
+from tests.waiting import wait_until
 
 
 class FusedDraft(nn.Module):
@@ -145,6 +146,29 @@ def test_a_copy_that_fails_half_way_is_undone(model: FusedDraft, monkeypatch: py
     assert model.norm.tolist() == [1, 1]
     monkeypatch.undo()
     assert draft.install_draft(2).version == 2
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_what_one_rank_cannot_copy_no_rank_keeps(model: FusedDraft, is_here: bool) -> None:
+    """Or each would run its own part of another version. `is_here`: this rank had the version, and another failed."""
+    draft = make_draft(model, alone=False)
+    told: list[bool] = []
+
+    def agree(copied: bool) -> bool:
+        told.append(copied)
+        return False
+
+    if is_here:
+        thread, outcome = install_in_thread(draft, 2)
+        wait_until(lambda: draft.staged_version == 2)
+    assert draft.at_boundary(32, agree) is None
+    if is_here:
+        thread.join()
+        assert "another rank could not" in str(outcome[0])
+    assert told == [is_here]
+    assert draft.draft_version == 1
+    assert model.qk.tolist() == [[1, 1], [1, 1], [1.5, 1.5], [1.5, 1.5]]
+    assert model.norm.tolist() == [1, 1]
 
 
 def test_closing_ends_a_waiting_install(model: FusedDraft) -> None:
