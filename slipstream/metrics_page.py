@@ -108,14 +108,14 @@ LABELS = {
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
     "`sampled_stream`, `sampled_memory`, `sampled_trainer`, `personal_email`, `personal_card`, `personal_iban`, "
     "`personal_phone`; with SGLang also `budget`, `unmarked`, `aborted`, `retracted`, `nothing_computed`, "
-    "`inconsistent`, `target_moved`; of rollouts the words in the help text",
+    "`inconsistent`, `target_moved`; of rollouts the words in the help text; of the plugin types of errors",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`, `rewards`",
     "role": "`canary`, `wave 1` and so on (2ⁿ engines in wave n), `waiting`, `settled`; one at a time",
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
-    "part": "`used`, `free`",
+    "part": "`used`, `free`; of the plugin `capture`, `depth`, `swap`, `pulse`",
     "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`; of rollouts `waiting`, `running`, "
     "`paused`",
 }

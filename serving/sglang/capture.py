@@ -9,6 +9,7 @@ request, nothing is left over.
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ class Capture:
         self._budget, self._sampler = budget, sampler
         self._copier, self._top_tokens = HostCopier(device), TopTokens(settings.capture_topk)
         self._is_cpu = device.type == "cpu"
+        self._open_tickets = weakref.WeakSet[Ticket]()
+        """Of requests that run. Weak: a request may vanish without being released."""
         self.refused: collections.Counter[str] = collections.Counter()
         """Requests that are not captured although they might be, by reason."""
 
@@ -120,7 +123,15 @@ class Capture:
         if not finished:
             ticket.dropped = ticket.dropped or ("retracted" if not request.finished() else "aborted")
         tokens = [*request.origin_input_ids, *request.output_ids_through_stop] if finished else []
+        self._open_tickets.discard(ticket)
         self._assembler.end(ticket, tokens)
+
+    def stop(self) -> None:
+        """Capture has failed: drop and free the spans of all requests that run. Nothing may be captured afterwards."""
+        for ticket in list(self._open_tickets):
+            ticket.dropped = ticket.dropped or "failed"
+            self._assembler.end(ticket, [])
+        self._open_tickets.clear()
 
     def _verdict(self, batch: Any, before: Mapping[str, Any], result: Any) -> dict[str, Tensor]:
         """What `verdicts.committed` reads of a verification of the whole batch, but for its logits."""
@@ -157,6 +168,8 @@ class Capture:
         if ticket is None:
             ticket = Ticket(self._open(request), parent_of(request.sampling_params.custom_params))
             setattr(request, _ATTRIBUTE, ticket)
+            if ticket.span is not None:
+                self._open_tickets.add(ticket)
         return ticket
 
     def _open(self, request: Any) -> Span | None:

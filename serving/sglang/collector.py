@@ -89,6 +89,14 @@ def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
     stall_s = None if report.last_stall_ms is None else report.last_stall_ms / 1000
     yield _gauge("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
     yield GaugeMetricFamily(*DEPTH, report.depth)
+    failures = CounterMetricFamily(
+        "slipstream_plugin_failures",
+        "Parts of the plugin that an error has turned off for as long as SGLang's process lives",
+        labels=["part", "reason"],
+    )
+    for failure, count in report.failures.items():
+        failures.add_metric(failure.partition(":")[::2], count)
+    yield failures
     yield _gauge(*TARGET_UNCHANGED, report.target_ok)
 
 

@@ -93,7 +93,7 @@ def _attach(worker: Any, settings: PluginSettings) -> None:
 
     def forward_and_look(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        runtime.probe.saw_forward(output.logits_output)
+        runtime.saw_forward(lambda: output.logits_output)
         return output
 
     runner.forward = forward_and_look
@@ -117,8 +117,7 @@ def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any)
 
 
 def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **kwargs: Any) -> Any:
-    # SGLang's own policy is not asked: it would switch the depth behind ours.
-    _runtimes[id(worker)].depth.verified(accepted)
+    _runtimes[id(worker)].verified(lambda: run(worker, accepted, *args, **kwargs), accepted)
 
 
 def _around_draft(run: Any, draft: Any, forward_batch: Any) -> Any:
@@ -138,11 +137,11 @@ def _around_extend_decode(run: Any, draft: Any, batch: Any, result: Any, *args: 
 
 
 def _after_extend_graph(result: Any, *args: Any, **kwargs: Any) -> None:
-    _the_runtime().probe.saw_forward(result)
+    _the_runtime().saw_forward(lambda: result)
 
 
 def _after_tree(result: Any, score_list: Any, *args: Any, **kwargs: Any) -> None:
-    _the_runtime().probe.saw_tree(score_list, result[1])
+    _the_runtime().saw_tree(score_list, result)
 
 
 def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +150,7 @@ def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _around_steps(run: Any, params: Any, batch_size: int) -> int:
-    depth: int = _the_runtime().depth.steps_for(batch_size)
+    depth: int = _the_runtime().steps_for(lambda: run(params, batch_size), batch_size)
     return depth
 
 

@@ -17,7 +17,10 @@ _COUNTS = (
     *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),
     *("captured", "appended", "trace_bytes", "trace_tokens"),
 )
-_COUNTS_BY = ("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "dropped_by_reason", "verdicts")
+_COUNTS_BY = (
+    *("rounds", "decode_ms", "round_tokens", "proposals", "accepted"),
+    *("dropped_by_reason", "verdicts", "failures"),
+)
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),
     "capture_share",

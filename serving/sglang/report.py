@@ -51,6 +51,8 @@ class EngineReport:
     verdicts: Mapping[str, int]
     """How trials of versions ended."""
     last_verdict: str
+    failures: Mapping[str, int]
+    """Parts of the plugin that are off, as "part:type of the error"."""
     role: str
     """Its part in how a version spreads: canary, wave N, waiting, settled."""
     draft_accept_length: float | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from serving.sglang.checks import version_of
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl, QuietSwitches
 from serving.sglang.dormancy import Dormancy
+from serving.sglang.fence import Fence, of_fences
 from serving.sglang.pointer import LazyPointer, RankPointer
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings, default_engine_id
@@ -72,7 +73,12 @@ class EngineRuntime:
         }
 
         self._agreement = Agreement(group.cpu_group, depths)
-        self.draft = _new_draft(worker, store, manifest, alone=self._agreement.is_alone)
+        alone = self._agreement.is_alone
+        self._capturing = Fence("capture", off=self._stop_capture)
+        # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
+        self._choosing, self._meeting = Fence("depth", holds=alone), Fence("swap", holds=alone)
+        self._pulsing = Fence("pulse", off=self._stop_pulse)
+        self.draft = _new_draft(worker, store, manifest, alone=alone)
         self.probe = _new_probe(worker, depths)
         self.meter = SpeedupMeter()
         # One rank watches; the others stage what it stages.
@@ -120,76 +126,136 @@ class EngineRuntime:
     def step(self, run: Callable[[], Any], batch: Any) -> Any:
         """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
         with self.draft.stepping:
-            if self._pulse is None:
-                return self._step(run, batch)
-            self._pulse.beat()
-            self._pulse.about(len(batch.reqs), num_new_tokens(batch))
+            self._pulsing(self._beat, batch)
             try:
                 return self._step(run, batch)
             finally:
-                self._pulse.rest()
+                self._pulsing(self._rest)
 
     def _step(self, run: Callable[[], Any], batch: Any) -> Any:
         self.steps += 1
         self._running, self._began_s = len(batch.reqs or ()), time.monotonic()
         if self._agreement.is_meeting(self.steps):
-            self._meet()
+            self._meeting(self._meet)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             self._prefilling = batch
             result = run()
             self._prefilling = None
             return result
-        self.depth.started()
+        self._choosing(self.depth.started)
         result = run()
-        self.depth.launched(batch.reqs, self._worker.speculative_num_steps)
+        self._choosing(self._launched, batch)
         return result
 
     def sampling(self, runner: Any, output: Any) -> None:
         """SGLang has launched a pass of this runner, and is about to sample from its logits."""
         batch, self._prefilling = self._prefilling, None
-        if self._traces is None or batch is None or runner is not self._worker.target_worker.model_runner:
-            return
-        if batch.reqs and output.hidden_states is not None:
-            self._traces.capture.read_prefill(batch, output.hidden_states, output.next_token_logits)
+        if batch is not None and runner is self._worker.target_worker.model_runner:
+            self._capturing(self._read_prefill, batch, output)
 
     def verify(self, run: Callable[[], Any], batch: Any) -> Any:
-        if self._traces is None or batch.forward_mode.is_idle():
-            return run()
-        before = self._traces.capture.before_verify(batch)
+        before = self._capturing(self._before_verify, batch)
         result = run()
-        self._traces.capture.after_verify(batch, before, result, self.draft.draft_version)
+        if before is not None:
+            self._capturing(self._after_verify, batch, before, result)
         return result
+
+    def verified(self, run: Callable[[], Any], accepted: list[int]) -> None:
+        # While ours is on SGLang's own policy is not asked: it would switch the depth behind it.
+        if self._choosing.is_off:
+            run()
+        else:
+            self._choosing(self.depth.verified, accepted)
+
+    def steps_for(self, run: Callable[[], int], batch_size: int) -> int:
+        """The depth of the next decode step; SGLang's own choice where ours is off."""
+        depth = self._choosing(self.depth.steps_for, batch_size)
+        return run() if depth is None else depth
 
     def catch_up(self, run: Callable[[], Any], batch: Any, result: Any) -> Any:
         """The draft reads what the step has committed, unless there is nothing to gain from it."""
-        if self._worker.speculative_num_steps == 0 and self.depth.needs_no_reading(batch.reqs or ()):
-            self._worker._stub_skipped_draft_extend(batch, result)
+        if self._choosing(self._skip_reading, batch, result):
             return None
         caught_up = run()
-        if not batch.forward_mode.is_idle():
-            self.probe.saw_extended(batch.req_pool_indices)
+        self._capturing(self._saw_extended, batch)
         return caught_up
 
     def read_prompt(self, run: Callable[[], Any], batch: Any, next_tokens: torch.Tensor) -> Any:
         """The draft reads what a prefill has computed, unless there is nothing to gain from it."""
-        is_idle = batch.forward_mode.is_idle()
-        if not is_idle and not self.depth.reads_prompt_of(batch.reqs):
-            return self._unread(batch, next_tokens)
+        unread = self._choosing(self._skip_prompt, batch, next_tokens)
+        if unread is not None:
+            return unread
         read = run()
-        if not is_idle:
-            self.probe.saw_extended(batch.req_pool_indices)
+        self._capturing(self._saw_extended, batch)
         return read
 
-    def _unread(self, batch: Any, next_tokens: torch.Tensor) -> Any:
+    def saw_forward(self, output: Callable[[], Any]) -> None:
+        """A pass of the draft, with this `logits_output`."""
+        self._capturing(lambda: self.probe.saw_forward(output()))
+
+    def saw_tree(self, scores: list[torch.Tensor], organized: Any) -> None:
+        self._capturing(lambda: self.probe.saw_tree(scores, organized[1]))
+
+    def released(self, request: Any) -> None:
+        if self._traces is not None:
+            self._capturing(self._traces.capture.on_release, request)
+
+    # -- within the fences ------------------------------------------------------------------------------------------
+
+    def _beat(self, batch: Any) -> None:
+        if self._pulse is not None:
+            self._pulse.beat()
+            self._pulse.about(len(batch.reqs or ()), num_new_tokens(batch))
+
+    def _rest(self) -> None:
+        if self._pulse is not None:
+            self._pulse.rest()
+
+    def _launched(self, batch: Any) -> None:
+        self.depth.launched(batch.reqs, self._worker.speculative_num_steps)
+
+    def _read_prefill(self, batch: Any, output: Any) -> None:
+        if self._traces is not None and batch.reqs and output.hidden_states is not None:
+            self._traces.capture.read_prefill(batch, output.hidden_states, output.next_token_logits)
+
+    def _before_verify(self, batch: Any) -> Mapping[str, Any] | None:
+        if self._traces is None or batch.forward_mode.is_idle():
+            return None
+        return self._traces.capture.before_verify(batch)
+
+    def _after_verify(self, batch: Any, before: Mapping[str, Any], result: Any) -> None:
+        assert self._traces is not None
+        self._traces.capture.after_verify(batch, before, result, self.draft.draft_version)
+
+    def _saw_extended(self, batch: Any) -> None:
+        if not batch.forward_mode.is_idle():
+            self.probe.saw_extended(batch.req_pool_indices)
+
+    def _skip_reading(self, batch: Any, result: Any) -> bool:
+        """Whether the draft does not read what this step commits."""
+        if self._worker.speculative_num_steps > 0 or not self.depth.needs_no_reading(batch.reqs or ()):
+            return False
+        self._worker._stub_skipped_draft_extend(batch, result)
+        return True
+
+    def _skip_prompt(self, batch: Any, next_tokens: torch.Tensor) -> Any:
+        """What stands in the place of the draft's reading of a prefill; None where it reads."""
+        if batch.forward_mode.is_idle() or self.depth.reads_prompt_of(batch.reqs):
+            return None
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         unread = EagleDraftInput(bonus_tokens=next_tokens, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
         self._worker._stub_skipped_draft_extend(batch, SimpleNamespace(next_draft_input=unread))
         return unread
 
-    def released(self, request: Any) -> None:
+    def _stop_capture(self) -> None:
         if self._traces is not None:
-            self._traces.capture.on_release(request)
+            self._traces.capture.stop()
+
+    def _stop_pulse(self) -> None:
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.close()
 
     def _meet(self) -> None:
         if not self._agreement.is_alone:
@@ -284,6 +350,7 @@ class EngineRuntime:
             **self._served,
             **self._target.status(),
             **self._erasures.look(),
+            **of_fences((self._capturing, self._choosing, self._meeting, self._pulsing)),
             **of_swaps(self._follower.log),
             **of_depth(self.depth),
             **of_speedup(self.meter.measure()),

@@ -51,6 +51,7 @@ REPORT: dict[str, str | int | float] = {
     "speedup_upper": 1.42,
     "speedup_estimated": 1.4,
     "target_ok": 1,
+    "failures": "capture:OutOfMemoryError=1",
     "watched": 7,
     "role": "wave 2",
     "draft_accept_length": 2.25,
@@ -232,6 +233,7 @@ def test_a_report_becomes_metrics(scene: Scene) -> None:
         'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"} 1.31',
         "slipstream_baseline_seconds_per_token 0.0125",
         "slipstream_target_unchanged 1.0",
+        'slipstream_plugin_failures_total{part="capture",reason="OutOfMemoryError"} 1.0',
     ):
         assert line in text.splitlines(), line
 
