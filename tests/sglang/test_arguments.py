@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,8 @@ from sglang.srt.server_args import prepare_server_args
 from serving.sglang.checks import check_draft_options, resolved
 from serving.sglang.settings import PluginSettings
 from speculator.errors import ConfigError
-from tests.sglang.server import CPU_FLAGS, speculative_flags
+from speculator.store import DraftStore
+from tests.sglang.server import CPU_FLAGS, cpu_environment, speculative_flags
 
 
 def check(model_dir: Path, draft_dir: Path, *flags: str) -> None:
@@ -38,3 +43,42 @@ def test_what_would_reach_the_draft_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=advice):
         check(model_dir, draft_dir, *flags)
+
+
+_IN_SGLANGS_PROCESS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.server_args import prepare_server_args
+
+*served, last = [prepare_server_args(flags) for flags in json.loads(sys.argv[1])]
+for args in served:
+    args.resolve_once()
+    print("limit", resolving_view(args).max_running_requests, flush=True)
+last.resolve_once()
+last.check_server_args()
+print("went on")
+"""
+
+
+def test_the_plugin_in_sglangs_own_process(model_dir: Path, draft_store: DraftStore, draft_dir: Path) -> None:
+    """As many requests as a server that does not draft takes, or as somebody says; and a refusal ends it."""
+    plain = ["--model-path", str(model_dir), *CPU_FLAGS]
+    drafting = [*plain, *speculative_flags(draft_dir)]
+    servers = [plain, drafting, [*drafting, "--max-running-requests", "7"], [*drafting, "--quantization", "w8a8_int8"]]
+    settings = {"SLIPSTREAM_ENABLED": "1", "SLIPSTREAM_STORE": str(draft_store.root)}
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_SGLANGS_PROCESS, json.dumps(servers)],
+        env={**os.environ, **cpu_environment(), **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    limits = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("limit")]
+    assert limits == ["None", "None", "7"], done.stderr[-2000:]
+    assert "went on" not in done.stdout
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("slipstream: the draft would be quantized (w8a8_int8)")
