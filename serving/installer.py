@@ -10,7 +10,7 @@ from typing import Protocol
 
 from serving.engine import SwapReport
 from serving.versions import VersionRecord
-from speculator.errors import DraftError, EngineBusyError
+from speculator.errors import DraftError, EngineBusyError, type_and_place
 from speculator.spans import span
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,11 @@ class Installer:
         self.log.add(report)
         log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
         if self._on_swap is not None:
-            self._on_swap(report)
+            try:
+                self._on_swap(report)
+            except Exception as error:
+                # The version is in service all the same, and its trial begins.
+                log.error("what follows the swap to version %d failed: %s", version, type_and_place(error))
         return True
 
     def _refuse(self, version: int, reason: str) -> None:
