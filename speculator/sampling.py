@@ -11,3 +11,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+
+
+def sample_seed(seed: int, number: int) -> int:
+    """Seed of a request's sample `number` (from 0), where the request asks for several with one `seed` of 64 bits.
+
+    The first one has the seed itself: a single answer is the first of several. No two pairs give the same.
+    """
+    return number << 64 | seed

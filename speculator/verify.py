@@ -58,8 +58,8 @@ def draws(seed: int, position: int, size: int) -> np.ndarray:
     """What the noise of one position of one request is made of: [size] float64, uniform in [0, 1), the same on every
     machine. Any position can be drawn at any time, in any order, by draft and target alike.
     """
-    # Always as many words, or seeds of different length would meet.
-    sequence = np.random.SeedSequence([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, position])
+    # Always as many words, or seeds of different length would meet; the last one is a sample's number.
+    sequence = np.random.SeedSequence([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, position, seed >> 64])
     return np.random.Generator(np.random.SFC64(sequence)).random(size)
 
 

@@ -18,10 +18,10 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
 from serving.gateway.deadline import deadline
 from serving.gateway.limits import check_completion_tokens, check_prompt_tokens
-from serving.gateway.schema import INT64_MAX, GenerationBody
+from serving.gateway.schema import GenerationBody
 from serving.gateway.telemetry import Exchange
 from speculator.errors import EngineError, RequestError
-from speculator.sampling import SamplingParams
+from speculator.sampling import SamplingParams, sample_seed
 
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 """Called with the sample's index and its next chunk."""
@@ -162,7 +162,7 @@ def plan(
                 sampling=sampling,
                 stop=body.stop,
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
-                seed=None if body.seed is None else (body.seed + sample) & INT64_MAX,
+                seed=None if body.seed is None else sample_seed(body.seed, sample),
                 ignore_eos=bool(body.ignore_eos),
                 policy=policy,
             )

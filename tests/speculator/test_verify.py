@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculator import verify
-from speculator.sampling import SamplingParams
+from speculator.sampling import SamplingParams, sample_seed
 from speculator.tree import DraftTree
 from speculator.verify import draws, emit, gumbel, served_logits
 from tests.emitting import emitted as reference
@@ -48,6 +48,19 @@ def _reference(logits: list[float], params: SamplingParams) -> list[float]:
 def test_served_distribution_matches_the_obvious_one(row: list[float], params: SamplingParams) -> None:
     served = served_logits(torch.tensor(row, dtype=torch.float64), params).softmax(-1)
     assert served.tolist() == pytest.approx(_reference(row, params), abs=1e-9)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40) | st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 40)),
+        min_size=2,
+        max_size=20,
+        unique=True,
+    )
+)
+def test_no_two_positions_of_any_samples_of_any_seeds_share_their_noise(places: list[tuple[int, int, int]]) -> None:
+    drawn = {draws(sample_seed(seed, number), position, 4).tobytes() for seed, number, position in places}
+    assert len(drawn) == len(places)
 
 
 def test_greedy_ignores_the_noise() -> None:
