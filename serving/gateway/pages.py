@@ -40,18 +40,18 @@ def page_routes() -> APIRouter:
     # Whatever else lies there, such as what an editor left, is not of the page.
     contents = {name: (file.read_bytes(), kind) for name, (file, kind) in found.items() if kind is not None}
 
-    def file(name: str) -> Response:
+    # Its addresses are relative to where it is, which a proxy may put anywhere.
+    index, _ = contents.pop("index.html")
+
+    @router.get("/")
+    async def page() -> Response:
+        return Response(index, media_type="text/html", headers=_HEADERS)
+
+    @router.get("/page/{name}")
+    async def page_file(name: str) -> Response:
         if name not in contents:
             raise ApiError(404, "There is no such file.", code="not_found")
         content, kind = contents[name]
         return Response(content, media_type=kind, headers=_HEADERS)
-
-    @router.get("/")
-    async def page() -> Response:
-        return file("index.html")
-
-    @router.get("/page/{name}")
-    async def page_file(name: str) -> Response:
-        return file(name)
 
     return router

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fastapi import FastAPI
 from playwright.sync_api import Page, expect
 from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
@@ -232,6 +235,28 @@ def test_without_a_draft_store_it_says_so(watched: Watched) -> None:
         page = watched.open(gateway)
         expect(page.locator("#versions-note")).to_contain_text("started without a draft store")
         expect(page.locator("#desk")).to_be_hidden()
+
+
+def test_a_proxy_may_put_it_below_a_path(watched: Watched, app: FastAPI) -> None:
+    prefix = "/slip"
+
+    async def proxied(scope: Scope, receive: Receive, send: Send) -> None:
+        """What a proxy does that takes its prefix away, and has other sites beside it."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            scope = {**scope, "path": path.removeprefix(prefix) if path.startswith(f"{prefix}/") else "/elsewhere"}
+        await app(scope, receive, send)
+
+    with watched.beside(lambda port: serve(proxied, port=port, grace_s=1)) as gateway:
+        page = watched.page
+        page.goto(f"{gateway.url}{prefix}/")
+        page.wait_for_selector("[data-connection=live]")
+        expect(page.locator("#versions tr").first).to_be_visible()
+        submit(page, PROMPT)
+        assert page.locator("#answer .token").count() > 0
+        for link in page.locator("#links a").all():
+            assert page.request.get(link.evaluate("link => link.href")).ok
+    assert all(httpx.URL(url).path.startswith(f"{prefix}/") for url in watched.urls)
 
 
 def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ async function poll() {
 async function refresh() {
   let text = null, why = "The draft store cannot be read now";
   try {
-    const response = await fetch("/slipstream/drafts", { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch("slipstream/drafts", { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (response.status === 401) return; // the head of the page asks for a key
     if (response.ok) text = await response.text();
     else why = await refusal(response);
@@ -129,7 +129,7 @@ async function act(action) {
   say("admin-status", "asking …");
   for (const button of actions()) button.disabled = true;
   try {
-    const response = await fetch(`/admin/drafts/${path}`, { method: "POST", headers: headers(), body });
+    const response = await fetch(`admin/drafts/${path}`, { method: "POST", headers: headers(), body });
     say("admin-status", response.ok ? outcome(action, await response.json()) : await refusal(response));
   } catch {
     say("admin-status", "The gateway does not answer.");

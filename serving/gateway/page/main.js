@@ -123,7 +123,7 @@ function setStatus(kind, text) {
 async function ask() {
   const since = history.length ? history.at(-1)[AT] : 0;
   try {
-    const response = await fetch(`/slipstream/live?since=${since}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch(`slipstream/live?since=${since}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (await isLocked(response)) {
       setStatus("trouble", "needs a key");
       return undefined;

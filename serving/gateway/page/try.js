@@ -37,7 +37,7 @@ async function answer(served, signal) {
   const shown = new Answer(served.shows_tokens);
   say("answer-status", "waiting for the first token");
   try {
-    const response = await fetch("/v1/chat/completions", {
+    const response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: withKey({ "content-type": "application/json" }),
       body: JSON.stringify(question(served)),
