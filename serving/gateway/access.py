@@ -102,6 +102,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
+        scope["path"] = _usual(scope["path"])
         route = _chosen(self._routes, scope)
         if route is None:
             raise HTTPException(404)
@@ -171,6 +172,13 @@ class Gate:
         if key.is_expired(time.time()):
             raise unauthorised("This API key has expired.", "api_key_expired")
         return key
+
+
+def _usual(path: str) -> str:
+    """The path as the routes have it: without the server's address, and without slashes too many at its ends."""
+    if not path.startswith("/"):
+        path = path.partition("://")[2].partition("/")[2]
+    return "/" + path.strip("/")
 
 
 def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:

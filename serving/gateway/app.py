@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from serving.engine import DraftHost, Engine
 from serving.gateway.access import Gate
@@ -37,8 +39,14 @@ from speculator.heap import HeapCollector
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
-    """Unknown path, wrong method: the framework's own answer to those is not the envelope."""
-    return error_response(exchange_of(request).fail(failure))
+    """Unknown path, wrong method: the framework's own answer to those is not the envelope, and names the methods of one
+    route where several have the path."""
+    error = exchange_of(request).fail(failure)
+    if error.status == 405:
+        others = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+        methods = {method for route in others for method in route.methods or ()}
+        error.headers = {"allow": ", ".join(sorted(methods))}
+    return error_response(error)
 
 
 def create_app(
@@ -146,6 +154,10 @@ def _assemble(
     for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes()):
         # One flat list, in which the gate finds what the router will choose; these routers add nothing to their routes.
         app.router.routes.extend(router.routes)
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            # The server leaves the body of the answer out.
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _routing_error)
     declare_keys(app, has_keys=settings.keys_file is not None)
     keyring = None if settings.keys_file is None else Keyring(settings.keys_file)

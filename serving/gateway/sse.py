@@ -63,6 +63,9 @@ class EventStream(Response):
         self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            await super().__call__(scope, receive, send)
+            return
         try:
             await until_disconnect(receive, self._run(send))
         except asyncio.CancelledError:

@@ -418,7 +418,7 @@ def test_a_stream_that_takes_too_long_to_leave_says_so() -> None:
 
     async def run(exchange: Exchange) -> None:
         async with deadline(0.01) as exchange.limit:
-            await sse.EventStream(exchange, produce)({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+            await sse.EventStream(exchange, produce)({"method": "POST"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     with pytest.raises(ApiError):
         asyncio.run(run(Exchange()))
