@@ -123,6 +123,8 @@ class EngineInfo:
     max_depth: int
     num_slots: int = 1
     """Requests that decode together."""
+    heeds_seed: bool = True
+    """Whether a request's seed has an effect."""
 
 
 class Tokenizer(Protocol):

@@ -74,6 +74,7 @@ class DoubleEngine:
     alive: bool = True
     ready: bool = True
     detail: str = ""
+    heeds_seed: bool = True
 
     requests: list[GenerateRequest] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -95,6 +96,7 @@ class DoubleEngine:
             context_length=self.context_length,
             max_depth=self.max_depth,
             num_slots=self.num_slots,
+            heeds_seed=self.heeds_seed,
         )
 
     def drop(self, tenant: str, group_id: str) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from serving.gateway.body import read_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, unavailable
 from serving.gateway.reply import reply
-from serving.gateway.schema import request_body
+from serving.gateway.schema import Strict, request_body
 from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
 
 ACTOR = "operator:admin"
@@ -45,9 +45,7 @@ class Drafts(Protocol):
     def unpin(self, *, actor: str) -> Any: ...
 
 
-class RollbackBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class RollbackBody(Strict):
     version: Annotated[int, Field(ge=1)] | None = None
     """Default: the version that engines should run."""
     reason: Annotated[str, Field(min_length=1, max_length=500)]

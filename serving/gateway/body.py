@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from serving.gateway.errors import ApiError
+from serving.gateway.schema import UNKNOWN
 from speculator.errors import RequestError
 
 T = TypeVar("T", bound=BaseModel)
@@ -28,7 +29,6 @@ _CODES = {
     "json_invalid": "invalid_json",
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
-    "unknown_parameter": "unknown_parameter",
     "unsupported_parameter": "unsupported_parameter",
 }
 
@@ -96,7 +96,8 @@ def _request_error(details: ErrorDetails) -> RequestError:
     param = _param(details)[:_MAX_PARAM_CHARS]
     kind = details["type"]
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return RequestError(f"{param}: {details['msg']}" if param else details["msg"], param=param or None, code=code)
+    message = UNKNOWN if kind == "extra_forbidden" else details["msg"]
+    return RequestError(f"{param}: {message}" if param else message, param=param or None, code=code)
 
 
 def _param(details: ErrorDetails) -> str:

@@ -50,7 +50,7 @@ def chat_routes(gateway: Gateway) -> APIRouter:
     @router.post(ROUTE, openapi_extra=request_body(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes=gateway.settings.max_body_bytes)
-        check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=body.num_samples)
+        check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=body.n)
         messages = [message.for_template() for message in body.messages]
         num_chars = sum(len(message.content) for message in body.messages)
         prompt = await encode(gateway.engine.tokenizer.encode_chat, messages, num_chars=num_chars)

@@ -52,7 +52,7 @@ def completion_routes(gateway: Gateway) -> APIRouter:
     @router.post(ROUTE, openapi_extra=request_body(CompletionBody))
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes=gateway.settings.max_body_bytes)
-        num_samples = len(body.prompt) * body.num_samples
+        num_samples = len(body.prompt) * body.n
         check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=num_samples)
         prompts = [await _token_ids(gateway.engine.tokenizer, prompt) for prompt in body.prompt]
         generation = plan(

@@ -36,8 +36,6 @@ def _is_flat(value: object) -> bool:
 
 def _custom_params(value: object) -> dict[str, Any]:
     """SGLang's scheduler decodes these by type, and a value that is nested deeper ends its process, not the request."""
-    if value is None:
-        return {}
     if not isinstance(value, dict):
         raise invalid("custom_params_type", "must be an object")
     if POLICY_KEY in value:
@@ -72,24 +70,31 @@ class ForwardedBody(Strict):
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
 
     model: str
-    n: Count | None = None
+    n: Count = 1
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema({})] = None
-    stream: bool | None = None
+    stream: bool = False
     prompt: Any = None
+    seed: Any = None
+    temperature: Any = None
     cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
     """Parts the prefix cache within the tenant."""
-    custom_params: Annotated[
-        dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": ["object", "null"]})
-    ] = Field(default_factory=dict)
+    custom_params: Annotated[dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": "object"})] = (
+        Field(default_factory=dict)
+    )
     slipstream: Routed = Routed()
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether a seed is asked to decide the text; at temperature 0 nothing is drawn."""
+        return self.seed is not None and self.temperature != 0
 
     @property
     def num_samples(self) -> int:
         """Token ids are one prompt; whatever else is in a list is a prompt each. Judging them is SGLang's."""
         is_list = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
-        return (len(self.prompt) if is_list else 1) * (self.n or 1)
+        return (len(self.prompt) if is_list else 1) * self.n
 
     @property
     def completion_tokens(self) -> int | None:
@@ -114,11 +119,12 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
     except msgspec.MsgspecError as error:
         # The two parsers differ only on what is not JSON: NaN, for one.
         raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
+    # A null asks for nothing, and SGLang refuses some of them.
+    fields = {name: value for name, value in fields.items() if value != _NULL}
     for name in _NOT_FOR_CLIENTS & fields.keys():
-        if fields.pop(name) != _NULL:
-            raise RequestError(
-                f"{name}: no client may use this here; leave it out", param=name, code="unsupported_parameter"
-            )
+        raise RequestError(
+            f"{name}: no client may use this here; leave it out", param=name, code="unsupported_parameter"
+        )
     fields.pop("slipstream", None)
     params = {**body.custom_params, POLICY_KEY: marks.policy}
     added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}

@@ -145,11 +145,7 @@ def plan(
     `prompt_param` names the body's field that holds the prompts, for errors. Raises RequestError where a prompt is
     empty or does not fit.
     """
-    sampling = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
-    )
+    sampling = SamplingParams(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
     policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
@@ -163,10 +159,10 @@ def plan(
                 stop=body.stop,
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
-                ignore_eos=bool(body.ignore_eos),
+                ignore_eos=body.ignore_eos,
                 policy=policy,
             )
-            for sample in range(body.num_samples)
+            for sample in range(body.n)
         ]
     num_prompt_tokens = sum(len(prompt) for prompt in prompts)
     return Generation(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens, route=route)

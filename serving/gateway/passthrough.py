@@ -40,6 +40,11 @@ _DEFAULT_OF_COMPLETIONS = 16
 """Tokens that SGLang makes of a text, as OpenAI did; a chat goes on until its context is full."""
 
 
+WARNING = "x-slipstream-warning"
+"""A header of answers, since their bodies pass as they are: a field of the request had no effect."""
+_SEED_IS_IGNORED = "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Passage:
     """What both endpoints share."""
@@ -71,9 +76,14 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
         shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
         asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter, lineage, domain)
+        response: Response
         if body.stream:
-            return EventStream(exchange, asked.stream)
-        return await until_disconnect(request.receive, asked.whole())
+            response = EventStream(exchange, asked.stream)
+        else:
+            response = await until_disconnect(request.receive, asked.whole())
+        if body.needs_seed and not passage.host.info.heeds_seed:
+            response.headers[WARNING] = _SEED_IS_IGNORED
+        return response
 
     @router.post(chat.ROUTE, openapi_extra=openapi)
     async def create_chat_completion(request: Request) -> Response:

@@ -26,7 +26,7 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
         dialect,
         exchange_of(request),
         body.model,
-        include_usage=body.include_usage,
+        include_usage=body.stream_options.include_usage,
         counts_usage_on=body.counts_usage_on,
         show_tokens=body.slipstream.tokens,
     )

@@ -1,62 +1,82 @@
 """The bodies that clients send, strictly typed: a number is never a string, a boolean never a number.
 
-OpenAI fields that this server cannot honour are refused rather than ignored, unless they carry the value that asks
-for nothing (`tools: []`, `frequency_penalty: 0`), which clients and frameworks send by default.
+A null asks for nothing, wherever it stands: the field is as if absent. A field that this server does not act on is
+accepted where its value changes nothing about the answer, and refused by name where it would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from types import EllipsisType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.engine import CapturePolicy
 
+UNKNOWN = "this server knows no such parameter; leave it out"
 MAX_STOP = 4
 MAX_STOP_CHARS = 1000
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
-Neutral = Mapping[str, tuple[object, ...]]
-"""Unsupported fields and the values, beside null, that ask for nothing."""
+Neutral = Mapping[str, tuple[object, ...] | EllipsisType]
+"""Fields that a body has beside those of its model, each with the values that change nothing; `...`: all values."""
 
-UNSUPPORTED: Neutral = {
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0, 0.0),
+
+def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
+    return dict.fromkeys(names.split(), values)
+
+
+NEUTRAL: Neutral = {
+    # For the server's books and caches, and for when and where a request runs.
+    **_all(
+        ..., "metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store user"
+    ),
+    **_all(..., "cache_prompt cache_salt data_parallel_rank id_slot keep_alive priority request_id rid routed_dp_rank"),
+    # Only of use with something that is refused: tools, reasoning, special tokens that are shown, logprobs.
+    **_all(..., "parallel_tool_calls separate_reasoning stream_reasoning spaces_between_special_tokens"),
+    **_all(..., "return_text_in_logprobs return_tokens_as_token_ids"),
+    **_all(([],), "bad_words documents functions logits_processors stop_token_ids stop_regex tools"),
+    **_all(({},), "chat_template_kwargs custom_params logit_bias mm_processor_kwargs session_params vllm_xargs"),
+    **_all((0,), "frequency_penalty min_new_tokens min_p min_tokens presence_penalty top_logprobs"),
+    **_all((1,), "length_penalty repeat_penalty repetition_penalty typical_p"),
+    **_all((False,), "continue_final_message early_stopping include_stop_str_in_output no_stop_trim use_beam_search"),
+    **_all((False,), "echo logprobs return_cached_tokens_details return_hidden_states return_routed_experts"),
+    **_all((False,), "return_spec_tokens_details return_token_ids"),
+    **_all((True,), "add_generation_prompt detokenize skip_special_tokens"),
+    **_all(("none", "auto"), "function_call tool_choice"),
+    **_all((), "allowed_token_ids chat_template custom_logit_processor ebnf grammar guided_choice guided_grammar"),
+    **_all((), "guided_json guided_regex json_schema kv_transfer_params lora_path prompt_logprobs regex"),
+    **_all((), "structured_outputs truncate_prompt_tokens"),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
 }
 
-UNSUPPORTED_IN_CHAT: Neutral = {
-    **UNSUPPORTED,
-    "audio": (),
-    "logprobs": (False,),
+NEUTRAL_IN_CHAT: Neutral = {
+    **NEUTRAL,
+    **_all(("medium",), "reasoning_effort verbosity"),
+    **_all((), "audio web_search_options"),
+    "add_special_tokens": (False,),
+    "best_of": (1,),
     "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "store": (False,),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
 }
 
-UNSUPPORTED_IN_COMPLETIONS: Neutral = {**UNSUPPORTED, "echo": (False,), "logprobs": (), "suffix": ()}
+NEUTRAL_IN_COMPLETIONS: Neutral = {**NEUTRAL, "add_special_tokens": (True,), "suffix": ("",)}
 
-UNSUPPORTED_IN_MESSAGE: Neutral = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
+NEUTRAL_IN_MESSAGE: Neutral = {
+    # What servers and libraries say of an answer, sent back with it.
+    **_all(..., "additional_kwargs annotations id provider_specific_fields reasoning reasoning_content"),
+    **_all(..., "reasoning_details response_metadata thinking_blocks usage_metadata"),
+    # For caches and fine-tuning.
+    **_all(..., "cache_control metadata weight"),
+    **_all(([],), "images invalid_tool_calls tool_calls"),
+    **_all((), "audio function_call tool_call_id"),
+    "prefix": (False,),
+    "refusal": ("",),
 }
+
+_NEUTRAL_IN_PART: Neutral = _all(..., "annotations cache_control")
 
 
 def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
@@ -65,18 +85,27 @@ def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
     return PydanticCustomError(kind, "{message}", {"message": message, "within": within})
 
 
-def _refuse_extras(extras: dict[str, Any] | None, unsupported: Neutral) -> None:
-    for name, value in (extras or {}).items():
-        if name not in unsupported:
-            raise invalid("unknown_parameter", "this server knows no such parameter; leave it out", name)
+def _asked(fields: dict[str, Any], neutral: Neutral, *within: str | int) -> dict[str, Any]:
+    """The fields that ask for something. Raises for one whose value would change the answer, and cannot here."""
+    asked = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        harmless = neutral.get(name)
+        if harmless is None:
+            asked[name] = value
         # `False == 0` in Python, and `logprobs: 0` is a request where `logprobs: false` is none.
-        neutral = value is None or any(type(value) is type(each) and value == each for each in unsupported[name])
-        if not neutral:
-            raise invalid("unsupported_parameter", "this server cannot honour this parameter; leave it out", name)
+        elif harmless is not ... and not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless
+        ):
+            raise invalid(
+                "unsupported_parameter", "this server cannot honour this parameter; leave it out", *within, name
+            )
+    return asked
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
-    strings = () if value is None else value if isinstance(value, list) else [value]
+    strings = value if isinstance(value, list) else [value]
     for index, string in enumerate(strings):
         where = (index,) if isinstance(value, list) else ()
         if not isinstance(string, str):
@@ -106,8 +135,8 @@ def _part_text(part: object, index: int) -> str:
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(part.keys() - {"type", "text"}):
-        raise invalid("unknown_parameter", "this server knows no such parameter; leave it out", index, unknown[0])
+    if unknown := sorted(_asked(part, _NEUTRAL_IN_PART, index).keys() - {"type", "text"}):
+        raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text
 
@@ -148,14 +177,28 @@ _STRINGS_SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
 _PART_SCHEMA = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, **{name: {} for name in _NEUTRAL_IN_PART}},
     "required": ["type", "text"],
+    "additionalProperties": False,
 }
+
+_NULL = {"type": "null"}
 
 Stop = Annotated[
     tuple[str, ...],
     PlainValidator(_stop_strings),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {**_STRINGS_SCHEMA, "maxItems": MAX_STOP}, {"type": "null"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                    "maxItems": MAX_STOP,
+                },
+            ]
+        }
+    ),
 ]
 Content = Annotated[
     str,
@@ -170,16 +213,33 @@ Prompts = Annotated[
     ),
 ]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda top_k: max(top_k, 0))]
+"""0 keeps every token, and so does vLLM's and SGLang's -1."""
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Add to a model's schema what `Strict` takes beyond its fields: nulls, and fields that change nothing."""
+    assert issubclass(model, Strict)
+    properties = schema.setdefault("properties", {})
+    for name in properties.keys() - set(schema.get("required", ())):
+        if _NULL not in properties[name].get("anyOf", ()):
+            properties[name] = {"anyOf": [properties[name], _NULL]}
+    for name, values in model.neutral.items():
+        properties[name] = {} if values is ... else {"enum": [*values, None]}
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    """A field that is null counts as absent, and so does one that the model knows to change nothing."""
 
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_describe
+    )
+    neutral: ClassVar[Neutral] = {}
 
-class _Open(Strict):
-    """Keeps fields that it does not declare, to tell an unsupported one from an unknown one."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, fields: object) -> object:
+        return _asked(fields, cls.neutral) if isinstance(fields, dict) else fields
 
 
 class StreamOptions(Strict):
@@ -211,15 +271,12 @@ class Extension(Capture):
     """Have each event of a stream say where its tokens come from."""
 
 
-class Message(_Open):
+class Message(Strict):
+    neutral = NEUTRAL_IN_MESSAGE
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = None
-
-    @model_validator(mode="after")
-    def _refuse_extras(self) -> Self:
-        _refuse_extras(self.model_extra, UNSUPPORTED_IN_MESSAGE)
-        return self
 
     def for_template(self) -> dict[str, str]:
         # OpenAI renamed "system" to "developer"; chat templates know the old name.
@@ -227,68 +284,61 @@ class Message(_Open):
         return message if self.name is None else {**message, "name": self.name}
 
 
-class GenerationBody(_Open):
+class GenerationBody(Strict):
     """What both generating endpoints accept."""
 
     model: str
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    n: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: TopK = 0
+    n: Count = 1
+    """Samples of each prompt."""
     stop: Stop = ()
     seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: bool = False
     """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    """Of no effect on an answer that is not streamed."""
     slipstream: Extension = Extension()
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "only allowed where 'stream' is true", "stream_options")
+    def _tokens_need_a_stream(self) -> Self:
         if self.slipstream.tokens and not self.stream:
             raise invalid("tokens", "only allowed where 'stream' is true", "slipstream", "tokens")
         return self
 
     @property
-    def num_samples(self) -> int:
-        """Samples of each prompt."""
-        return self.n or 1
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def counts_usage_on(self) -> bool:
         """Whether each event of the stream has the usage so far."""
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
 
 class ChatBody(GenerationBody):
+    neutral = NEUTRAL_IN_CHAT
+
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        _refuse_extras(self.model_extra, UNSUPPORTED_IN_CHAT)
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "give either 'max_completion_tokens' or its old name 'max_tokens', not both"
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = "give 'max_completion_tokens' or its old name 'max_tokens', not another number for each"
             raise invalid("max_tokens", message, "max_tokens")
         return self
 
 
 class CompletionBody(GenerationBody):
+    neutral = NEUTRAL_IN_COMPLETIONS
+
     prompt: Prompts
     best_of: Count | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        _refuse_extras(self.model_extra, UNSUPPORTED_IN_COMPLETIONS)
-        if self.best_of is not None and self.best_of != self.num_samples:
+        if self.best_of not in (None, self.n):
             raise invalid("unsupported_parameter", "only supported where it equals 'n'; leave it out", "best_of")
         return self
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from serving.engine import TargetReport
@@ -14,7 +14,7 @@ from serving.gateway.body import read_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, unavailable
 from serving.gateway.reply import reply
-from serving.gateway.schema import request_body
+from serving.gateway.schema import Strict, request_body
 from speculator.errors import EngineBusyError, StreamError, TargetError
 
 MAX_VERSION = 999_999_999
@@ -26,9 +26,7 @@ class Targets(Protocol):
     def announce(self, version: int, path: str | None) -> TargetReport: ...
 
 
-class TargetVersionBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TargetVersionBody(Strict):
     version: Annotated[int, Field(ge=1, le=MAX_VERSION)]
     """Newer than the one in service: the training step, for instance."""
     path: Annotated[str, Field(min_length=1, max_length=1000)] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -198,6 +199,7 @@ class SglangClient:
         if report is not None:
             self._reported_s = time.monotonic()
             self._note_version(report.version)
+            self._info = replace(self._info, heeds_seed=bool(report.heeds_seed))
 
     def _note_version(self, version: int | None) -> None:
         if version is None or version == self._draft_version:
@@ -209,7 +211,9 @@ class SglangClient:
         """SGLang lists the served model first, then its adapters."""
         try:
             model = self._http.get("/v1/models").raise_for_status().json()["data"][0]
-            return EngineInfo(model=model["id"], context_length=model["max_model_len"], max_depth=max_depth)
+            return EngineInfo(
+                model=model["id"], context_length=model["max_model_len"], max_depth=max_depth, heeds_seed=False
+            )
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             self._http.close()
             raise EngineDeadError(f"SGLang does not say what it serves: {type(error).__name__}") from error

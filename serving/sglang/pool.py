@@ -130,7 +130,12 @@ class PoolClient(SglangClient):
         if report is None or not report.model or report.context_length is None or report.max_depth is None:
             self._http.close()
             raise EngineDeadError("no engine reports what it serves")
-        return EngineInfo(model=report.model, context_length=report.context_length, max_depth=report.max_depth)
+        return EngineInfo(
+            model=report.model,
+            context_length=report.context_length,
+            max_depth=report.max_depth,
+            heeds_seed=bool(report.heeds_seed),
+        )
 
     def _look_at_server(self) -> None:
         """Whether a router has an engine to send requests to."""

@@ -93,6 +93,7 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         context_length=min(_known(now, "context_length"), default=None),
         max_depth=min(_known(now, "max_depth"), default=None),
         process="",
+        heeds_seed=all(report.heeds_seed for report in now),
     )
 
 

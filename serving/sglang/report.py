@@ -66,6 +66,7 @@ class EngineReport:
     context_length: int | None
     max_depth: int | None
     """What it serves, which behind a router nobody else says."""
+    heeds_seed: bool | None
 
     @classmethod
     def parse(cls, said: Mapping[str, str]) -> EngineReport:

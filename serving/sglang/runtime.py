@@ -70,6 +70,7 @@ class EngineRuntime:
             "model": args.served_model_name or args.model_path,
             "context_length": target.model_config.context_len,
             "max_depth": max(depths),
+            "heeds_seed": int(args.enable_deterministic_inference),
         }
 
         self._agreement = Agreement(group.cpu_group, depths)

@@ -16,6 +16,7 @@ from serving.gateway.schema import (
     Prompt,
     Stop,
     Strict,
+    TopK,
     invalid,
     prompt_of,
 )
@@ -50,7 +51,7 @@ class GroupBody(Strict):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    top_k: TopK = 0
     stop: Stop = ()
     ignore_eos: bool = False
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.gateway.schema import UNSUPPORTED_IN_CHAT, ChatBody, CompletionBody
+from serving.gateway.schema import NEUTRAL_IN_CHAT, ChatBody, CompletionBody
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway
 
@@ -18,6 +18,7 @@ JSON = {"content-type": "application/json"}
 
 UNSUPPORTED = "unsupported_parameter"
 UNKNOWN = "unknown_parameter"
+MISSING = "missing_required_parameter"
 TYPE = "invalid_type"
 VALUE = "invalid_value"
 
@@ -44,7 +45,7 @@ NOT_OBJECTS = [b"[]", b"null", b"1", b'"text"', b"true", b"NaN"]
 BOTH = [
     # value outside the range, or of another type: a boolean is not a number, a string is not one either
     ({"model": 1}, "model", TYPE),
-    ({"model": None}, "model", TYPE),
+    ({"model": None}, "model", MISSING),
     ({"temperature": False}, "temperature", TYPE),
     ({"temperature": "1"}, "temperature", TYPE),
     ({"temperature": -0.1}, "temperature", VALUE),
@@ -56,7 +57,7 @@ BOTH = [
     ({"top_p": 0}, "top_p", VALUE),
     ({"top_p": 1.01}, "top_p", VALUE),
     ({"top_p": True}, "top_p", TYPE),
-    ({"top_k": -1}, "top_k", VALUE),
+    ({"top_k": -2}, "top_k", VALUE),
     ({"top_k": 1.5}, "top_k", TYPE),
     ({"top_k": 2**40}, "top_k", VALUE),
     ({"max_tokens": 0}, "max_tokens", VALUE),
@@ -81,12 +82,12 @@ BOTH = [
     ({"stop": {"a": 1}}, "stop", TYPE),
     ({"stream": "true"}, "stream", TYPE),
     ({"stream": 1}, "stream", TYPE),
-    ({"stream_options": {"include_usage": True}}, "stream_options", VALUE),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", TYPE),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", TYPE),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", UNKNOWN),
     ({"stream": True, "stream_options": []}, "stream_options", TYPE),
-    ({"user": 5}, "user", TYPE),
-    ({"slipstream": None}, "slipstream", TYPE),
+    ({"slipstream": {"tokens": True}}, "slipstream.tokens", VALUE),
+    ({"slipstream": []}, "slipstream", TYPE),
     ({"slipstream": {"capture": "no"}}, "slipstream.capture", TYPE),
     ({"slipstream": {"group_id": 1}}, "slipstream.group_id", TYPE),
     ({"slipstream": {"group_id": "g" * 257}}, "slipstream.group_id", VALUE),
@@ -98,6 +99,13 @@ BOTH = [
     ({"logit_bias": {"50": -100}}, "logit_bias", UNSUPPORTED),
     ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
     ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
+    ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
+    ({"echo": True}, "echo", UNSUPPORTED),
+    ({"min_p": 0.1}, "min_p", UNSUPPORTED),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", UNSUPPORTED),
+    ({"guided_json": {}}, "guided_json", UNSUPPORTED),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", UNSUPPORTED),
+    ({"skip_special_tokens": False}, "skip_special_tokens", UNSUPPORTED),
     # what nobody knows
     ({"temprature": 1}, "temprature", UNKNOWN),
     ({"model_config": {}}, "model_config", UNKNOWN),
@@ -107,14 +115,15 @@ BOTH = [
 
 ONLY_CHAT = [
     ({"messages": []}, "messages", VALUE),
-    ({"messages": None}, "messages", TYPE),
+    ({"messages": None}, "messages", MISSING),
     ({"messages": "hello"}, "messages", TYPE),
     ({"messages": {}}, "messages", TYPE),
     ({"messages": ["hello"]}, "messages[0]", TYPE),
     ({"messages": [None] * 100_000}, "messages[0]", TYPE),
-    ({"messages": [{}]}, "messages[0].role", "missing_required_parameter"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", TYPE),
+    ({"messages": [{}]}, "messages[0].role", MISSING),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", MISSING),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", MISSING),
+    ({"messages": [{"role": None, "content": "a"}]}, "messages[0].role", MISSING),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", TYPE),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", TYPE),
     ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1].role", VALUE),
@@ -131,22 +140,30 @@ ONLY_CHAT = [
         UNKNOWN,
     ),
     ({"messages": [{"role": "user", "content": "a", "mood": "bad"}]}, "messages[0].mood", UNKNOWN),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-        "messages[1].tool_calls",
-        UNSUPPORTED,
+    *(
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": content, "tool_calls": [{}]}]},
+            "messages[1].tool_calls",
+            UNSUPPORTED,
+        )
+        for content in ("a", None)
     ),
-    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", VALUE),
+    ({"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio", UNSUPPORTED),
+    ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages[0].prefix", UNSUPPORTED),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", VALUE),
+    ({"reasoning_effort": "high"}, "reasoning_effort", UNSUPPORTED),
+    ({"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
+    ({"best_of": 2}, "best_of", UNSUPPORTED),
     ({"max_completion_tokens": 0}, "max_completion_tokens", VALUE),
     ({"logprobs": True}, "logprobs", UNSUPPORTED),
     ({"logprobs": 0}, "logprobs", UNSUPPORTED),
     ({"top_logprobs": 5}, "top_logprobs", UNSUPPORTED),
     ({"prompt": "hello"}, "prompt", UNKNOWN),
-    ({"echo": True}, "echo", UNKNOWN),
+    ({"suffix": "end"}, "suffix", UNKNOWN),
 ]
 
 ONLY_COMPLETIONS = [
-    ({"prompt": None}, "prompt", TYPE),
+    ({"prompt": None}, "prompt", MISSING),
     ({"prompt": 1}, "prompt", TYPE),
     ({"prompt": {}}, "prompt", TYPE),
     ({"prompt": ""}, "prompt", VALUE),
@@ -160,7 +177,7 @@ ONLY_COMPLETIONS = [
     ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]", TYPE),
     ({"prompt": [[[1]]]}, "prompt[0][0]", TYPE),
     ({"messages": HELLO}, "messages", UNKNOWN),
-    ({"echo": True}, "echo", UNSUPPORTED),
+    ({"verbosity": "low"}, "verbosity", UNKNOWN),
     ({"suffix": "end"}, "suffix", UNSUPPORTED),
     ({"logprobs": 0}, "logprobs", UNSUPPORTED),
     ({"best_of": 3}, "best_of", UNSUPPORTED),
@@ -217,10 +234,10 @@ def test_bad_field(path: str, change: dict[str, Any], param: str | None, code: s
 def test_missing_field(path: str, name: str) -> None:
     body = {key: value for key, value in valid(path).items() if key != name}
     error = error_of(send(path, json.dumps(body).encode()))
-    assert (error["param"], error["code"]) == (name, "missing_required_parameter")
+    assert (error["param"], error["code"]) == (name, MISSING)
 
 
-FIELDS = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *UNSUPPORTED_IN_CHAT, "echo"}))
+FIELDS = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *NEUTRAL_IN_CHAT}))
 SCALARS = (
     st.none()
     | st.booleans()

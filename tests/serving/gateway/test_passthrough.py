@@ -92,6 +92,44 @@ def test_other_parameters_go_on_unchanged() -> None:
     assert added["cache_salt"] == "default"
 
 
+def test_a_null_asks_sglang_for_nothing() -> None:
+    """Its own fields are not all allowed to be null."""
+    fake = FakeSglang()
+    nulls = ("n", "stream", "max_tokens", "max_completion_tokens", "slipstream", "cache_salt", "custom_params", "stop")
+    nulls += ("seed", "temperature", "tools", "stop_regex", "something_new")
+    message = {"role": "assistant", "content": "hi", "tool_calls": None, "reasoning_content": None}
+    plain, nulled = chat(fake, messages=[message]), chat(fake, messages=[message], **dict.fromkeys(nulls))
+    assert plain.content == nulled.content == WHOLE
+    without, with_nulls = fake.bodies
+    assert {**with_nulls, "rid": without["rid"]} == without
+    assert without["messages"] == [message]
+    partly = complete(fake, slipstream={"capture": None, "group_id": None, "domain": None, "lineage": None})
+    assert partly.status_code == 200
+
+
+@pytest.mark.parametrize("how", [{}, {"stream": True}])
+def test_a_seed_without_effect_is_answered_with_a_warning(how: dict[str, Any]) -> None:
+    def warning(*, heeds_seed: bool = False, **fields: Any) -> str | None:
+        fake, draft = FakeSglang(), host()
+        draft.heeds_seed = heeds_seed
+        response = talk(
+            fake,
+            lambda client: client.post("/v1/completions", json={"model": MODEL, "prompt": "x", **how, **fields}),
+            draft=draft,
+        )
+        assert response.content == (b"".join(EVENTS) if how else WHOLE), "the answer itself is SGLang's"
+        assert fake.bodies[0].get("seed") == fields.get("seed")
+        return response.headers.get("x-slipstream-warning")
+
+    said = warning(seed=1)
+    assert said is not None
+    assert said.startswith("seed has no effect")
+    assert "--enable-deterministic-inference" in said
+    assert warning(seed=0, temperature=1) == said
+    assert warning(seed=1, heeds_seed=True) is None
+    assert warning(seed=1, temperature=0) is warning(seed=None) is warning() is None
+
+
 def test_numbers_keep_their_digits() -> None:
     fake = FakeSglang()
     body = b'{"model": "%s", "prompt": "x", "temperature": 0.10000000000000000001, "x": 1e400}' % MODEL.encode()
@@ -196,7 +234,7 @@ def test_custom_params_that_would_end_the_scheduler_are_refused(custom: object) 
     [
         ({"model": "other"}, 404, "model", "model_not_found"),
         ({"model": f"{MODEL}:adapter"}, 404, "model", "model_not_found"),
-        ({"model": None}, 400, "model", "invalid_type"),
+        ({"model": None}, 400, "model", "missing_required_parameter"),
         ({"n": 65}, 400, "n", "invalid_value"),
         ({"n": 2, "prompt": ["a"] * 33}, 400, "n", "invalid_value"),
         ({"n": "2"}, 400, "n", "invalid_type"),

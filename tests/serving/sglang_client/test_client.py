@@ -99,6 +99,14 @@ def test_what_sglang_serves(scene: Scene) -> None:
     assert (info.model, info.context_length, info.max_depth) == (MODEL, CONTEXT_LENGTH, 3)
 
 
+def test_whether_seeds_have_an_effect_stands_in_the_report(scene: Scene) -> None:
+    assert not scene.client.info.heeds_seed, "nobody has said so yet"
+    for said, heeds in ((1, True), (0, False)):
+        scene.pointer.report_engine(ENGINE, {**REPORT, "heeds_seed": said})
+        scene.client.look()
+        assert scene.client.info.heeds_seed is heeds
+
+
 def test_nothing_there(redis_client: redis.Redis) -> None:
     with pytest.raises(EngineDeadError):
         SglangClient(

@@ -73,6 +73,15 @@ def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.
         PoolClient((AWAY,), DraftPointer(redis_client, "other"), draft_version=1)
 
 
+def test_a_seed_has_an_effect_where_every_engine_heeds_it(scene: Scene) -> None:
+    scene.client.look()
+    assert not scene.client.info.heeds_seed
+    for name, heeds in (("a", False), ("b", False), ("c", True)):
+        scene.engine(name, heeds_seed=1)
+        scene.client.look()
+        assert scene.client.info.heeds_seed is heeds
+
+
 def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) -> None:
     scene.engine("c", version=5, speedup=1.5)
     scene.engine("b", speedup=1.1)

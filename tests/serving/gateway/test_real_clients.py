@@ -1,0 +1,234 @@
+"""What clients and probes send without asking for anything, and the ways in which a proxy passes it on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from serving.gateway.server import GatewayServer
+from tests.doubles import DoubleEngine
+from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway, post, running
+
+ROLLOUTS = "/v1/rollouts"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "double", "messages": HELLO, "max_tokens": 4, "stream_options": {}, "slipstream": {}},
+    COMPLETIONS: {"model": "double", "prompt": "hello", "max_tokens": 4, "stream_options": {}, "slipstream": {}},
+    ROLLOUTS: {"model": "double", "slipstream": {}, "groups": [{"messages": HELLO, "max_tokens": 4}]},
+}
+ENGINE = DoubleEngine()
+APP = gateway(ENGINE)
+
+
+def asked(path: str, body: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What the engine is asked for, but for the names that each request gets."""
+    ENGINE.requests.clear()
+    response = ask(APP, lambda client: client.post(path, json=body))
+    assert response.status_code == 200, response.text
+    return [
+        (request.prompt_token_ids, request.max_tokens, request.sampling, request.stop, request.ignore_eos)
+        for request in ENGINE.requests
+    ]
+
+
+def schema_of(path: str) -> dict[str, Any]:
+    body = APP.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert isinstance(body, dict)
+    return body
+
+
+def with_nulls(value: Any, schema: dict[str, Any]) -> Any:
+    """`value` with a null for every field that its schema knows and that it does not have."""
+    schemas = schema.get("anyOf", [schema])
+    if isinstance(value, list):
+        items = next(each["items"] for each in schemas if "items" in each)
+        return [with_nulls(each, items) for each in value]
+    if not isinstance(value, dict):
+        return value
+    properties = next(each["properties"] for each in schemas if "properties" in each)
+    return {name: with_nulls(value.get(name), each) for name, each in properties.items()}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_null_is_as_if_the_field_were_absent_in_every_object(path: str) -> None:
+    nulled = with_nulls(BODIES[path], schema_of(path))
+    assert json.dumps(nulled).count("null") > 20
+    assert asked(path, nulled) == asked(path, BODIES[path])
+
+
+def harmless() -> Iterator[tuple[str, str, Any]]:
+    """Each value that the document declares for a field that this server does not act on."""
+    for path in (CHAT, COMPLETIONS):
+        for name, schema in schema_of(path)["properties"].items():
+            values = schema.get("enum", [] if schema else ["x", 1, True, [{}], {"a": [1]}])
+            yield from ((path, name, value) for value in values)
+
+
+def test_the_document_declares_what_is_accepted_and_changes_nothing() -> None:
+    pairs = list(harmless())
+    assert len(pairs) > 200
+    for path in (CHAT, COMPLETIONS):
+        plain = asked(path, BODIES[path])
+        for name, value in [pair[1:] for pair in pairs if pair[0] == path]:
+            assert asked(path, {**BODIES[path], name: value}) == plain, (name, value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # the openai client, with what its users set for their own accounts
+        {
+            "metadata": {"run": "7"},
+            "store": True,
+            "service_tier": "auto",
+            "user": "u-1",
+            "safety_identifier": "s-1",
+            "prompt_cache_key": "k",
+            "parallel_tool_calls": True,
+            "tools": [],
+            "tool_choice": "auto",
+            "stream_options": {"include_usage": True},
+            "verbosity": "medium",
+            "prediction": {"type": "content", "content": "hello"},
+        },
+        # LangChain and LiteLLM, with their defaults written out
+        {
+            "n": 1,
+            "stop": [],
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0,
+            "logit_bias": {},
+            "logprobs": False,
+            "top_logprobs": None,
+            "response_format": {"type": "text"},
+            "modalities": ["text"],
+            "reasoning_effort": None,
+            "max_completion_tokens": 4,
+        },
+        # those of vLLM and SGLang
+        {
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "length_penalty": 1,
+            "best_of": 1,
+            "use_beam_search": False,
+            "skip_special_tokens": True,
+            "min_tokens": 0,
+            "stop_token_ids": [],
+            "guided_json": None,
+            "chat_template_kwargs": {},
+            "priority": 0,
+            "separate_reasoning": True,
+            "cache_salt": "s",
+        },
+    ],
+    ids=["openai", "frameworks", "servers"],
+)
+def test_what_real_clients_send_by_default_changes_nothing(fields: dict[str, Any]) -> None:
+    assert asked(CHAT, {**BODIES[CHAT], **fields}) == asked(CHAT, BODIES[CHAT])
+
+
+def test_an_answer_is_sent_back_as_a_library_keeps_it() -> None:
+    said = {"role": "assistant", "content": "hi"}
+    kept = {
+        **said,
+        "refusal": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [],
+        "annotations": [{"type": "url_citation"}],
+        "reasoning_content": "let me think",
+        "provider_specific_fields": {"refusal": None},
+        "name": None,
+    }
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}, "annotations": None}
+    asks = {"role": "user", "content": [part]}
+    plain = asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, said, *HELLO]})
+    assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, kept, asks]}) == plain
+    group = {"messages": [*HELLO, kept, asks], "top_k": -1, "max_tokens": 4}
+    assert asked(ROLLOUTS, {"model": "double", "groups": [group]})[0][0] == plain[0][0]
+
+
+def test_two_seeds_share_no_sample() -> None:
+    def texts(seed: int, **more: Any) -> list[str]:
+        body = {"prompt": "hello", "seed": seed, "max_tokens": 40, **more}
+        response = post(DoubleEngine(), COMPLETIONS, body, max_samples=16)
+        return [choice["text"] for choice in response.json()["choices"]]
+
+    several = [texts(seed, n=4) for seed in (100, 101, 102, 2**63 - 1)]
+    assert len({text for each in several for text in each}) == 16
+    assert texts(100, n=4) == several[0], "the same seed gives the same texts"
+    assert [texts(seed)[0] for seed in (100, 101)] == [several[0][0], several[1][0]], "one is the first of several"
+    assert texts(100, n=2) == several[0][:2]
+
+
+# -- probes and proxies ------------------------------------------------------------------------------------------------
+
+
+def on_a_socket(*requests: bytes) -> list[bytes]:
+    """The answers to raw requests, each on a connection of its own."""
+
+    async def exchange(server: GatewayServer, raw: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(raw)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def run() -> list[bytes]:
+        async with running(DoubleEngine()) as server:
+            return [await exchange(server, raw) for raw in requests]
+
+    return asyncio.run(run())
+
+
+END = b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+
+
+def test_head_is_get_without_the_body_on_every_path() -> None:
+    templates = [route.path for route in APP.routes if isinstance(route, APIRoute) and "GET" in (route.methods or ())]
+    paths = [path.replace("{model:path}", "double").replace("{name}", "main.js") for path in templates]
+    assert {"/health", "/ready", "/metrics", "/v1/models", "/", "/page/main.js", "/slipstream/live"} <= set(paths)
+    raw = [method + b" " + path.encode() + END + b"\r\n" for path in paths for method in (b"GET", b"HEAD")]
+    answers = iter(on_a_socket(*raw))
+    for path, got, headed in zip(paths, answers, answers, strict=True):
+        head, _, body = headed.partition(b"\r\n\r\n")
+        assert body == b"", path
+        assert head.splitlines()[0] == got.splitlines()[0], path
+        assert (b"content-length: 0" in head) == (b"content-length: 0" in got), path
+
+
+def test_another_method_is_told_which_ones_there_are() -> None:
+    def allowed(method: str, path: str) -> str:
+        response = ask(APP, lambda client: client.request(method, path))
+        assert response.status_code == 405
+        assert method == "HEAD" or error_of(response)["code"] == "method_not_allowed"
+        return response.headers["allow"]
+
+    assert allowed("OPTIONS", "/health") == allowed("POST", "/metrics") == "GET, HEAD"
+    assert allowed("HEAD", CHAT) == allowed("OPTIONS", CHAT) == "POST"
+    assert allowed("PUT", f"{ROLLOUTS}/one") == "DELETE, GET, HEAD"
+
+
+def test_paths_as_proxies_and_base_urls_make_them() -> None:
+    async def talk(client: httpx.AsyncClient) -> list[int]:
+        got = [await client.get(path) for path in ("/health/", "/v1/models/", "/v1/models/double/", "/metrics/")]
+        got += [await client.post(path, json=BODIES[CHAT]) for path in (f"{CHAT}/", f"http://127.0.0.1/{CHAT}")]
+        return [response.status_code for response in got]
+
+    assert ask(APP, talk) == [200] * 6
+    body = json.dumps(BODIES[CHAT]).encode()
+    length = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    whole, waiting = on_a_socket(
+        b"GET http://127.0.0.1/ready" + END + b"\r\n",
+        b"POST " + CHAT.encode() + END + length + b"expect: 100-continue\r\n\r\n" + body,
+    )
+    assert whole.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1 200" in waiting
