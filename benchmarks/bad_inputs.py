@@ -2,7 +2,8 @@
 
     python -m benchmarks.bad_inputs [--quick] [--json FILE] [--seed N]
 
-Real parts: the gateway on a loopback port with every route (the engine is the tests' double), a Redis, draft stores on
+Real parts: the gateway on a loopback port with every route (the engine is the tests' double, then a local engine over a
+toy model), a Redis, draft stores on
 disk, a local engine over a toy model. What is sent stands in tests/hostile/: requests that schemathesis generates from
 the gateway's own OpenAPI document, with and without keys, as the schema allows and as it does not; any method on any
 path with any headers; a table of bodies; bytes that are no HTTP; damaged traces, recordings and stream entries;
@@ -35,12 +36,13 @@ from speculator.redis_client import connect
 from tests.drafts import make_draft
 from tests.hostile import api, bodies, drafts, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally
-from tests.hostile.site import API_KEY, KEYS, full_app
+from tests.hostile.site import API_KEY, KEYS, SMALL, full_app
 from tests.toy import make_toy_model, random_draft
 
 # Name: (with --quick, without).
 COUNTS = {
     "each operation": (20, 500),
+    "local engine": (200, 20_000),
     "paths": (100, 2000),
     "bodies": (100, 2000),
     "requests": (100, 2000),
@@ -74,6 +76,24 @@ def gateway(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> 
         for number in range(counts["requests"]):
             requests.take(str(number), lambda: wire.exchange(site.url, wire.mutate(choose)))
         yield requests
+        yield _is_well(site.url)
+
+
+def local_engine(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    """The documented operations again, in front of an engine that computes."""
+    model_dir, tally = make_toy_model(folder / bodies.MODEL), Tally("HTTP: local engine")
+    settings = {"depth": 2, "context_length": 64}
+    with (
+        engine_with(model_dir, random_draft(model_dir, seed=0), 1, settings=settings) as engine,
+        api.running(full_app(folder / "local", client, engine, **SMALL), *KEYS) as site,
+    ):
+        for again in itertools.count():
+            missing = counts["local engine"] - tally.num_inputs
+            if missing <= 0:
+                break
+            each = max(2, min(200, missing // len(api.operations(site))))
+            api.fuzz_operations(site, tally, count=each, fixed_seed=seed + again)
+        yield tally
         yield _is_well(site.url)
 
 
@@ -188,6 +208,7 @@ def main() -> None:
         with connect(server.url) as client:
             for tally in itertools.chain(
                 gateway(folder, client, counts, arguments.seed),
+                local_engine(folder, client, counts, arguments.seed),
                 stream_and_files(folder, client, counts, arguments.seed),
                 draft_files(folder, counts, arguments.seed),
                 hot_swap(folder),

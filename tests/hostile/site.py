@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
+from serving.engine import Engine
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.keys import ApiKey, change_keys, digest
@@ -22,11 +23,13 @@ from tests.drafts import CONFIG, make_draft
 from tests.hostile.drafts import FINGERPRINT
 
 ADMIN_KEY = "admin-key-of-the-hostile-tests"
+SMALL = {"max_samples": 8, "rollout_max_samples": 32, "rollout_max_tokens": 1024}
+"""Limits with which nothing that a request may ask of a toy model takes long."""
 API_KEY = "sk-slipstream-of-the-hostile-tests"
 KEYS = (API_KEY, ADMIN_KEY)
 
 
-def full_app(folder: Path, client: redis.Redis, engine: DoubleEngine | None = None) -> FastAPI:
+def full_app(folder: Path, client: redis.Redis, engine: Engine | None = None, **limits: int) -> FastAPI:
     """Three versions: one promoted, one on its way, one barred."""
     store = DraftStore(folder)
     for number in range(3):
@@ -46,5 +49,5 @@ def full_app(folder: Path, client: redis.Redis, engine: DoubleEngine | None = No
     desk = DraftDesk(store, lambda: pointer, target_fingerprint=FINGERPRINT)
     keys_file = folder / "keys.json"
     change_keys(keys_file, lambda _: [ApiKey(name="stranger", sha256=digest(API_KEY.encode()))])
-    settings = GatewaySettings(admin_key=SecretStr(ADMIN_KEY), keys_file=keys_file)
+    settings = GatewaySettings(admin_key=SecretStr(ADMIN_KEY), keys_file=keys_file, **limits)
     return create_app(engine or DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
