@@ -47,7 +47,7 @@ def chat_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter()
     dialect = ChatDialect()
 
-    @router.post(ROUTE, openapi_extra=request_body(ChatBody))
+    @router.post(ROUTE, openapi_extra=request_body(ChatBody, served=gateway.engine.info.model))
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes=gateway.settings.max_body_bytes)
         check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=body.n)

@@ -49,7 +49,7 @@ def completion_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter()
     dialect = CompletionDialect()
 
-    @router.post(ROUTE, openapi_extra=request_body(CompletionBody))
+    @router.post(ROUTE, openapi_extra=request_body(CompletionBody, served=gateway.engine.info.model))
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes=gateway.settings.max_body_bytes)
         num_samples = len(body.prompt) * body.n

@@ -42,7 +42,6 @@ _DEFAULT_OF_COMPLETIONS = 16
 
 WARNING = "x-slipstream-warning"
 """A header of answers, since their bodies pass as they are: a field of the request had no effect."""
-_SEED_IS_IGNORED = "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Passage:
 
 def passthrough_routes(passage: Passage) -> APIRouter:
     router = APIRouter()
-    openapi = request_body(ForwardedBody)
+    openapi = request_body(ForwardedBody, served=passage.host.info.model)
 
     async def pass_on(request: Request, route: str) -> Response:
         raw = await read_json(request, max_bytes=passage.settings.max_body_bytes)
@@ -81,8 +80,8 @@ def passthrough_routes(passage: Passage) -> APIRouter:
             response = EventStream(exchange, asked.stream)
         else:
             response = await until_disconnect(request.receive, asked.whole())
-        if body.needs_seed and not passage.host.info.heeds_seed:
-            response.headers[WARNING] = _SEED_IS_IGNORED
+        if body.needs_seed and (warning := _about_seed(body, heeds_seed=passage.host.info.heeds_seed)):
+            response.headers[WARNING] = warning
         return response
 
     @router.post(chat.ROUTE, openapi_extra=openapi)
@@ -94,6 +93,15 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         return await pass_on(request, completions.ROUTE)
 
     return router
+
+
+def _about_seed(body: ForwardedBody, *, heeds_seed: bool) -> str | None:
+    """What a client of SGLang must know that asks for the text of a seed."""
+    if not heeds_seed:
+        return "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
+    if body.n > 1:
+        return "n has no effect beside seed: SGLang gives all samples of a seed the same text; send a seed for each"
+    return None
 
 
 @dataclass

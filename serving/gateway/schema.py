@@ -39,7 +39,8 @@ NEUTRAL: Neutral = {
     **_all(..., "parallel_tool_calls separate_reasoning stream_reasoning spaces_between_special_tokens"),
     **_all(..., "return_text_in_logprobs return_tokens_as_token_ids"),
     **_all(([],), "bad_words documents functions logits_processors stop_token_ids stop_regex tools"),
-    **_all(({},), "chat_template_kwargs custom_params logit_bias mm_processor_kwargs session_params vllm_xargs"),
+    **_all(({},), "chat_template_kwargs custom_params extra_body logit_bias mm_processor_kwargs session_params"),
+    **_all(({},), "vllm_xargs"),
     **_all((0,), "frequency_penalty min_new_tokens min_p min_tokens presence_penalty top_logprobs"),
     **_all((1,), "length_penalty repeat_penalty repetition_penalty typical_p"),
     **_all((False,), "continue_final_message early_stopping include_stop_str_in_output no_stop_trim use_beam_search"),
@@ -85,22 +86,25 @@ def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
     return PydanticCustomError(kind, "{message}", {"message": message, "within": within})
 
 
-def _asked(fields: dict[str, Any], neutral: Neutral, *within: str | int) -> dict[str, Any]:
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) -> bool:
+    if neutral is ...:
+        return True
+    plain = _without_nulls(value) if isinstance(value, dict) else value
+    # `False == 0` in Python, and `logprobs: 0` is a request where `logprobs: false` is none.
+    return any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in neutral)
+
+
+def _asked(fields: Mapping[str, Any], neutral: Neutral, *within: str | int) -> dict[str, Any]:
     """The fields that ask for something. Raises for one whose value would change the answer, and cannot here."""
-    asked = {}
-    for name, value in fields.items():
-        if value is None:
-            continue
-        harmless = neutral.get(name)
-        if harmless is None:
-            asked[name] = value
-        # `False == 0` in Python, and `logprobs: 0` is a request where `logprobs: false` is none.
-        elif harmless is not ... and not any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless
-        ):
-            raise invalid(
-                "unsupported_parameter", "this server cannot honour this parameter; leave it out", *within, name
-            )
+    asked = _without_nulls(fields)
+    for name in [name for name in asked if name in neutral]:
+        if not _changes_nothing(asked.pop(name), neutral[name]):
+            message = "this server cannot honour this parameter; leave it out"
+            raise invalid("unsupported_parameter", message, *within, name)
     return asked
 
 
@@ -343,9 +347,11 @@ class CompletionBody(GenerationBody):
         return self
 
 
-def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI `requestBody` of `model`, its references resolved."""
+def request_body(model: type[BaseModel], *, served: str = "") -> dict[str, Any]:
+    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is what its field `model` has to say."""
     schema = model.model_json_schema()
+    if served:
+        schema["properties"]["model"]["enum"] = [served]
     definitions = schema.pop("$defs", {})
 
     def resolved(node: Any) -> Any:

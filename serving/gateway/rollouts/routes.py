@@ -57,7 +57,7 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
     def stream(request: Request, rollout: Rollout, after: int) -> Response:
         return streamed(request, book, rollout, after=after, limit_s=settings.max_request_s)
 
-    @router.post("", openapi_extra=request_body(RolloutBody))
+    @router.post("", openapi_extra=request_body(RolloutBody, served=gateway.engine.info.model))
     async def create_rollout(request: Request) -> Response:
         """Samples come back as they end: lines of JSON, or events where `Accept` asks for `text/event-stream`."""
         body = await read_body(request, RolloutBody, max_bytes=settings.max_body_bytes)

@@ -127,6 +127,7 @@ def test_a_seed_without_effect_is_answered_with_a_warning(how: dict[str, Any]) -
     assert "--enable-deterministic-inference" in said
     assert warning(seed=0, temperature=1) == said
     assert warning(seed=1, heeds_seed=True) is None
+    assert "n has no effect" in (warning(seed=1, heeds_seed=True, n=2) or "")
     assert warning(seed=1, temperature=0) is warning(seed=None) is warning() is None
 
 

@@ -105,7 +105,7 @@ def test_the_document_declares_what_is_accepted_and_changes_nothing() -> None:
             "logit_bias": {},
             "logprobs": False,
             "top_logprobs": None,
-            "response_format": {"type": "text"},
+            "response_format": {"type": "text", "json_schema": None},
             "modalities": ["text"],
             "reasoning_effort": None,
             "max_completion_tokens": 4,
