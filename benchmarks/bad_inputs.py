@@ -36,7 +36,7 @@ from speculator.redis_client import connect
 from tests.drafts import make_draft
 from tests.hostile import api, bodies, drafts, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally
-from tests.hostile.site import API_KEY, KEYS, SMALL, full_app
+from tests.hostile.site import API_KEY, KEYS, full_app, open_app
 from tests.toy import make_toy_model, random_draft
 
 # Name: (with --quick, without).
@@ -79,19 +79,19 @@ def gateway(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> 
         yield _is_well(site.url)
 
 
-def local_engine(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+def local_engine(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
     """The documented operations again, in front of an engine that computes."""
     model_dir, tally = make_toy_model(folder / bodies.MODEL), Tally("HTTP: local engine")
     settings = {"depth": 2, "context_length": 64}
     with (
         engine_with(model_dir, random_draft(model_dir, seed=0), 1, settings=settings) as engine,
-        api.running(full_app(folder / "local", client, engine, **SMALL), *KEYS) as site,
+        api.running(open_app(engine), *KEYS) as site,
     ):
         for again in itertools.count():
             missing = counts["local engine"] - tally.num_inputs
             if missing <= 0:
                 break
-            each = max(2, min(200, missing // len(api.operations(site))))
+            each = max(2, min(500, missing // len(api.operations(site))))
             api.fuzz_operations(site, tally, count=each, fixed_seed=seed + again)
         yield tally
         yield _is_well(site.url)
@@ -208,7 +208,7 @@ def main() -> None:
         with connect(server.url) as client:
             for tally in itertools.chain(
                 gateway(folder, client, counts, arguments.seed),
-                local_engine(folder, client, counts, arguments.seed),
+                local_engine(folder, counts, arguments.seed),
                 stream_and_files(folder, client, counts, arguments.seed),
                 draft_files(folder, counts, arguments.seed),
                 hot_swap(folder),

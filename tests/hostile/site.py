@@ -23,13 +23,11 @@ from tests.drafts import CONFIG, make_draft
 from tests.hostile.drafts import FINGERPRINT
 
 ADMIN_KEY = "admin-key-of-the-hostile-tests"
-SMALL = {"max_samples": 8, "rollout_max_samples": 32, "rollout_max_tokens": 1024}
-"""Limits with which nothing that a request may ask of a toy model takes long."""
 API_KEY = "sk-slipstream-of-the-hostile-tests"
 KEYS = (API_KEY, ADMIN_KEY)
 
 
-def full_app(folder: Path, client: redis.Redis, engine: Engine | None = None, **limits: int) -> FastAPI:
+def full_app(folder: Path, client: redis.Redis, engine: DoubleEngine | None = None) -> FastAPI:
     """Three versions: one promoted, one on its way, one barred."""
     store = DraftStore(folder)
     for number in range(3):
@@ -49,5 +47,11 @@ def full_app(folder: Path, client: redis.Redis, engine: Engine | None = None, **
     desk = DraftDesk(store, lambda: pointer, target_fingerprint=FINGERPRINT)
     keys_file = folder / "keys.json"
     change_keys(keys_file, lambda _: [ApiKey(name="stranger", sha256=digest(API_KEY.encode()))])
-    settings = GatewaySettings(admin_key=SecretStr(ADMIN_KEY), keys_file=keys_file, **limits)
+    settings = GatewaySettings(admin_key=SecretStr(ADMIN_KEY), keys_file=keys_file)
     return create_app(engine or DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
+
+
+def open_app(engine: Engine) -> FastAPI:
+    """Without keys, so that every request gets as far as it can; a toy model takes long over none."""
+    settings = GatewaySettings(max_samples=8, rollout_max_samples=32, rollout_max_tokens=1024)
+    return create_app(engine, settings=settings, registry=CollectorRegistry())
