@@ -10,8 +10,11 @@ which is what a distillation term can teach; `tail` is the share r of the served
 At temperature 1 the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the
 tail is taken for n = r₁ / p_K tokens as likely as the least likely kept one, so that it weighs r₁ · p_K^(1/T − 1): too
 much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends within them leave no
-tail; the nucleus is cut by served, not by renormalised, mass. The served distribution of a greedy request is one token;
-`probs` are the target's at temperature 1, which say more, and `greedy` marks the row.
+tail; the nucleus is cut by served, not by renormalised, mass.
+
+**Greedy.** A greedy request is served the target's likeliest token, whatever the others weigh: that decides acceptance,
+and `Labels.served` says so. `probs` of its rows are the target's at temperature 1: they teach more than one token, and
+a rejected token may have much of them. Terms that judge proposals take `served`, terms that distil take `probs`.
 
 **Temperature.** The engine draws proposals from softmax(z / T) with the request's T, so that is the q to be compared
 with p: `temperature` is T for sampled requests and 1 for greedy ones.
@@ -68,9 +71,9 @@ GREEDY_LABEL_TEMPERATURE = 1.0
 class Labels:
     """Distillation targets of R rows.
 
-    `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 served
-    probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on rows without a label),
-    `tail` [R] float32 the served mass of all other tokens, `temperature` [R] float32 at which the draft proposes here,
+    `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 what is
+    taught: probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on rows without a
+    label), `tail` [R] float32 the mass of all other tokens, `temperature` [R] float32 at which the draft proposes here,
     `greedy` [R] bool: the request takes the likeliest token, whatever `probs` say, `labelled` [R] bool: the target's
     own distribution is known.
     """
@@ -85,6 +88,15 @@ class Labels:
     def __getitem__(self, rows: Tensor | slice) -> Labels:
         """Some of the rows, by index, mask or slice."""
         return Labels(**{name: tensor[rows] for name, tensor in vars(self).items()})
+
+    @property
+    def served(self) -> Tensor:
+        """[R, K] float32 `probs` of the distribution that decides acceptance: on greedy rows 1 for the likeliest token,
+        if the draft can propose it, and no tail.
+        """
+        likeliest_RK = torch.zeros_like(self.probs)
+        likeliest_RK[:, 0] = (self.probs[:, 0] > 0).to(self.probs.dtype)
+        return torch.where(self.greedy[:, None], likeliest_RK, self.probs)
 
     def tempered(self, logits: Tensor) -> Tensor:
         """Draft logits [R, D] of these rows as the engine samples from them: float32, divided by the temperature."""

@@ -1,28 +1,32 @@
 """What a step may minimise: losses on draft logits, each a pure function, and `LossMix`, which picks and weighs them.
 
-At one state of a chain z are the draft's logits over the draft vocabulary D, divided by the request's temperature,
-q = softmax z, p the served distribution, m = Σ_{x ∈ D} p(x), r the mass of p below the kept tokens
-(speculator/labels.py), x a proposal, ρ its importance ratio and w(ρ) the weight (speculator/offpolicy.py).
+At one state of a chain z are the draft's logits over the draft vocabulary D, divided by the request's temperature, and
+q = softmax z. p is what is taught and s what is served (`Labels.probs`, `Labels.served`): for a greedy request p is the
+target at temperature 1 and s its likeliest token alone; for a sampled one they are the same. m = Σ_{x ∈ D} p(x), r is
+the mass of p below the kept tokens, x a proposal, ρ its importance ratio and w(ρ) the weight (speculator/offpolicy.py).
 
 On states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step from
 every position, as EAGLE-3 is published):
 
     forward_kl       −Σ_{x ∈ D} p log q = m · log Σ_D exp z − Σ_D p z     KL(p‖q) + constant; EAGLE-3, 2503.01840
     reverse_kl       m · Σ_{x ∈ D} q (log q − log p̃)                      p̃ = p with its tail spread out, see there
-    acceptance       1 − Σ_x min(p, q)                                    1 − acceptance rate of rejection sampling
-    log_acceptance   −log Σ_x min(p, q)                                   LK losses, 2602.23881
-    cross_entropy    −log q(argmax p) for a greedy request, which accepts nothing else; forward_kl for a sampled one
+    acceptance       1 − Σ_x min(p, q)                                    1 − acceptance rate where p = s
+    log_acceptance   −m · log Σ_x min(p, q)                               LK losses, 2602.23881
+    cross_entropy    −Σ_{x ∈ D} s log q                                   forward_kl where p = s
 
 On proposals, from the trace's verdicts or the draft's own:
 
     policy_gradient  −w(ρ) · A · log q(x),  A = [x accepted] − b          REINFORCE; b a running mean of [x accepted]
-    discard          w(ρ) · KL(p_F ‖ q_F) at a rejected proposal          after Aurora's discard term, 2602.06932
+    discard          w(ρ) · KL(s_F ‖ q_F) at a rejected proposal          after Aurora's discard term, 2602.06932
 
-F is the target's `discard_top_k` likeliest tokens and the rejected one, and p_F, q_F are p and q renormalised on F: the
-gradient q_F − p_F takes probability from the rejected token and gives it to what the target wanted in its place.
+F is the `discard_top_k` likeliest tokens that are served and the rejected one, and s_F, q_F are s and q renormalised on
+F: the gradient q_F − s_F takes probability from the rejected token and gives it to what was served in its place.
 
-Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]: `forward_kl=1,discard=λ`. Each family is a mean over its
-own states, so λ weighs expectations.
+No term's gradient is larger than √2 times its weights, in the norm over z, except reverse KL's, which has the logarithm
+of its least price. Where A < 0, log q(x) would be lowered without end: it counts down to q(x) = 10⁻⁴ and no further.
+
+Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]: `forward_kl=1,discard=λ`, times the rejections a state,
+since every term is summed over what it is about and divided by the batch's labelled positions (trainer/ttt.py).
 
 What the verdicts can add is small by construction. Verification that does not depend on the draft makes the emitted
 token, not the verdict, the target's answer, and the trace has the target's whole distribution there: at the rejection
@@ -49,6 +53,7 @@ DEFAULT_LOSS = "cross_entropy=1,log_acceptance=1,step_discount=1"
 # Reverse KL is infinite where q has mass and p has none; an overlap of nothing has no logarithm.
 _LEAST_PROB = 1e-6
 _LEAST_OVERLAP = 1e-8
+_LEAST_REJECTED = math.log(1e-4)
 
 
 def forward_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, *, log_z_S: Tensor | None = None) -> Tensor:
@@ -81,7 +86,7 @@ def reverse_kl(logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S
 def acceptance_rate(
     logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, tail_S: Tensor, *, log_z_S: Tensor | None = None
 ) -> Tensor:
-    """[S] float32 Σ_x min(p, q): how often rejection sampling accepts a proposal drawn from q.
+    """[S] float32 Σ_x min(p, q): how often rejection sampling accepts a proposal drawn from q where p is served.
 
     Tokens below the kept ones add nothing, so it is too low by at most the tail. Verification with shared noise accepts
     between (1 − TV) / (1 + TV) and this, 1 − TV (speculator/verify.py).
@@ -90,29 +95,19 @@ def acceptance_rate(
     return torch.minimum((1 - tail_S)[:, None] * probs_SK, q_SK).sum(-1)
 
 
-def cross_entropy(
-    logits_SD: Tensor, draft_ids_SK: Tensor, probs_SK: Tensor, greedy_S: Tensor, *, log_z_S: Tensor | None = None
-) -> Tensor:
-    """[S] float32 −Σ p̂ log q in nats, p̂ the served distribution: for a greedy request the target's likeliest token.
-
-    0 where the draft cannot propose that token.
-    """
-    likeliest_SK = torch.zeros_like(probs_SK)
-    likeliest_SK[:, 0] = (probs_SK[:, 0] > 0).to(probs_SK.dtype)
-    return forward_kl(logits_SD, draft_ids_SK, torch.where(greedy_S[:, None], likeliest_SK, probs_SK), log_z_S=log_z_S)
-
-
 def _log_z(logits_SD: Tensor, known_S: Tensor | None) -> Tensor:
     return logits_SD.float().logsumexp(-1) if known_S is None else known_S
 
 
 def policy_gradient(log_q_J: Tensor, advantages_J: Tensor, weights_J: Tensor) -> Tensor:
-    """[J] −w · A · log q(x); neither weight nor advantage has a gradient."""
-    return -(weights_J * advantages_J).detach() * log_q_J
+    """[J] −w · A · log q(x), with q at least 10⁻⁴ where A < 0; neither weight nor advantage has a gradient."""
+    bounded_J = torch.where(advantages_J < 0, log_q_J.clamp_min(_LEAST_REJECTED), log_q_J)
+    return -(weights_J * advantages_J).detach() * bounded_J
 
 
 def discard(logits_JD: Tensor, draft_ids_JK: Tensor, probs_JK: Tensor, rejected_J: Tensor, *, top_k: int) -> Tensor:
-    """[J] float32 KL(p_F ‖ q_F) at rejected proposals; 0 where the draft can propose none of the target's likeliest.
+    """[J] float32 KL(s_F ‖ q_F) at rejected proposals; 0 where the draft can propose none of the served likeliest.
+    `probs_JK` are those that are served.
 
     `rejected_J` are draft ids. Where the rejected token is itself among the target's likeliest, it keeps its own
     probability: under sampling the target may reject what it likes.
@@ -218,14 +213,14 @@ class LossMix:
         if self.reverse_kl:
             loss_S = loss_S + self.reverse_kl * reverse_kl(logits_SD, ids_SK, probs_SK, tail_S)
         if self.cross_entropy:
-            loss_S = loss_S + self.cross_entropy * cross_entropy(
-                logits_SD, ids_SK, probs_SK, labels.greedy, log_z_S=log_z_S
-            )
+            loss_S = loss_S + self.cross_entropy * forward_kl(logits_SD, ids_SK, labels.served, log_z_S=log_z_S)
         if self.acceptance or self.log_acceptance:
             rate_S = acceptance_rate(logits_SD, ids_SK, probs_SK, tail_S, log_z_S=log_z_S)
             loss_S = loss_S + self.acceptance * (1 - rate_S)
             if self.log_acceptance:
-                loss_S = loss_S - self.log_acceptance * rate_S.clamp_min(_LEAST_OVERLAP).log()
+                # Where most mass is outside the draft vocabulary there is little to accept.
+                log_rate_S = probs_SK.sum(-1) * rate_S.clamp_min(_LEAST_OVERLAP).log()
+                loss_S = loss_S - self.log_acceptance * log_rate_S
         return loss_S
 
     def on_proposals(
@@ -247,7 +242,7 @@ class LossMix:
             wrong_J = ~accepted_J
             here, judged = labels[wrong_J], verdicts[wrong_J]
             divergence_W = discard(
-                logits_JD[wrong_J], here.draft_ids, here.probs, judged.draft_ids, top_k=self.discard_top_k
+                logits_JD[wrong_J], here.draft_ids, here.served, judged.draft_ids, top_k=self.discard_top_k
             )
             weights_W = self.correction.weights(log_ratio_J[wrong_J], judged.accepted)
             dropped = self.discard * (weights_W * divergence_W).sum()

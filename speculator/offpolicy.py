@@ -5,13 +5,14 @@ need no weight. A proposal is the draft's own action; its weight is a function o
 
     none           1
     tis            min(ρ, high)                                    truncated importance sampling (Ionides, 2008)
-    cispo          clip(ρ, low, high)                              MiniMax-M1, arXiv 2506.13585
+    cispo          min(ρ, high)                                    MiniMax-M1, arXiv 2506.13585: no lower bound either
     topr           1 where A ≥ 0, clip(ρ, low, high) where A < 0   tapered off-policy REINFORCE, arXiv 2503.14286
     weighted_topr  topr, its two cases times `positive` and `negative`
 
 (The set that ROLL Flash, arXiv 2510.11345, offers for asynchronous training.) A is the advantage; a rejected proposal
 without one counts as A < 0. ρ is a proposal's own, as CISPO's is a token's: how often the draft comes to a state at all
-is not corrected. `low` is 0 for tis unless it is set.
+is not corrected. tis and cispo differ in their usual `high` alone. `low`, 0 unless it is set, is a floor: with it a
+token that the draft has dropped goes on to count.
 
 **What μ means here.** A trace records the proposing draft's own log-probability of the token, at the request's
 temperature. That is not always the probability with which the token was proposed:
@@ -44,7 +45,7 @@ CorrectionName = Literal["none", "tis", "cispo", "topr", "weighted_topr"]
 _DEFAULT_CLIPS: dict[CorrectionName, tuple[float, float]] = {
     "none": (0.0, math.inf),
     "tis": (0.0, 2.0),
-    "cispo": (0.8, 1.2),
+    "cispo": (0.0, 1.2),
     "topr": (0.0, 1.0),
     "weighted_topr": (0.0, 1.0),
 }

@@ -1,7 +1,7 @@
 """The loss of a batch: what the chains of its draft say in every step, against labels and verdicts.
 
-A batch's loss is a sum of sums, each over its own count, so that several processes can make one loss out of their parts
-of a batch: each divides its sums by the counts of all.
+A batch's loss is a sum over its labelled positions' number, so that several processes can make one loss out of their
+parts of a batch: each divides its sum by the number of all.
 
 Shape letters: N base positions, K steps of a chain, S states of a step, J judged proposals, D draft vocabulary.
 """
@@ -56,22 +56,17 @@ class BatchLoss(Counts):
 
     def mean_over(self, counts: Counts) -> Tensor:
         """This batch's part of a loss that is about all that `counts` says."""
-        num_dropped = counts.num_verdicts - counts.num_rewarded
-        return (
-            self.on_text / max(counts.num_labels, 1)
-            + self.reinforced / max(counts.num_verdicts, 1)
-            + self.dropped / max(num_dropped, 1)
-        )
+        return (self.on_text + self.reinforced + self.dropped) / max(counts.num_labels, 1)
 
 
 def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, baseline: float) -> BatchLoss:
     """The loss of a batch, with γ = `mix.step_discount`:
 
-        Σ_k γ^k Σ_states (committed-text terms) / N  +  Σ_k γ^k Σ_verdicts (each proposal term) / its verdicts
+        (Σ_k γ^k Σ_states (committed-text terms)  +  Σ_k γ^k Σ_verdicts (proposal terms)) / N
 
-    N counts base positions with a label. Under `chains=own` chains that ended add nothing, so a deeper step weighs as
-    much as it is reached, and states that only an older draft reached enter no committed-text term. Proposal terms are
-    means over the verdicts that they are about: all for the policy gradient, the rejected ones for the discard loss.
+    N counts base positions with a label: a verdict weighs as much as a state, however few there are. Under `chains=own`
+    chains that ended add nothing, so a deeper step weighs as much as it is reached, and states that only an older draft
+    reached enter no committed-text term.
     """
     on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
     num_labels = num_accepted = num_verdicts = num_rewarded = 0

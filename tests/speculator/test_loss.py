@@ -12,7 +12,6 @@ from speculator.labels import Labels, Verdicts, make_labels
 from speculator.loss import (
     LossMix,
     acceptance_rate,
-    cross_entropy,
     discard,
     forward_kl,
     policy_gradient,
@@ -89,7 +88,7 @@ def test_the_acceptance_rate_is_the_overlap_of_served_probabilities(sampling: Sa
 
 def test_cross_entropy_of_a_greedy_request_is_about_the_likeliest_token_if_the_draft_has_it() -> None:
     labels, logits_RD = labels_of(20, sampling=SamplingParams(temperature=0.0)), random_logits(20)
-    loss_R = cross_entropy(logits_RD, labels.draft_ids, labels.probs, labels.greedy)
+    loss_R = LossMix.parse("cross_entropy").on_states(logits_RD, labels)
     first = random_rows(20, 5, seed=4)[0][:, 0].tolist()
     assert any(token in TARGET_IDS for token in first)
     assert any(token not in TARGET_IDS for token in first)
@@ -100,8 +99,119 @@ def test_cross_entropy_of_a_greedy_request_is_about_the_likeliest_token_if_the_d
 
 def test_cross_entropy_of_a_sampled_request_is_about_its_whole_served_distribution() -> None:
     labels, logits_RD = labels_of(20, sampling=SAMPLED), random_logits(20)
-    loss_R = cross_entropy(logits_RD, labels.draft_ids, labels.probs, labels.greedy)
+    loss_R = LossMix.parse("cross_entropy").on_states(logits_RD, labels)
     assert torch.equal(loss_R, forward_kl(logits_RD, labels.draft_ids, labels.probs))
+
+
+REJECTED, WANTED = 3, 1
+
+
+def rejection(logits_D: torch.Tensor, sampling: SamplingParams, *, logprob: float = -0.7) -> tuple[Labels, Verdicts]:
+    """One proposal that the target rejected: it has p = 0.40, and the token that was served in its place 0.45."""
+    ids_1K = torch.tensor([[TARGET_IDS[token] for token in (WANTED, REJECTED, 0)]])
+    labels = make_labels(
+        ids_1K, torch.tensor([[0.45, 0.40, 0.1]]).log(), torch.zeros(1, dtype=torch.bool), sampling, DRAFT_IDS
+    )
+    one = torch.zeros(1, dtype=torch.int64)
+    rejected = torch.tensor([False])
+    logprobs = torch.tensor([logprob])
+    return labels, Verdicts(
+        bases=one, steps=one, draft_ids=one + REJECTED, logprobs=logprobs, accepted=rejected, versions=one
+    )
+
+
+ONE_TOKEN = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, top_p=0.9, top_k=50),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=0.7, top_p=0.3),
+]
+
+
+@pytest.mark.parametrize("sampling", ONE_TOKEN)
+@pytest.mark.parametrize("correction", ["none", "tis", "cispo", "topr", "weighted_topr"])
+@pytest.mark.parametrize("term", ["discard", "policy_gradient"])
+@pytest.mark.parametrize("lead", [0.01, 1.0, 6.0])
+def test_a_rejection_where_one_token_is_served_lowers_the_rejected_one(
+    term: str, correction: str, sampling: SamplingParams, lead: float
+) -> None:
+    """However much of the target's own distribution the rejected token has."""
+    logits_1D = torch.zeros(1, D)
+    logits_1D[0, REJECTED] = lead
+    logits_1D.requires_grad_()
+    labels, verdict = rejection(logits_1D[0], sampling)
+    mix = LossMix.parse(f"{term},correction={correction}")
+    sum(mix.on_proposals(logits_1D, labels, verdict, baseline=0.3)).backward()  # type: ignore[union-attr]
+    assert logits_1D.grad is not None
+    stepped_1D = logits_1D.detach() - 0.1 * logits_1D.grad
+    assert stepped_1D.softmax(-1)[0, REJECTED] < logits_1D.detach().softmax(-1)[0, REJECTED]
+
+
+def test_a_greedy_rejection_of_the_likeliest_token_teaches_nothing() -> None:
+    """A tie: the target emitted the other of two tokens that weigh the same."""
+    labels, verdict = rejection(torch.zeros(D), SamplingParams(temperature=0.0))
+    tied = Verdicts(**{**vars(verdict), "draft_ids": torch.tensor([WANTED])})
+    logits_1D = random_logits(1).float().requires_grad_()
+    sum(LossMix.parse("discard").on_proposals(logits_1D, labels, tied, baseline=0.3)).backward()  # type: ignore[union-attr]
+    assert logits_1D.grad is not None
+    assert not logits_1D.grad.any()
+
+
+def test_what_is_served_is_what_is_taught_but_for_greedy_requests() -> None:
+    sampled = labels_of(20, sampling=SAMPLED)
+    assert torch.equal(sampled.served, sampled.probs)
+    greedy = labels_of(20, sampling=SamplingParams(temperature=0.0))
+    has_likeliest = [token in TARGET_IDS for token in random_rows(20, 5, seed=4)[0][:, 0].tolist()]
+    assert greedy.served[:, 0].tolist() == [float(has) for has in has_likeliest]
+    assert not greedy.served[:, 1:].any()
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "cispo", "topr", "weighted_topr"])
+@pytest.mark.parametrize("logit", [-1e4, -80.0, -20.0, -9.0, 0.0, 9.0, 20.0, 80.0, 1e4])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams()])
+def test_a_rejection_pushes_with_a_bounded_force_and_to_a_bound(
+    logit: float, correction: str, sampling: SamplingParams
+) -> None:
+    """As the rejected token's q goes to 0 or 1, recorded when it was unlikely or nearly sure."""
+    for logprob in (-60.0, -9.0, -0.001):
+        for text in ("policy_gradient", "discard"):
+            mix = LossMix.parse(f"{text},correction={correction}")
+            logits_1D = torch.zeros(1, D)
+            logits_1D[0, REJECTED] = logit
+            logits_1D.requires_grad_()
+            labels, verdict = rejection(logits_1D[0], sampling, logprob=logprob)
+            loss = sum(mix.on_proposals(logits_1D, labels, verdict, baseline=0.3))
+            loss.backward()  # type: ignore[union-attr]
+            cap = 1.0 if correction == "none" else mix.correction.clip[1]
+            assert logits_1D.grad is not None
+            assert logits_1D.grad.norm() <= cap * math.sqrt(2) + 1e-6
+            assert loss.detach() >= cap * 0.3 * math.log(1e-4) - 1e-6
+            if text == "policy_gradient" and logit <= -20:
+                assert not logits_1D.grad.any(), "the draft has dropped it"
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "acceptance", "log_acceptance", "cross_entropy"])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(), SAMPLED])
+def test_no_term_on_text_has_a_gradient_beyond_its_bound(name: str, sampling: SamplingParams) -> None:
+    for scale in (0.1, 1.0, 10.0, 1000.0):
+        labels = labels_of(50, sampling=sampling)
+        logits_RD = (random_logits(50).float() * scale).requires_grad_()
+        LossMix.parse(name).on_states(logits_RD, labels).sum().backward()
+        assert logits_RD.grad is not None
+        assert logits_RD.grad.norm(dim=1).max() <= math.sqrt(2) + 1e-5
+
+
+def test_log_acceptance_pulls_as_much_as_the_draft_can_propose() -> None:
+    """A token in a hundred is in the draft vocabulary: there is next to nothing to accept."""
+    logits_1D = torch.tensor([[-10.0, *[0.0] * (D - 1)]], requires_grad=True)
+    probs = torch.log(torch.tensor([[0.99, 0.01]]))
+    outside = next(token for token in range(len(DRAFT_IDS)) if token not in TARGET_IDS)
+    labels = make_labels(
+        torch.tensor([[outside, TARGET_IDS[0]]]), probs, torch.zeros(1, dtype=torch.bool), SamplingParams(), DRAFT_IDS
+    )
+    LossMix.parse("log_acceptance").on_states(logits_1D, labels).sum().backward()
+    assert logits_1D.grad is not None
+    assert logits_1D.grad.norm() <= 0.01 * math.sqrt(2)
 
 
 def test_policy_gradient_raises_what_was_accepted_and_lowers_what_was_not() -> None:
@@ -170,7 +280,7 @@ def test_a_mix_weighs_its_terms() -> None:
     labels, logits_RD = labels_of(7), random_logits(7)
     tables = (labels.draft_ids, labels.probs)
     rate_R = acceptance_rate(logits_RD, *tables, labels.tail)
-    expected_R = 2 * forward_kl(logits_RD, *tables) + 0.5 * (1 - rate_R) - 0.25 * rate_R.log()
+    expected_R = 2 * forward_kl(logits_RD, *tables) + 0.5 * (1 - rate_R) - 0.25 * labels.probs.sum(-1) * rate_R.log()
     mix = LossMix.parse("forward_kl=2, acceptance=0.5, log_acceptance=0.25")
     assert torch.allclose(mix.on_states(logits_RD, labels), expected_R.float(), rtol=1e-5)
     assert not mix.uses_verdicts

@@ -17,7 +17,7 @@ def by_hand(name: str, ratio: float, positive: bool, low: float, high: float) ->
     if name == "none":
         return 1.0
     if name == "tis":
-        return max(min(ratio, high), low)  # no lower bound unless one is set
+        return max(min(ratio, high), low)  # no lower bound unless one is set, as for cispo
     if name == "cispo":
         return max(min(ratio, high), low)
     weight = 1.0 if positive else max(min(ratio, high), low)
@@ -37,6 +37,17 @@ def test_weights_are_the_formulas_ones(name: str, clips: tuple[float | None, flo
         assert not weights.requires_grad
         for ratio, weight in zip(RATIOS, weights.tolist(), strict=True):
             assert weight == pytest.approx(by_hand(name, ratio, positive, low, high), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tis", "cispo", "topr", "weighted_topr"])
+def test_no_weight_is_above_its_cap_or_above_the_ratio_of_what_the_draft_dropped(name: str) -> None:
+    log_ratio = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 20
+    correction = Correction(name=name)
+    for positive in (True, False):
+        weights = correction.weights(log_ratio, torch.full((1000,), positive))
+        assert weights.max() <= max(correction.clip[1], 1.0)
+        if not positive or name in ("tis", "cispo"):
+            assert bool((weights <= log_ratio.exp() * (1 + 1e-5)).all())
 
 
 def test_extreme_ratios_stay_finite_where_a_bound_holds() -> None:

@@ -90,7 +90,7 @@ class Slow:
         return total / num_bases
 
     def proposal_loss(self) -> tuple[float, float, int, int]:
-        """(mean policy gradient, mean discard, verdicts, accepted ones), each node's path walked from its root."""
+        """(policy gradient and discard a base, verdicts, accepted ones), each node's path walked from its root."""
         text, rounds = self.trace.token_ids.tolist(), self.trace.rounds
         reinforced = dropped = 0.0
         num_verdicts = num_accepted = 0
@@ -112,12 +112,14 @@ class Slow:
                 ratio = q[x] / math.exp(float(rounds.draft_logprobs[row, node]))
                 discount = self.mix.step_discount**step
                 advantage = float(accepted) - BASELINE
-                reinforced -= discount * self.weight(ratio, advantage) * advantage * math.log(q[x])
+                reinforced -= discount * self.weight(ratio, advantage) * advantage * math.log(max(q[x], 1e-4))
                 num_verdicts += 1
                 num_accepted += accepted
                 if not accepted:
-                    dropped += discount * self.weight(ratio, -1.0) * self.divergence(q, kept, x)
-        return reinforced / num_verdicts, dropped / (num_verdicts - num_accepted), num_verdicts, num_accepted
+                    served = kept if self.trace.header.sampling.temperature else [(kept[0][0], float(kept[0][1] > 0))]
+                    dropped += discount * self.weight(ratio, -1.0) * self.divergence(q, served, x)
+        num_bases = len(self.batch.rows)
+        return reinforced / num_bases, dropped / num_bases, num_verdicts, num_accepted
 
     def weight(self, ratio: float, advantage: float) -> float:
         low, high = self.mix.correction.clip
@@ -129,7 +131,7 @@ class Slow:
         likeliest = {token for token, probability in kept[: self.mix.discard_top_k] if probability}
         chosen = {*likeliest, x}
         p_total, q_total = sum(p.get(token, 0.0) for token in chosen), sum(q[token] for token in chosen)
-        return sum(
+        return p_total and sum(
             p[token] / p_total * math.log(p[token] / p_total * q_total / q[token]) for token in chosen if p.get(token)
         )
 
