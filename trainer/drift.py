@@ -1,6 +1,6 @@
 """Has the traffic moved away from the draft? Acceptance by domain: a short average against a long one.
 
-As in TIDE (arXiv 2605.05145), training is called for when the short average falls below the long one by more than a
+As in TIDE (arXiv 2602.05145), training is called for when the short average falls below the long one by more than a
 margin; here the margin is learnt from how much requests differ, so that it fits noisy and quiet domains:
 
     margin = max(z · s · √(c · (1/n_short + 1/n_long)), MIN_MARGIN)        alarm: short < long − margin
