@@ -12,12 +12,18 @@ that nothing shortens its trial:
 * `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds;
 * `--random` drafts of random weights: rolled back within 50 rounds or 5 s, whichever is later.
 
+And a draft that accepts 35% more than the incumbent comes while the traffic changes, `--repeats` times each way: 80% of
+the tokens are then proposed by earlier text and were not before, or the other way round, from the swap on or up to 20 s
+later. The watch alone judges it, and it must stay.
+
 benchmarks/rollback.py tries one of each in a running engine, where requests may fail and texts may change.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import redis
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -33,13 +40,13 @@ from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_option
 from benchmarks.common import Spread, Target, fill_in, finish, parser
 from benchmarks.hour import PER_MINUTE, PLAIN_MS, POLL_S, ROUND_MS, SPREAD
 from benchmarks.live import as_examples, trained
-from benchmarks.replayed import Costs, ReplayEngine
+from benchmarks.replayed import Answer, Costs, ReplayEngine, Table
 from benchmarks.rollback import Scene, noisy, subtly_worse
-from benchmarks.versions import add_first
+from benchmarks.versions import add_first, add_version
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from slipstream.models import resolve_model
-from speculator.checkpoint import draft_state, target_fingerprint
+from speculator.checkpoint import apply_state, draft_state, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
@@ -59,6 +66,11 @@ from trainer.review import ACTOR, Review
 
 LONGEST_TRIAL_S = 3600.0
 """Virtual."""
+LATEST_SHIFT_S = 20.0
+"""After the swap; virtual, too."""
+SHIFTS = {"more remembered": (0.0, 0.8), "less remembered": (0.8, 0.0)}
+"""Share of the tokens that earlier text proposes, before and after."""
+GAIN = 0.35
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,61 @@ class Tried:
     @property
     def is_kept(self) -> bool:
         return self.last.state is not State.QUARANTINED
+
+
+class Shifts:
+    """Trials of a better draft during which the traffic changes, each with an engine and a store of its own."""
+
+    def __init__(
+        self,
+        weak: dict[str, Tensor],
+        good: Eagle3Draft,
+        answers: Sequence[Answer],
+        fingerprint: str,
+        client: redis.Redis,
+        folder: Path,
+    ) -> None:
+        self._weak, self._good, self._answers = weak, good, answers
+        self._fingerprint, self._client, self._folder = fingerprint, client, folder
+        self._table = Table()
+
+    def try_out(self, told: str, before: float, after: float, *, seed: int) -> Tried:
+        """What becomes of the better draft. Raises TimeoutError."""
+        store, good = DraftStore(self._folder / told), self._good
+        first = Eagle3Draft(good.config, good.embed, good.d2t)
+        apply_state(first, self._weak)
+        incumbent = add_first(store, first, self._fingerprint)
+        version = add_version(store, draft_state(good), good, self._fingerprint)
+        pointer, watch = DraftPointer(self._client, told), LiveWatch(incumbent, clock=lambda: engine.clock_s)
+        engine = ReplayEngine(
+            partial(load_draft, store, embed=good.embed, target_fingerprint=self._fingerprint),
+            incumbent,
+            Traffic(self._answers, end_s=1.0, seed=seed),
+            costs=Costs(plain_ms=PLAIN_MS, round_ms=ROUND_MS, spread=SPREAD),
+            per_minute=PER_MINUTE,
+            on_round=watch.observe,
+            on_trace=lambda _: None,
+            seed=seed,
+            table=self._table,
+        )
+        engine.remembered = before
+        follower = DraftFollower(engine, pointer, engine_id=told, watch=watch, lifecycle=store.lifecycle)
+        pointer.publish(version)
+        shift_s, late_s = math.inf, random.Random(seed).uniform(0, LATEST_SHIFT_S)
+        while engine.clock_s < LONGEST_TRIAL_S:
+            engine.run_until(engine.clock_s + POLL_S)
+            engine.steps.clear()
+            follower.follow()
+            if engine.draft_version == version:
+                shift_s = min(shift_s, engine.clock_s + late_s)
+            if engine.clock_s >= shift_s:
+                engine.remembered = after
+            last = store.lifecycle.history(version)[-1]
+            if last.state in (State.PROMOTED, State.QUARANTINED):
+                rounds, seconds = engine.rounds_of[version], engine.seconds_of[version]
+                print(f"{told}: {last.state.value}, {rounds} rounds, {last.reason}, {last.numbers}", flush=True)
+                return Tried(last, rounds, seconds)
+        raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
 
 
 @dataclass
@@ -155,10 +222,17 @@ def main() -> None:
             clock=lambda: engine.clock_s,
         )
         trials = Trials(scene, engine, follower, good, review, arrived)
+        weak, loss = subtly_worse(good, examples, 1 - 1 / (1 + GAIN))
+        print(f"the incumbent of the shifts accepts {100 * loss:.0f}% less", flush=True)
+        shifts = Shifts(weak, good, served, fingerprint, client, Path(folder))
         found = {
             "good": _all(trials, arguments.repeats, "a copy of the good draft", lambda _: draft_state(good)),
             "worse": _all(trials, arguments.worse, "accept length −10%", lambda number: worse[number][0]),
             "random": _all(trials, arguments.random, "random weights", lambda n: noisy(good, float("inf"), seed=n)),
+            **{
+                told: [shifts.try_out(f"{told}, {n + 1}", *shares, seed=n) for n in range(arguments.repeats)]
+                for told, shares in SHIFTS.items()
+            },
         }
     _finish(found, [loss for _, loss in worse], len(served), arguments)
 
@@ -183,7 +257,8 @@ def _finish(
         return sum(one.last.actor == ACTOR for one in found[kind])
 
     rows: list[tuple[str, object]] = [(f"{num_answers} answers, one or two clients", "median    (min … max)")]
-    for kind, told in (("good", "a copy of the good draft"), ("worse", "accept length −10%"), ("random", "random")):
+    kinds = {"good": "a copy of the good draft", "worse": "accept length −10%", "random": "random"}
+    for kind, told in (kinds | {shift: f"35% better, {shift} text" for shift in SHIFTS}).items():
         rows += [
             (
                 f"{told}: rolled back",
@@ -199,6 +274,10 @@ def _finish(
         Target("worse_kept", kept("worse"), 0, at_least=False),
         Target("worse_rounds", max(one.rounds for one in found["worse"]), 2000, at_least=False),
         Target("random_kept", kept("random"), 0, at_least=False),
+        *(
+            Target(f"{shift.replace(' ', '_')}_rolled_back", len(found[shift]) - kept(shift), 0, at_least=False)
+            for shift in SHIFTS
+        ),
         Target("random_rounds_over_50_or_seconds_over_5", slowest, 1.0, at_least=False),
     ]
     document = {
@@ -218,7 +297,9 @@ def _arguments() -> argparse.Namespace:
     options = parser("Verdicts of the watch on good and bad drafts, many times over")
     add_recording_options(options)
     options.add_argument("--train-steps", type=int, help="default 300, quick 60")
-    options.add_argument("--repeats", type=int, help="copies of the good draft; default 20, quick 2")
+    options.add_argument(
+        "--repeats", type=int, help="copies of the good draft, and shifts each way; default 20, quick 2"
+    )
     options.add_argument("--worse", type=int, help="drafts that are 10%% worse; default 5, quick 1")
     options.add_argument("--alone", action="store_true", help="without the trainer's second look")
     options.add_argument("--random", type=int, help="drafts of random weights; default 10, quick 2")

@@ -6,6 +6,9 @@ What a round costs is told to the engine, since nothing of the target is compute
 a chain ends by its own request's confidence, not by the batch's mean, and after a swap in the middle of an answer the
 draft's keys before it are those of the new version.
 
+A share of the tokens may be remembered: earlier text then proposes them, right each time, and the draft is asked for
+the others alone. Remembered are those of which the target is surest.
+
 Shape letters: N tokens of an answer behind its first, which comes with the prompt; K = depth.
 """
 
@@ -24,7 +27,7 @@ import numpy as np
 import torch
 
 from serving.engine import SwapReport
-from serving.evidence import Verification, WatchedRound, stratum_of
+from serving.evidence import Proposed, Verification, WatchedRound, stratum_of
 from serving.speedup import ControlShare
 from speculator import bfloat16
 from speculator.clock import now_ms
@@ -35,6 +38,8 @@ from trainer.unroll import unroll
 
 DEPTH, MIN_CONFIDENCE, CONTROL_SHARE = 4, 0.15, 0.02
 """The local engine's defaults."""
+TEXT_DEPTH, ROW_SHARE = 8, 0.037
+"""Tokens that earlier text proposes at a time, and what each of them adds to a round."""
 _ALL_CONTEXT = 1 << 31
 
 
@@ -121,12 +126,28 @@ class Table:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Chains] = {}
+        self._texts: dict[tuple[int, float], np.ndarray] = {}
 
     def chains(self, served: Served, answer: Answer) -> Chains:
         key = served.version, answer.number
         if key not in self._known:
             self._known[key] = decode_again(served.draft, answer.example)
         return self._known[key]
+
+    def text(self, answer: Answer, share: float) -> np.ndarray:
+        """[N] how many tokens from each place on are remembered, `TEXT_DEPTH` at most."""
+        key = answer.number, share
+        if key not in self._texts:
+            header, num = answer.trace.header, answer.length
+            # The answer's first token comes with the prompt; the row of each token gives the next one.
+            first = header.num_prompt_tokens - header.first_position
+            surest_N = answer.trace.target_topk_logprobs[first : first + num, 0].argsort(kind="stable")[::-1]
+            counts = np.zeros(num + 1, np.int64)
+            remembered = set(surest_N[: round(share * num)].tolist())
+            for place in reversed(range(num)):
+                counts[place] = min(counts[place + 1] + 1, TEXT_DEPTH) if place in remembered else 0
+            self._texts[key] = counts
+        return self._texts[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +180,9 @@ class _Running:
     request_id: str
     answer: Answer
     at: int = 0
+    num_rounds: int = 0
+    num_of_text: int = 0
+    """Rounds in which earlier text proposed."""
     rounds: list[tuple[int, int, Chains]] = field(default_factory=list)
     """(place, version, its chains) where something was proposed."""
 
@@ -181,9 +205,13 @@ class ReplayEngine:
         on_round: Callable[[WatchedRound], object],
         on_trace: Callable[[Trace], object],
         seed: int = 0,
+        table: Table | None = None,
     ) -> None:
+        """`table` is another engine's whose versions have the same weights."""
         self.served = Served(version, load(version))
-        self.table = Table()
+        self.table = table or Table()
+        self.remembered = 0.0
+        """Share of every answer's tokens that earlier text proposes; whoever likes may set it."""
         self.clock_s = 0.0
         self.steps: list[Step] = []
         """Verifications, for whoever takes them away."""
@@ -230,17 +258,23 @@ class ReplayEngine:
     def _round(self) -> None:
         batch, version = len(self._running), self.draft_version
         drafted = not self._control.is_control(batch)
-        seconds = self._costs.draw_s(self._rng, batch=batch, drafted=drafted)
+        from_text = [self._remembered(one) if drafted else 0 for one in self._running]
+        num_asked = from_text.count(0) if drafted else 0
+        by_text = TEXT_DEPTH * (batch - from_text.count(0))
+        seconds = self._costs.draw_s(self._rng, batch=batch, drafted=num_asked > 0) * (1 + ROW_SHARE * by_text)
         self._pass(seconds)
         self.num_rounds += 1
         self.rounds_of[version] += 1
         verifications, committed = [], 0
-        for one in self._running:
-            start, accepted = one.at, 0
-            if drafted:
+        for one, accepted in zip(self._running, from_text, strict=True):
+            start = one.at
+            one.num_rounds += 1
+            one.num_of_text += accepted > 0
+            if drafted and not accepted:
                 accepted = self._verify(one)
                 header = one.answer.trace.header
-                stratum = stratum_of(header.domain, header.sampling)
+                quarters = math.ceil(4 * one.num_of_text / one.num_rounds)
+                stratum = stratum_of(header.domain, header.sampling)._replace(remembered=quarters)
                 verifications.append(Verification(one.request_id, stratum, accepted, DEPTH))
             one.at = min(start + accepted + 1, one.answer.length)
             committed += one.at - start
@@ -254,11 +288,16 @@ class ReplayEngine:
                 seconds=seconds,
                 committed=committed,
                 verifications=tuple(verifications),
+                proposed=Proposed(DEPTH * num_asked, by_text) if num_asked else None,
             )
         )
         for one in [one for one in self._running if one.at == one.answer.length]:
             self._running.remove(one)
             self._on_trace(_trace_of(one))
+
+    def _remembered(self, one: _Running) -> int:
+        """How many of its next tokens earlier text proposes."""
+        return int(self.table.text(one.answer, self.remembered)[one.at]) if self.remembered else 0
 
     def _verify(self, one: _Running) -> int:
         """Accepted proposals."""

@@ -1,9 +1,9 @@
-"""A new version against the incumbent, at any moment: the accept length by strata, the time a token by batch size."""
+"""A new version against the incumbent, at any moment: the accept length by strata, the time by kinds of rounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serving.evidence import Moments, Reference, Stratum, Verification
@@ -16,7 +16,8 @@ _LEAST_VARIANCE = 0.01
 """An incumbent whose proposals are never accepted has no variance at all."""
 _TUNED_ERROR = 0.05
 """The same for times: standard error of the logarithm."""
-_FEWEST_CONTROLS = 10
+_FEWEST_ROUNDS = 10
+_FEWEST_BLOCKS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,6 @@ class AcceptComparison:
         self._cells: dict[tuple[Stratum, int], _Cell] = {}
         self._requests: dict[str, int] = {}
         self._pairs = 0
-        self._usual = 0.0
-        """What the incumbent accepts of such verifications, whatever their depth; where it is not known, as much."""
         self.seen = self.known = 0
         """Verifications, and those that count."""
         self.accepted = 0
@@ -65,7 +64,6 @@ class AcceptComparison:
     def add(self, verification: Verification) -> None:
         self.seen += 1
         self.accepted += verification.accepted
-        self._usual += self._reference.means.get(verification.stratum, verification.accepted)
         known = self._reference.moments(verification.stratum, verification.depth)
         if known is None:
             return
@@ -90,16 +88,6 @@ class AcceptComparison:
     def incumbent_length(self) -> float:
         """The accept length that the incumbent would have had on these requests."""
         return 1 + sum(cell.count * cell.known.mean for cell in self._cells.values()) / max(self.known, 1)
-
-    @property
-    def mix(self) -> float:
-        """The incumbent's accept length on these requests over that on its own: below 1 where traffic became harder.
-
-        1 where nothing is known of it: perhaps it does not draft.
-        """
-        if not self.seen or not self._reference.means:
-            return 1.0
-        return (1 + self._usual / self.seen) / self._reference.own_length
 
     def change(self, alpha: float) -> Change:
         """With bounds that hold over all looks together, each with probability 1 − alpha; needs known verifications."""
@@ -131,16 +119,27 @@ class AcceptComparison:
         return own, self._reference.inflation * sum(error * error for error in errors.values())
 
 
-def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, mix: float = 1.0, alpha: float) -> Change | None:
-    """The relative change of the time a token, at equal batch sizes, on a machine equally busy and on equal requests.
+def has_controls(blocks: Iterable[Sums]) -> bool:
+    """Whether they have enough control rounds to say what the machine's part is."""
+    return sum(part.num_rounds(drafted=False) for part in blocks) >= _FEWEST_ROUNDS
 
-    Against the incumbent's time a token at the same batch size, the new version's rounds took d times as long and the
-    control rounds beside them m times: the machine's part. The requests' part is 1 / `mix` (`AcceptComparison.mix`): of
-    harder ones a round of any draft commits fewer. The change is d · mix / m − 1. None until both versions have ten
-    control rounds; without control rounds a trainer that starts beside would look like a slow draft.
+
+def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, gain: float = 1.0, alpha: float) -> Change | None:
+    """The relative change of the time a token, from rounds of kinds that both versions served ten times.
+
+    Against the incumbent's rounds of the same kind (`WatchedRound.kind`) the new version's took d times as long, and
+    its control rounds m times: the machine's part. With a `gain` times as long accept length on equal requests, which
+    the strata tell, the change is d / (m · gain) − 1. None until both have ten control rounds, without which a trainer
+    that starts beside would look like a slow draft, and five blocks in which the draft took part.
     """
-    if min(sum(part.num_rounds(drafted=False) for part in sums) for sums in (new, incumbent)) < _FEWEST_CONTROLS:
-        return None
+    ours, theirs = Sums.over(new), Sums.over(incumbent)
+    least = {True: _FEWEST_ROUNDS, False: 1}
+    kinds = {key for key, num in ours.rounds.items() if min(num, theirs.rounds.get(key, 0)) >= least[key[1]]}
+    new, incumbent = ([part.only(kinds.__contains__) for part in blocks] for blocks in (new, incumbent))
+    for blocks in (new, incumbent):
+        num_drafted = sum(part.num_rounds(drafted=True) > 0 for part in blocks)
+        if num_drafted < _FEWEST_BLOCKS or not has_controls(blocks):
+            return None
     ours, theirs = Sums.over(new), Sums.over(incumbent)
     by_new = jackknife(new, lambda sums: _log_slowdown(sums, theirs))
     by_incumbent = jackknife(incumbent, lambda sums: _log_slowdown(ours, sums))
@@ -148,7 +147,7 @@ def time_change(new: Sequence[Sums], incumbent: Sequence[Sums], *, mix: float = 
         return None
     information = 1 / max(by_new.error**2 + by_incumbent.error**2, 1e-12)
     half = mixture_bound(information, tuned_for=1 / _TUNED_ERROR**2, alpha=alpha) / information
-    log_change = by_new.value + math.log(mix)
+    log_change = by_new.value - math.log(gain)
     return Change(
         estimate=math.expm1(log_change), lower=math.expm1(log_change - half), upper=math.expm1(log_change + half)
     )
@@ -160,10 +159,10 @@ def _log_slowdown(new: Sums, incumbent: Sums) -> float | None:
 
 
 def _slowdown(new: Sums, incumbent: Sums, *, drafted: bool) -> float | None:
-    """Time over what the incumbent needs for as many tokens, over the batch sizes that both have seen."""
+    """Time over what the incumbent needs for as many rounds of the same kinds."""
     took = expected = 0.0
-    for key, tokens in new.tokens.items():
-        if key[1] == drafted and tokens > 0 and incumbent.tokens.get(key, 0) > 0:
+    for key, num in new.rounds.items():
+        if key[1] == drafted and num > 0 and incumbent.rounds.get(key, 0) > 0:
             took += new.seconds[key]
-            expected += tokens * incumbent.seconds[key] / incumbent.tokens[key]
+            expected += num * incumbent.seconds[key] / incumbent.rounds[key]
     return took / expected if expected else None

@@ -31,8 +31,10 @@ class Stratum(NamedTuple):
     domain: str
     sampling: str
     of_looks: bool = False
-    """Looks at a head that is not used come in other rounds than its chains, and are most of what is known of a version
-    at first: so they are compared with looks, where the incumbent has enough of them.
+    """Looks at a head that is not used come in other rounds than its chains: they are compared with looks only."""
+    remembered: int = 0
+    """Quarters, rounded up, of the request's rounds so far in which earlier text proposed: it takes what is easy, and
+    leaves the draft the rest.
     """
 
 
@@ -48,6 +50,14 @@ class Verification(NamedTuple):
     """Most proposals that it could have had."""
 
 
+class Proposed(NamedTuple):
+    """How many tokens a round verified beside the newest ones. With as many of each, rounds of one size are alike."""
+
+    by_draft: int
+    by_text: int = 0
+    """By earlier text."""
+
+
 class WatchedRound(NamedTuple):
     """One decode round: what it cost and what its verifications accepted.
 
@@ -57,16 +67,22 @@ class WatchedRound(NamedTuple):
     version: int
     batch: int
     drafted: bool
+    """False for a control round, which proposes nothing."""
     seconds: float
     committed: int
     verifications: tuple[Verification, ...]
-    is_timed: bool = True
-    """False where proposals of others were verified, too, or a prompt was read: what it took and committed then says
-    nothing of the draft.
-    """
+    proposed: Proposed | None = None
+    """None where the draft took no part, or first caught up with what it had not read: the time says nothing of it."""
     read_prompt: bool = False
-    """Whether a piece of a prompt was read in the same pass."""
+    """Whether a piece of a prompt was read in the same pass, which then says nothing of time either."""
     target_version: int = 0
+
+    @property
+    def kind(self) -> tuple[int, ...] | None:
+        """Of rounds whose times may be compared; None where this one's says nothing of draft or machine."""
+        if self.read_prompt or (self.drafted and self.proposed is None):
+            return None
+        return self.batch, *(self.proposed or ())
 
 
 class Moments(NamedTuple):
@@ -96,8 +112,7 @@ class Evidence:
         """Rounds, thirty-two a block."""
         self._accepted: Counter[int] = Counter()
         """How many of them accepted how much."""
-        self.num_rounds = self.num_own = 0
-        """Rounds; verifications in them, without those of other versions (`pool`), which come before them."""
+        self.num_rounds = 0
         self._recent: deque[int] = deque(maxlen=_RECENT_ROUNDS)
         """Verifications of the last rounds."""
 
@@ -105,14 +120,13 @@ class Evidence:
         if self.num_rounds % _ROUNDS_A_BLOCK == 0:
             self.blocks.append(Sums())
         self.num_rounds += 1
-        if round_.is_timed:
-            self.blocks[-1].add(round_.batch, round_.drafted, round_.seconds, round_.committed)
+        if round_.kind is not None:
+            self.blocks[-1].add(round_.kind, round_.drafted, round_.seconds, round_.committed)
         for verification in round_.verifications:
             if len(self.verifications) == _KEPT_VERIFICATIONS:
                 self._accepted[self.verifications[0].accepted] -= 1
             self.verifications.append(verification)
             self._accepted[verification.accepted] += 1
-        self.num_own += len(round_.verifications)
         self._recent.append(len(round_.verifications))
 
     @property
@@ -161,16 +175,11 @@ class Reference:
     the incumbent never went so deep, both are cut at the largest depth it is known at.
     """
 
-    def __init__(self, verifications: Iterable[Verification], *, num_own: int) -> None:
-        """The last `num_own` are of the rounds whose times stand for the incumbent."""
+    def __init__(self, verifications: Iterable[Verification]) -> None:
         self._accepted: dict[Stratum, Counter[tuple[int, int]]] = {}
         """By stratum: how often (depth, accepted) came."""
         self._moments: dict[tuple[Stratum, int], Moments | None] = {}
         rows = list(verifications)
-        self.means = _means(rows)
-        """Accepted tokens a verification, at the depths that were drafted; of well known strata."""
-        usual = [self.means.get(one.stratum, one.accepted) for one in rows[-num_own:]] if num_own else []
-        self.own_length = 1 + sum(usual) / max(len(usual), 1)
         for verification in rows:
             counter = self._accepted.setdefault(verification.stratum, Counter())
             counter[verification.depth, verification.accepted] += 1
@@ -185,10 +194,7 @@ class Reference:
         """None where the incumbent is not known well enough."""
         key = stratum, depth
         if key not in self._moments:
-            found = self._compute(stratum, depth)
-            if found is None and stratum.of_looks:
-                found = self.moments(stratum._replace(of_looks=False), depth)
-            self._moments[key] = found
+            self._moments[key] = self._compute(stratum, depth)
         return self._moments[key]
 
     def _compute(self, stratum: Stratum, depth: int) -> Moments | None:
@@ -211,10 +217,3 @@ class Reference:
                 count, total, squares = clusters.get(verification.request_id, (0, 0.0, 0.0))
                 clusters[verification.request_id] = count + 1, total + residual, squares + residual * residual
         return list(clusters.values())
-
-
-def _means(verifications: Iterable[Verification]) -> dict[Stratum, float]:
-    accepted: dict[Stratum, list[int]] = {}
-    for one in verifications:
-        accepted.setdefault(one.stratum, []).append(one.accepted)
-    return {stratum: sum(counts) / len(counts) for stratum, counts in accepted.items() if len(counts) >= _FEWEST_KNOWN}

@@ -1,14 +1,15 @@
 """Whether a version on trial stays: what has been seen of it, against the record of the version before.
 
-The accept length is compared with the incumbent's by strata, so that another mix of requests is not taken for another
-draft; the time a token at equal batch sizes and on equal requests, with the control rounds of both as the measure of
-the machine. Both bounds hold over all looks together, so one may look as often as one likes:
+Like is compared with like, so that other traffic is not taken for another draft. The accept length is compared by
+strata. Times are those of rounds in which the draft took part, against the incumbent's rounds of as many proposals of
+each source, with the control rounds of both as the measure of the machine. What has no like is not held against a
+version. Both bounds hold over all looks together, so one may look as often as one likes:
 
 * rolled back when it is confidently more than 2% worse (accept length) or more than 10% slower;
 * promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
-* promoted, too, when a newer version waits and 500 verifications do not look worse: the gate found it better, and more
-  of its time would be better spent on the one after it. A version that is hardly used, because drafting does not pay,
-  has few: 500 rounds in which it was not found worse will do;
+* promoted, too, when a newer version waits and 500 verifications do not look worse, or cannot be compared: the gate
+  found it better, and more of its time would be better spent on the one after it. A version that is hardly used,
+  because drafting does not pay, has few: 500 rounds in which it was not found worse will do;
 * after `max_verifications`: rolled back when one last, plain look says so; promoted when the estimate is within the
   margin; watched on otherwise;
 * after twice as many: one more look, then promoted. (Independent verifications are counted, so with requests that
@@ -29,7 +30,7 @@ import enum
 from dataclasses import dataclass
 from functools import partial
 
-from serving.comparison import AcceptComparison, Change, time_change
+from serving.comparison import AcceptComparison, Change, has_controls, time_change
 from serving.evidence import Evidence, Reference, WatchedRound
 from speculator.lifecycle import Number
 
@@ -87,7 +88,7 @@ class Verdict:
 
 def against(baseline: Evidence) -> AcceptComparison:
     """For verifications that are to be compared with the incumbent's, as they were until now."""
-    return AcceptComparison(Reference(baseline.verifications, num_own=baseline.num_own))
+    return AcceptComparison(Reference(baseline.verifications))
 
 
 class Trial:
@@ -108,7 +109,10 @@ class Trial:
         """What the evidence so far says; it may be asked again as often as one likes."""
         accept, rules = self.comparison, self._rules
         blocks, baseline = list(self.evidence.blocks), list(self._baseline.blocks)
-        timing = time_change(blocks, baseline, mix=accept.mix, alpha=rules.alpha / 2)
+        gain = 1.0
+        if accept.known >= rules.min_verifications:
+            gain += max(accept.change(rules.alpha).estimate, 0.0)
+        timing = time_change(blocks, baseline, gain=gain, alpha=rules.alpha / 2)
         tell = partial(Verdict, numbers=self._numbers(timing, now_s))
         if timing is not None and timing.lower > rules.slower_margin:
             return tell(outcome=Outcome.ROLLED_BACK, reason="slower a token than the incumbent")
@@ -148,9 +152,9 @@ class Trial:
         if rules.is_idle(self.evidence):
             return True
         is_slower = timing is not None and timing.estimate >= rules.slower_margin
-        if is_slower or accept.known < rules.enough_for_a_successor:
+        if is_slower or accept.seen < rules.enough_for_a_successor:
             return False
-        return accept.change(rules.alpha).estimate >= -rules.margin / 2
+        return accept.known < rules.min_verifications or accept.change(rules.alpha).estimate >= -rules.margin / 2
 
     def _patience(self) -> float:
         """What has been seen, in units of `max_verifications`."""
@@ -163,8 +167,7 @@ class Trial:
         """Control rounds are rare: where the incumbent has them, the version on trial waits for its own."""
         if timing is not None:
             return timing.estimate < self._rules.slower_margin
-        baseline = list(self._baseline.blocks)
-        return time_change(baseline, baseline, alpha=self._rules.alpha) is None
+        return has_controls(self.evidence.blocks) or not has_controls(self._baseline.blocks)
 
     def _numbers(self, timing: Change | None, now_s: float) -> dict[str, Number]:
         accept = self.comparison

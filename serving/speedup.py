@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 BASELINE = "depth0_same_batch"
@@ -54,16 +54,20 @@ class ControlShare:
         return self._due[batch] + self._share
 
 
+Key = tuple[Hashable, bool]
+"""(what rounds are compared by: their batch size, or more; drafted?)."""
+
+
 class Sums:
-    """Seconds, tokens and rounds by (batch size, drafted?)."""
+    """Seconds, tokens and rounds by (kind of round, drafted?)."""
 
     def __init__(self) -> None:
-        self.seconds: dict[tuple[int, bool], float] = {}
-        self.tokens: dict[tuple[int, bool], int] = {}
-        self.rounds: dict[tuple[int, bool], int] = {}
+        self.seconds: dict[Key, float] = {}
+        self.tokens: dict[Key, int] = {}
+        self.rounds: dict[Key, int] = {}
 
-    def add(self, batch: int, drafted: bool, seconds: float, tokens: int, rounds: int = 1) -> None:
-        key = batch, drafted
+    def add(self, kind: Hashable, drafted: bool, seconds: float, tokens: int, rounds: int = 1) -> None:
+        key = kind, drafted
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
         self.tokens[key] = self.tokens.get(key, 0) + tokens
         self.rounds[key] = self.rounds.get(key, 0) + rounds
@@ -73,6 +77,12 @@ class Sums:
         for key, seconds in other.seconds.items():
             self.add(*key, sign * seconds, sign * other.tokens[key], sign * other.rounds[key])
         return self
+
+    def only(self, is_wanted: Callable[[Key], bool]) -> Sums:
+        part = Sums()
+        for key in filter(is_wanted, self.rounds):
+            part.add(*key, self.seconds[key], self.tokens[key], self.rounds[key])
+        return part
 
     def num_rounds(self, *, drafted: bool) -> int:
         return sum(count for (_, kind), count in self.rounds.items() if kind == drafted)
@@ -144,7 +154,7 @@ class SpeedupMeter:
     def measure_groups(self) -> dict[Group, Speedup]:
         """The speedup of each tenant and domain with enough tokens in the window, against everybody's baseline."""
         with self._lock:
-            plain = [_only(block.sums, drafted=False) for block in self._blocks]
+            plain = [block.sums.only(lambda key: not key[1]) for block in self._blocks]
             names = {name for block in self._blocks for name in block.groups}
             blocks = {
                 name: [
@@ -180,8 +190,8 @@ class SpeedupMeter:
 
 
 def speedup(
-    seconds: dict[tuple[int, bool], float],
-    tokens: dict[tuple[int, bool], int],
+    seconds: dict[Key, float],
+    tokens: dict[Key, int],
     *,
     baseline_rounds: int,
     speculative_rounds: int,
@@ -263,14 +273,6 @@ def _speedup(sums: Sums) -> Speedup:
         baseline_rounds=sums.num_rounds(drafted=False),
         speculative_rounds=sums.num_rounds(drafted=True),
     )
-
-
-def _only(sums: Sums, *, drafted: bool) -> Sums:
-    part = Sums()
-    for key, seconds in sums.seconds.items():
-        if key[1] == drafted:
-            part.add(*key, seconds, sums.tokens[key], sums.rounds[key])
-    return part
 
 
 def _log(ratio: float | None) -> float | None:

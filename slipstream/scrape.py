@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.speedup import Speedup, speedup
+from serving.speedup import Key, Speedup, speedup
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Window:
             speculative_rounds=int(self.delta("slipstream_rounds_total", mode="speculative")),
         )
 
-    def _by_batch(self, name: str) -> dict[tuple[int, bool], float]:
-        sums: dict[tuple[int, bool], float] = defaultdict(float)
+    def _by_batch(self, name: str) -> dict[Key, float]:
+        sums: dict[Key, float] = defaultdict(float)
         for sample, sign in ((self.last, 1), (self.first, -1)):
             for (series, labels), value in sample.values.items():
                 if series == name:

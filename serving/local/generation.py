@@ -75,6 +75,9 @@ class Generation:
     num_pairs_read: int = 0
     suffix: SuffixRequest | None = None
     """Proposes from earlier text; set when the request is admitted."""
+    num_rounds: int = 0
+    num_suffix_rounds: int = 0
+    """Those in which earlier text proposed."""
     rounds: list[RoundRecord] = field(default_factory=list)
     topk: list[TopK] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -40,6 +40,7 @@ class LookReport:
 class RoundReport:
     """What one round cost and earned. Per request are `accepted`, `earned`, the committed tokens, `proposed`, `depths`
     of these trees, and `from_head`: whether the learned draft was asked, which may have found none worth verifying.
+    It first read `num_pairs` of the requests' tokens.
 
     `drafted` is false for rounds that were told to decode plainly. Where a round `read_prompt`, its pass computed a
     piece of a prompt, too, and what it took says nothing of other rounds.
@@ -56,6 +57,7 @@ class RoundReport:
     proposed: tuple[int, ...]
     depths: tuple[int, ...]
     from_head: tuple[bool, ...]
+    num_pairs: int
     look: LookReport | None
     plan: Plan
 
@@ -143,6 +145,7 @@ class RoundRunner:
             proposed=tuple(len(proposal.tree.tokens) for proposal in proposals.by_request),
             depths=tuple(proposal.tree.depth for proposal in proposals.by_request),
             from_head=proposals.from_head,
+            num_pairs=proposals.num_pairs,
             look=look,
             plan=proposals.plan,
         )
@@ -200,7 +203,9 @@ class RoundRunner:
         logits_PV = logits_TV[kept]
         if generation.capture:
             generation.topk.append(TopK(start, *self._target.ranking.top(logits_PV, self._capture_topk)))
+        generation.num_rounds += 1
         if proposal.tree.tokens:
+            generation.num_suffix_rounds += proposal.is_suffix
             version = NO_DRAFT if proposal.is_suffix else self._draft.version
             generation.rounds.append(RoundRecord(start, proposal.tree, len(path), version))
         logprobs = logprobs_of(generation, logits_PV, emitted)

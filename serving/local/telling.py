@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serving.estimate import PlannedSpeedup
-from serving.evidence import Verification, WatchedRound
+from serving.evidence import Proposed, Stratum, Verification, WatchedRound
 from serving.local.generation import Generation
 from serving.local.rounds import RoundReport
 from serving.metrics import EngineMetrics
@@ -104,23 +105,31 @@ def _watched(round_: Round) -> WatchedRound:
         drafted=not round_.is_control,
         seconds=report.seconds,
         committed=report.committed,
-        is_timed=not report.read_prompt and not _has_others(report),
+        proposed=_proposed(report, round_.depth),
         read_prompt=report.read_prompt,
         verifications=tuple(_verifications(round_)),
     )
 
 
-def _has_others(report: RoundReport) -> bool:
-    """Whether a suffix's proposals were verified beside the head's: then the round is no measure of the head."""
-    return any(num and not is_heads for num, is_heads in zip(report.proposed, report.from_head, strict=True))
+def _proposed(report: RoundReport, depth: int) -> Proposed | None:
+    """None where the head was not asked, or had more to read than a round of its own commits."""
+    if not any(report.from_head) or report.num_pairs > report.batch * (depth + 1):
+        return None
+    by_draft = sum(num for num, is_heads in zip(report.proposed, report.from_head, strict=True) if is_heads)
+    return Proposed(by_draft, sum(report.proposed) - by_draft)
+
+
+def _stratum(generation: Generation) -> Stratum:
+    quarters = math.ceil(4 * generation.num_suffix_rounds / generation.num_rounds)
+    return generation.stratum._replace(remembered=quarters)
 
 
 def _verifications(round_: Round) -> Iterator[Verification]:
     report = round_.report
     for generation, accepted, is_heads in zip(round_.running, report.accepted, report.from_head, strict=True):
         if is_heads:
-            yield Verification(generation.request.request_id, generation.stratum, accepted, round_.depth)
+            yield Verification(generation.request.request_id, _stratum(generation), accepted, round_.depth)
     if (look := report.look) is not None:
         looked_at = round_.running[look.row]
-        stratum = looked_at.stratum._replace(of_looks=True)
+        stratum = _stratum(looked_at)._replace(of_looks=True)
         yield Verification(looked_at.request.request_id, stratum, look.accepted, 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from serving.estimate import EstimatedSpeedup
-from serving.evidence import Stratum, Verification, WatchedRound, stratum_of
+from serving.evidence import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.asked import parent_of, policy_of, sampling_of
 from serving.sglang.clock import StepClock
 from serving.sglang.dormancy import Dormancy
@@ -44,7 +44,6 @@ class _Round:
     batch: int
     depth: int
     is_control: bool
-    is_asleep: bool
     cold: tuple[bool, ...]
     requests: tuple[tuple[str, _Asked], ...]
     """(request id, what it asked)."""
@@ -124,9 +123,7 @@ class DepthControl:
             self._dormancy.mark(requests)
         cold = tuple(self._dormancy.is_cold(request) for request in requests)
         asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
-        round_ = _Round(
-            self._version, self.target_version, len(requests), depth, self._is_control, self.is_asleep, cold, asked
-        )
+        round_ = _Round(self._version, self.target_version, len(requests), depth, self._is_control, cold, asked)
         self._are_cold = self._dormancy.are_cold(requests)
         if self._policy is not None and not self._is_control:
             wanted = self._policy.settled(len(requests))
@@ -195,10 +192,7 @@ class DepthControl:
             _record(done, seconds, accepted)
         if self._on_round is None:
             return
-        self._on_round(_watched(done, seconds, accepted, drafted=not done.is_control))
-        if done.is_asleep:
-            # A step that decodes plainly because the draft sleeps is its own baseline: no control steps come then.
-            self._on_round(_watched(done, seconds, accepted, drafted=False))
+        self._on_round(_watched(done, seconds, accepted))
 
 
 def _asked_by(request: Any) -> _Asked:
@@ -213,15 +207,16 @@ def _asked_by(request: Any) -> _Asked:
     return asked
 
 
-def _watched(done: _Round, seconds: float, accepted: Sequence[int], *, drafted: bool) -> WatchedRound:
-    rows = zip(done.requests, accepted, done.cold, strict=True) if drafted and done.depth > 0 else ()
+def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRound:
+    rows = zip(done.requests, accepted, done.cold, strict=True) if done.depth > 0 else ()
     return WatchedRound(
         version=done.version,
         target_version=done.target_version,
         batch=done.batch,
-        drafted=drafted,
+        drafted=not done.is_control,
         seconds=seconds,
         committed=done.batch + sum(accepted),
+        proposed=Proposed(done.batch * done.depth) if done.depth > 0 else None,
         verifications=tuple(
             Verification(request_id, asked.stratum, count, done.depth)
             for (request_id, asked), count, is_cold in rows

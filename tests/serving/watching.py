@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from serving.evidence import Stratum, Verification, WatchedRound
+from serving.evidence import Proposed, Stratum, Verification, WatchedRound
 from serving.judgement import Outcome, Verdict
 from serving.watch import LiveWatch
 
@@ -35,6 +35,7 @@ def rounds(
     control_share: float = 0.0,
     round_s: float = 0.04,
     plain_s: float = 0.03,
+    by_text: int = 0,
 ) -> Iterator[WatchedRound]:
     """Endless rounds of requests drawn from the strata by `mix`, which differ in their acceptance by about `spread`."""
     strata = list(lengths)
@@ -60,7 +61,8 @@ def rounds(
         running = [(*row, left - 1) for *row, left in running if left > 1]  # type: ignore[misc]
         committed = batch + sum(verification.accepted for verification in verifications)
         seconds = round_s * rng.uniform(0.9, 1.1)
-        yield WatchedRound(version, batch, True, seconds, committed, tuple(verifications))
+        proposed = Proposed(batch * DEPTH, by_text)
+        yield WatchedRound(version, batch, True, seconds, committed, tuple(verifications), proposed)
 
 
 def serve(watch: LiveWatch, source: Iterator[WatchedRound], count: int) -> None:

@@ -159,9 +159,7 @@ def test_what_the_watch_is_told() -> None:
     seen: list[WatchedRound] = []
     control, cold = make_control(is_fresh=True, control_share=0.2, seen=seen), requests(1)
     step(control, cold)
-    assert [(round_.drafted, round_.verifications) for round_ in seen] == [(True, ()), (False, ())], (
-        "while the draft sleeps a step is its own baseline"
-    )
+    assert [(round_.drafted, round_.verifications, round_.kind) for round_ in seen] == [(True, (), None)], "it sleeps"
     control.renewed(2)
     seen.clear()
     for _ in range(50):
@@ -174,7 +172,7 @@ def test_what_the_watch_is_told() -> None:
     for round_ in verified:
         (only,) = round_.verifications
         assert (only.stratum, only.accepted) == (Stratum("code", "greedy"), only.depth)
-        assert only.depth > 0
+        assert round_.kind == (2, 2 * only.depth, 0)
 
 
 def test_a_fixed_depth_is_measured_too() -> None:
