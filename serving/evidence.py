@@ -21,7 +21,7 @@ _KEPT_BLOCKS = 128
 _RECENT_ROUNDS = 500
 _FEWEST_KNOWN = 30
 """Verifications of a stratum below which its mean is not taken for known."""
-_MAX_STRATA = 64
+_MAX_DOMAINS = 64
 _REST = "other"
 
 
@@ -55,7 +55,7 @@ class Proposed(NamedTuple):
 
     by_draft: int
     by_text: int = 0
-    """By earlier text."""
+    """By earlier text; what fills a pass up to a rectangle counts as such."""
 
 
 class WatchedRound(NamedTuple):
@@ -154,16 +154,16 @@ class Evidence:
 
 
 class Strata:
-    """Bounds the number of strata: requests of a domain that comes late are among the rest of their sampling."""
+    """Bounds the number of strata: requests of a domain that comes late are among the rest."""
 
     def __init__(self) -> None:
-        self._known: set[Stratum] = set()
+        self._domains: set[str] = set()
 
     def place(self, stratum: Stratum) -> Stratum:
-        if stratum not in self._known:
-            if len(self._known) >= _MAX_STRATA:
+        if stratum.domain not in self._domains:
+            if len(self._domains) >= _MAX_DOMAINS:
                 return stratum._replace(domain=_REST)
-            self._known.add(stratum)
+            self._domains.add(stratum.domain)
         return stratum
 
 

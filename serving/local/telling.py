@@ -116,7 +116,7 @@ def _proposed(report: RoundReport, depth: int) -> Proposed | None:
     if not any(report.from_head) or report.num_pairs > report.batch * (depth + 1):
         return None
     by_draft = sum(num for num, is_heads in zip(report.proposed, report.from_head, strict=True) if is_heads)
-    return Proposed(by_draft, sum(report.proposed) - by_draft)
+    return Proposed(by_draft, report.num_tokens - report.batch - by_draft)
 
 
 def _stratum(generation: Generation) -> Stratum:
