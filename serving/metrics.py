@@ -38,6 +38,7 @@ DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
 TARGET_UNCHANGED = "slipstream_target_unchanged", "1 while the target's weights are those of the start, or announced"
 
+HEAD_AB_ARMS = ("suffix_only", "both")
 GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")
 
 _GROUPS_LAST_S = 5.0
@@ -81,6 +82,22 @@ class EngineMetrics:
         )
         for outcome in ("accepted", "rejected"):
             self.looks.labels(outcome)
+        self.head_ab_rounds = Counter(
+            "slipstream_head_ab_rounds",
+            "Drafting rounds of the A/B of the draft head, but for those that read a prompt, by arm: both, or "
+            "suffix_only where the planner may not ask the head",
+            ["arm", "batch"],
+            registry=registry,
+        )
+        self.head_ab_seconds = Counter(
+            "slipstream_head_ab_round_seconds", "Time spent in them", ["arm", "batch"], registry=registry
+        )
+        self.head_ab_tokens = Counter(
+            "slipstream_head_ab_round_tokens", "Tokens that they committed", ["arm", "batch"], registry=registry
+        )
+        self.head_ab_asked = Counter(
+            "slipstream_head_ab_asked_rounds", "Those of the arm both in which the head was asked", registry=registry
+        )
         self.draft_version = Gauge(*DRAFT_VERSION, registry=registry)
         self.last_swap = Gauge("slipstream_last_swap_timestamp_seconds", "Time of the last swap", registry=registry)
         self.depth = Gauge(*DEPTH, registry=registry)
@@ -150,6 +167,14 @@ class EngineMetrics:
             for position in range(depth):
                 self.proposals.labels(source, str(position + 1)).inc()
                 self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
+
+    def observe_head_ab(self, *, batch: int, with_head: bool, seconds: float, committed: int, asked: bool) -> None:
+        """Count a round of the A/B of the draft head (`serving.speedup.HeadSwitch`)."""
+        arm, size = HEAD_AB_ARMS[with_head], str(batch)
+        self.head_ab_rounds.labels(arm, size).inc()
+        self.head_ab_seconds.labels(arm, size).inc(seconds)
+        self.head_ab_tokens.labels(arm, size).inc(committed)
+        self.head_ab_asked.inc(asked)
 
 
 class TargetMetrics:

@@ -13,10 +13,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
 
+_STRETCH_ROUNDS = 48
+_SETTLING_ROUNDS = 8
 _NUM_BLOCKS = 20
 _FEWEST_GROUPS = 5
 _MAX_GROUPS = 64
@@ -54,12 +57,47 @@ class ControlShare:
         return self._due[batch] + self._share
 
 
+class HeadArm(NamedTuple):
+    """Of one drafting round in the A/B of the learned head beside remembered text."""
+
+    may_ask: bool
+    counts: bool
+    """False where there is no A/B, and in the first rounds of a stretch."""
+
+
+class HeadSwitch:
+    """Decides in which drafting rounds the planner may ask the learned head: an A/B that measures what the head adds.
+
+    One stretch of rounds in every cycle goes without the head, at a random place. A stretch and not a round: what the
+    head proposes in one round changes what the next ones find. The first rounds of a stretch count for neither side,
+    since the head then reads what it has missed.
+    """
+
+    def __init__(self, off_share: float, seed: int = 0) -> None:
+        """`off_share` of the rounds go without the head; 0 is no A/B."""
+        self._cycle = round(_STRETCH_ROUNDS / off_share) if off_share else 0
+        self._random = random.Random(seed)
+        self._place = self._off_from = self._num_since_change = 0
+        self._was_on = True
+
+    def next_arm(self) -> HeadArm:
+        if not self._cycle:
+            return HeadArm(may_ask=True, counts=False)
+        if self._place == 0:
+            self._off_from = self._random.randint(0, self._cycle - _STRETCH_ROUNDS)
+        is_on = not self._off_from <= self._place < self._off_from + _STRETCH_ROUNDS
+        self._num_since_change = self._num_since_change + 1 if is_on == self._was_on else 0
+        self._was_on = is_on
+        self._place = (self._place + 1) % self._cycle
+        return HeadArm(is_on, self._num_since_change >= _SETTLING_ROUNDS)
+
+
 Key = tuple[Hashable, bool]
-"""(what rounds are compared by: their batch size, or more; drafted?)."""
+"""(what rounds are compared by: their batch size, or more; arm: drafted or plain, with or without the head)."""
 
 
 class Sums:
-    """Seconds, tokens and rounds by (kind of round, drafted?)."""
+    """Seconds, tokens and rounds by kind of round and arm."""
 
     def __init__(self) -> None:
         self.seconds: dict[Key, float] = {}

@@ -95,6 +95,7 @@ LABELS = {
     "mode": "`speculative`, `control`; from the local engine also `with_prompt`",
     "batch": "1 to the number of slots (`--slots`); with SGLang `all`",
     "source": "`head`, `suffix`",
+    "arm": "`both`, `suffix_only`",
     "position": "how many proposals deep, 1 to the deepest draft: `--depth`, `--suffix-depth`",
     "tenant": "the first 64 pairs of tenant and domain, half of them of one tenant at most, then `other`",
     "domain": "engine: as `tenant`; trainer: likewise the first SLIPSTREAM_TRAINER_MAX_DOMAINS; and `all`",

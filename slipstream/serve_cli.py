@@ -47,6 +47,7 @@ def serve(
     int8_target: options.Int8Target = False,
     suffix_depth: SuffixDepth = 16,
     share_groups: options.ShareGroups = False,
+    head_off_share: options.HeadOffShare = 0,
     sglang_python: options.SglangPython = None,
     capture_bytes_per_s: options.CaptureBytes = 0,
     start_timeout_s: options.StartTimeout = 1200,
@@ -98,7 +99,10 @@ def _serve_locally(given: dict[str, Any]) -> None:
 
     same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
     config = LocalEngineConfig(
-        **{name: given[name] for name in (*same, "capture", "suffix_depth", "compile_target", "int8_target")},
+        **{
+            name: given[name]
+            for name in (*same, "capture", "suffix_depth", "head_off_share", "compile_target", "int8_target")
+        },
         device=given["device"] or "cpu",
         num_slots=given["slots"],
         num_threads=given["threads"],

@@ -28,6 +28,15 @@ ControlShare = Annotated[
     float,
     typer.Option(min=0, max=0.5, callback=finite, help="Share of rounds at depth 0 that gives the measured baseline."),
 ]
+HeadOffShare = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=0.5,
+        callback=finite,
+        help="Local engine: share of drafting rounds that may not ask the draft head; measures what the head adds.",
+    ),
+]
 ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"],
@@ -101,7 +110,16 @@ DropPersonalData = Annotated[
 StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
 
 _OF_ONE_ENGINE = {
-    "local": ("slots", "context_length", "threads", "compile_target", "int8_target", "suffix_depth", "share_groups"),
+    "local": (
+        "slots",
+        "context_length",
+        "threads",
+        "compile_target",
+        "int8_target",
+        "suffix_depth",
+        "share_groups",
+        "head_off_share",
+    ),
     "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
 }
 _INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}

@@ -114,18 +114,18 @@ class RoundPlanner:
         """The plan for requests of these domains. `suffixes` are R_ik of their suffix trees, k from the first
         proposal on; `head_depth` is the most that the head may propose, and `unread` the pairs that it has not read.
         """
-        self._num_plans += 1
+        self._look_budget = 0.0
         batch = len(domains)
         without = self._without_head(batch, num_keys, suffixes)
         if not without.plain_s:
             return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
         if not head_depth:
             return without
+        self._num_plans += 1
         self._step_s = self.times.verify_s(1, 0, num_keys // batch)
         if self._granted:
             self._looks_left_s, self._granted = self._granted * self._step_s, 0.0
         has_better = self._have_better(domains, suffixes)
-        self._look_budget = 0.0
         if self._dismissed != tuple(domains):
             plan = self._with_head(domains, num_keys, suffixes, has_better, head_depth, num_pairs=sum(unread))
             if plan.rate > without.rate:

@@ -33,6 +33,8 @@ class LocalEngineConfig:
     max_depth: int = 5
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
+    head_off_share: float = 0.0
+    """Share of drafting rounds, in stretches, that may not ask the draft head: the A/B of what it adds."""
     prefill_chunk: int = 32
     """Prompt tokens read in or before a round: bounds the gap that a new request puts into running streams."""
     capture: bool = True

@@ -20,11 +20,12 @@ from serving.local.target import Target
 from serving.local.telling import Round, RoundTeller
 from serving.local.texts import RecentTexts
 from serving.metrics import EngineMetrics
-from serving.speedup import ControlShare
+from serving.speedup import ControlShare, HeadArm, HeadSwitch
 from speculator.pulse import Pulse
 from speculator.spans import record
 
 _ALONE_EVERY = 8
+_NO_DRAFTING = HeadArm(may_ask=False, counts=False)
 
 
 class DecodeLoop:
@@ -54,6 +55,7 @@ class DecodeLoop:
         self._runner, self._capture, self._teller, self._metrics = runner, capture, teller, metrics
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
+        self._head_switch = HeadSwitch(config.head_off_share)
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
         self._pulse, self._num_steps, self._step_tokens, self._num_shareable = pulse, 0, 0, 0
         self.texts, self.depth, self.target_version = texts, config.depth, 0
@@ -177,9 +179,10 @@ class DecodeLoop:
         is_put_off = piece is not None and self._control.is_due(len(running))
         is_control = not is_put_off and self._control.is_control(len(running))
         depth = 0 if is_control else self.depth
-        report = self._runner.run(running, depth, piece)
+        arm = self._head_switch.next_arm() if depth else _NO_DRAFTING
+        report = self._runner.run(running, depth, piece, may_ask_head=arm.may_ask)
         self._step_tokens += report.num_tokens
-        self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version))
+        self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version, arm))
         if piece is not None:
             self._end_piece(piece, report.seconds, in_round=True)
         self._finish_done()

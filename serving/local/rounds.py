@@ -111,11 +111,13 @@ class RoundRunner:
         self._send()
 
     @torch.inference_mode()
-    def run(self, generations: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
+    def run(
+        self, generations: Sequence[Generation], depth: int, piece: Piece | None = None, *, may_ask_head: bool = True
+    ) -> RoundReport:
         """Propose, verify all proposals in one pass, commit what the target emits.
 
-        The learned draft proposes at most `depth` tokens a request; at depth 0 nobody proposes anything. A piece of a
-        prompt, in the slot behind these requests', is read in the same pass.
+        The learned draft proposes at most `depth` tokens a request, none where the planner may not ask it; at depth 0
+        nobody proposes anything. A piece of a prompt, in the slot behind these requests', is read in the same pass.
         """
         started_s = time.perf_counter()
         if depth == 0:
@@ -123,7 +125,7 @@ class RoundRunner:
             plan = Plan(batch=len(generations), num_keys=num_keys)
             proposals = Proposals(plan, (Proposal(),) * len(generations))
         else:
-            proposals = self._proposer.propose(generations, head_depth=depth)
+            proposals = self._proposer.propose(generations, head_depth=depth if may_ask_head else 0)
         lengths = [len(generation.tokens) for generation in generations]
         accepted, saved, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
         seconds = time.perf_counter() - started_s

@@ -11,7 +11,7 @@ from serving.evidence import Proposed, Stratum, Verification, WatchedRound
 from serving.local.generation import Generation
 from serving.local.rounds import RoundReport
 from serving.metrics import EngineMetrics
-from serving.speedup import SpeedupMeter
+from serving.speedup import HeadArm, SpeedupMeter
 from speculator.spans import is_on, record
 
 
@@ -25,6 +25,7 @@ class Round:
     is_control: bool
     draft_version: int
     target_version: int
+    head_arm: HeadArm
 
 
 class RoundTeller:
@@ -54,6 +55,14 @@ class RoundTeller:
         )
         if not report.read_prompt:
             self._measure(round_)
+            if round_.head_arm.counts:
+                self._metrics.observe_head_ab(
+                    batch=report.batch,
+                    with_head=round_.head_arm.may_ask,
+                    seconds=report.seconds,
+                    committed=report.committed,
+                    asked=plan.uses_head,
+                )
         if plan.expected_s:
             self.estimated_speedup.add(
                 batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s

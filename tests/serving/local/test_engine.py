@@ -220,6 +220,29 @@ def test_control_rounds_give_the_baseline(model_dir: Path) -> None:
     assert measured.ratio is not None
 
 
+def test_the_ab_of_the_head_takes_it_away_for_stretches_and_changes_no_text(model_dir: Path) -> None:
+    def asked(harness: Harness) -> list[str]:
+        questions = [harness.request(f"question {number}", max_tokens=100) for number in range(3)]
+        return [harness.ask(question)[0].text for question in questions]
+
+    with toy_engine(model_dir) as harness:
+        texts = asked(harness)
+        assert harness.metric("slipstream_head_ab_rounds_total", arm="both", batch="1") == 0
+    with toy_engine(model_dir, head_off_share=0.5) as harness:
+        assert asked(harness) == texts
+        wait_until(lambda: len(harness.traces) == 3)
+        both, without = (
+            harness.metric("slipstream_head_ab_rounds_total", arm=arm, batch="1") for arm in ("both", "suffix_only")
+        )
+        earned = harness.metric("slipstream_head_ab_round_tokens_total", arm="suffix_only", batch="1")
+        assert harness.metric("slipstream_head_ab_round_seconds_total", arm="suffix_only", batch="1") > 0
+        assert harness.metric("slipstream_head_ab_asked_rounds_total") == both > 0
+        rounds = harness.metric("slipstream_verifications_total")
+        proposed = harness.metric("slipstream_proposals_total", source="head", position="1")
+    assert earned == without > 0, "this engine remembers no text, so without its head a round commits one token"
+    assert 48 <= rounds - proposed <= 0.6 * rounds
+
+
 def test_an_unsure_draft_proposes_nothing_and_a_sure_one_the_whole_chain(model_dir: Path) -> None:
     unsure = random_draft(model_dir, seed=1)
     unsure.lm_head.weight.data.zero_()
