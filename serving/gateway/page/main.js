@@ -68,7 +68,7 @@ function showSpeedup(speedup) {
   const bounds = isBounded ? `95% interval ${fixed(speedup.lower)} … ${fixed(speedup.upper)}` : "too little traffic for an interval yet";
   say("interval", hasRatio ? bounds : "not measured yet: it needs traffic, and some rounds without a draft to compare with");
   const baseline = speedup.baseline === null ? "" : ` (${speedup.baseline})`;
-  say("baseline", `over plain decoding by the same engine, in the same two minutes, at equal batch sizes${baseline}`);
+  say("baseline", `Decode rounds with drafts, from remembered text and from the draft head together, over plain rounds of the same engine, in the same two minutes, at equal batch sizes${baseline}. Prompts are left out, so a client sees less.`);
 }
 
 function showTotals(totals) {

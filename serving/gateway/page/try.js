@@ -4,7 +4,7 @@ import { byId, element, fixed, say } from "./dom.js";
 import { refusal, withKey } from "./key.js";
 
 const SOURCES = ["head", "suffix", "target"];
-const WORDS = { head: "from the head", suffix: "from earlier text", target: "the target's own" };
+const WORDS = { head: "from the head", suffix: "from remembered text", target: "the target's own" };
 
 export function setUpTry() {
   const served = { model: null, shows_tokens: false };
