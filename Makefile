@@ -16,7 +16,7 @@ SYSTEM_PACKAGES := chromium g++ hey prometheus
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: .venv/.installed ## watch a real model get faster while it serves; ARGS="--minutes 3"
+demo: .venv/.installed ## serve a real model, learn from its traffic, measure what that brings; ARGS="--minutes 3"
 	$(PYTHON) -m slipstream demo $(ARGS)
 
 test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"

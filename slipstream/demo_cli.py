@@ -19,10 +19,13 @@ from speculator.errors import ConfigError
 
 
 def demo(
-    minutes: Annotated[float, typer.Option(min=0.2, callback=finite, help="How long live traffic runs.")] = 10,
+    minutes: Annotated[
+        float,
+        typer.Option(min=0.2, callback=finite, help="How long live traffic runs, without the plain server's minutes."),
+    ] = 10,
     model: Model = BUNDLED_MODEL,
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG of acceptance length and speedup here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of speedup and acceptance length here.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")] = 8765,
     redis_url: Annotated[str | None, typer.Option(help="Use this empty Redis instead of starting one.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with "domain" and "prompt".')] = None,
@@ -37,11 +40,11 @@ def demo(
     dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
 ) -> None:
-    """Watch a real model get faster while it serves: Redis, gateway, engine, trainer and traffic, then the figures."""
+    """Serve a real model, train its draft from live traffic, and measure what drafts and learning bring to a client."""
     configure_logs()
     from slipstream.demo import DemoOptions, run_demo
     from slipstream.plot import draw
-    from slipstream.report import figures, points, sentences
+    from slipstream.report import client_points, figures, points, sentences
     from slipstream.topics import read_prompts
     from speculator.checkpoint import model_name
 
@@ -77,5 +80,11 @@ def demo(
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
     if plot is not None:
-        draw(points(run), run.swaps_s, plot, title=f"{options.model_name}: live traffic, draft learning beside it")
+        draw(
+            points(run),
+            client_points(run),
+            run.swaps_s,
+            plot,
+            title=f"{options.model_name}: live traffic, draft learning beside it",
+        )
     console.print(sentences(document), highlight=False)

@@ -24,9 +24,10 @@ class ChildError(SlipstreamError):
 def _environment(num_threads: int) -> dict[str, str]:
     # Passive waiting: a thread pool that spins would take the core from the other process.
     told = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    # This shell may have the settings of a deployment: the demo's own clients on loopback have neither key nor proxy.
-    for name in ("KEYS_FILE", "AUTH_ELSEWHERE"):
-        told.pop(f"SLIPSTREAM_GATEWAY_{name}", None)
+    # This shell may have the settings of a deployment: the demo's own clients on loopback have neither key nor proxy,
+    # and each server is told on its command line whether it captures.
+    for name in ("GATEWAY_KEYS_FILE", "GATEWAY_AUTH_ELSEWHERE", "CAPTURE"):
+        told.pop(f"SLIPSTREAM_{name}", None)
     return told
 
 
@@ -64,10 +65,18 @@ class Child:
             tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-12:])
             raise ChildError(f"{self.name} ended with code {self._process.returncode}:\n{tail}")
 
+    def pause(self) -> None:
+        """It computes nothing until `resume`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self, timeout_s: float = 30.0) -> None:
         """Ask it to end (SIGTERM), insist after `timeout_s`."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+            self.resume()  # a paused process takes no signal
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:

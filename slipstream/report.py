@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from serving.speedup import BASELINE
 from slipstream.demo import DemoRun
 from slipstream.plot import WINDOW_S, Point
+from slipstream.scrape import Sample
+from slipstream.traffic import Stretch
 
 NEAR_SWAP_S = 1.0
 
@@ -26,6 +29,7 @@ def figures(run: DemoRun, *, model: str, minutes: float) -> dict[str, Any]:
     first = run.history.window(0, 60)
     last = run.history.window(max(0.0, end_s - 120), end_s)
     measured = last.speedup if last else None
+    asked = run.traffic.stats.requests + run.plain.stats.requests
     captured = int(run.final.total("slipstream_traces_captured_total"))
     dropped = int(run.final.total("slipstream_traces_dropped_total"))
     trace_tokens = run.final.total("slipstream_trace_tokens_total")
@@ -35,7 +39,11 @@ def figures(run: DemoRun, *, model: str, minutes: float) -> dict[str, Any]:
         "requests": run.traffic.stats.requests,
         "failed_requests": run.traffic.stats.failed,
         "completion_tokens": run.traffic.stats.completion_tokens,
+        "times_each_prompt_came": _rounded(asked / run.num_prompts if run.num_prompts else None),
         "swaps": len(run.swaps_s),
+        "head_added": _head_added(run),
+        "accepted": _accepted(run.final),
+        "client_speedup": _client_speedup(run),
         "accept_length": {
             "first_minute": _rounded(first.accept_length if first else None),
             "last_two_minutes": _rounded(last.accept_length if last else None),
@@ -68,6 +76,71 @@ def figures(run: DemoRun, *, model: str, minutes: float) -> dict[str, Any]:
     }
 
 
+def _head_added(run: DemoRun) -> dict[str, Any]:
+    """The A/B of remembered text with the draft head against remembered text alone, over the whole run."""
+    assert run.final is not None
+    measured, total = run.head_added(), run.final.total
+    asked = int(total("slipstream_head_ab_asked_rounds_total"))
+    bounds = measured.ratio, measured.lower, measured.upper
+    if measured.ratio is not None and asked + total("slipstream_draft_looks_total") == 0:
+        bounds = 1.0, 1.0, 1.0  # both arms did the same
+    return {
+        **_bounded(*bounds),
+        "asked_rounds": asked,
+        "both_rounds": measured.speculative_rounds,
+        "suffix_only_rounds": measured.baseline_rounds,
+    }
+
+
+def _accepted(final: Sample) -> dict[str, Any]:
+    """Where accepted proposals came from, and how often the head was right about the next token where it was seen."""
+    total = final.total
+    asked, right = (
+        total(f"slipstream_{name}_total", source="head", position="1") for name in ("proposals", "accepted")
+    )
+    probed, right_probes = (
+        total("slipstream_draft_looks_total"),
+        total("slipstream_draft_looks_total", outcome="accepted"),
+    )
+    seen = asked + probed
+    return {
+        "from_remembered_text": int(total("slipstream_accepted_total", source="suffix")),
+        "from_head": int(total("slipstream_accepted_total", source="head")),
+        "head_first_proposals": int(asked),
+        "head_probes": int(probed),
+        "head_hit_rate": _rounded((right + right_probes) / seen if seen else None),
+    }
+
+
+def _client_speedup(run: DemoRun) -> dict[str, Any]:
+    measured, live, plain = run.client_speedup(), run.traffic.stats, run.plain.stats
+    rate = _rate(live.stretches)
+    return {
+        **_bounded(measured.ratio, measured.lower, measured.upper),
+        "tokens_per_s": rate,
+        "tokens_per_s_per_client": None if rate is None else _rounded(rate / run.num_clients),
+        "plain_tokens_per_s": _rate(plain.stretches),
+        "plain_tokens_per_s_at_start": _rate(plain.stretches[:1]),
+        "plain_tokens_per_s_at_end": _rate(plain.stretches[-1:]),
+        "seconds": _rounded(sum(stretch.seconds for stretch in live.stretches)),
+        "plain_seconds": _rounded(sum(stretch.seconds for stretch in plain.stretches)),
+        "plain_stretches": len(plain.stretches),
+        "plain_requests": plain.requests,
+        "plain_failed_requests": plain.failed,
+    }
+
+
+def _bounded(estimate: float | None, low: float | None, high: float | None) -> dict[str, float | None]:
+    """With its 95% interval."""
+    return {"estimate": _rounded(estimate), "low": _rounded(low), "high": _rounded(high)}
+
+
+def _rate(stretches: Sequence[Stretch]) -> float | None:
+    """Tokens a second of all clients together."""
+    seconds = sum(stretch.seconds for stretch in stretches)
+    return _rounded(sum(stretch.tokens for stretch in stretches) / seconds) if seconds else None
+
+
 def _gaps(run: DemoRun) -> dict[str, float | None]:
     gaps = np.array(run.traffic.stats.gaps).reshape(-1, 2)
     at_s, gap_ms = gaps[:, 0], 1000 * gaps[:, 1]
@@ -93,22 +166,74 @@ def points(run: DemoRun) -> list[Point]:
     return rows
 
 
+def client_points(run: DemoRun) -> list[tuple[float, float]]:
+    """By the middle of each live stretch: its tokens a second over those of the plain stretches around it."""
+    live, plain = run.traffic.stats.stretches, run.plain.stats.stretches
+    rows = []
+    for number, stretch in enumerate(live):
+        rate, plain_rate = _rate([stretch]), _rate(plain[number : number + 2])
+        if rate and plain_rate:
+            rows.append((run.at_s((stretch.start_s + stretch.end_s) / 2), rate / plain_rate))
+    return rows
+
+
 def sentences(document: dict[str, Any]) -> str:
-    """What the run showed, in plain language."""
+    """What the run showed, in plain language: what the head added and what a client saw come first."""
+    head, accepted, client = document["head_added"], document["accepted"], document["client_speedup"]
     length, speed, traces = document["accept_length"], document["speedup"], document["traces"]
-    ratio = speed["measured_last_two_minutes"]
     lines = [
-        f"{document['model']} answered {document['requests']} requests ({document['failed_requests']} failed) with "
-        f"{document['completion_tokens']} tokens while its draft was replaced {document['swaps']} times.",
+        _added(head),
+        f"  The engine asked the head in {head['asked_rounds']} of {head['both_rounds']} rounds;",
+        f"  {head['suffix_only_rounds']} others, in turns with these, had remembered text alone.",
+        f"  Accepted proposals: {accepted['from_remembered_text']} from remembered text, "
+        f"{accepted['from_head']} from the head.",
+        f"  Asked or probed, the head named the next token in {_percent(accepted['head_hit_rate'])}.",
+        "",
+        f"A client's clock, against plain decoding: {_times(client)}.",
+        f"  With drafts and learning {_whole(client['tokens_per_s'])} tokens a second, "
+        f"{_whole(client['tokens_per_s_per_client'])} for each client;",
+        f"  without either {_whole(client['plain_tokens_per_s'])} "
+        f"({_whole(client['plain_tokens_per_s_at_start'])} at the start, "
+        f"{_whole(client['plain_tokens_per_s_at_end'])} at the end).",
+        "  Prompts, waiting and what the trainer takes are in it.",
+        "",
+        f"Decode rounds alone, without prompts: measured speedup {_shown(speed['measured_last_two_minutes'])} × "
+        f"({speed['baseline_rounds']} control rounds).",
         f"One verification committed {_shown(length['first_minute'])} tokens in the first minute and "
         f"{_shown(length['last_two_minutes'])} in the last two.",
-        f"Against plain decoding in the same two minutes that is a measured speedup of {_shown(ratio)} "
-        f"({speed['baseline_rounds']} control rounds).",
+        f"{document['model']} answered {document['requests']} requests ({document['failed_requests']} failed) with "
+        f"{document['completion_tokens']} tokens while its draft was replaced {document['swaps']} times.",
         f"Of {traces['captured']} traces {traces['trained']} were learned from or held out, "
         f"{traces['dropped']} dropped, "
         f"{traces['dead_lettered']} refused, {traces['lost']} lost, {traces['waiting']} still waiting.",
     ]
+    if (came := document["times_each_prompt_came"]) is not None and came > 1:
+        lines.append(
+            f"Each prompt came {came:.2f} times: a remembered answer makes the next one to the same prompt faster. "
+            "Give more prompts with --prompts."
+        )
     return "\n".join(lines)
+
+
+def _added(head: dict[str, Any]) -> str:
+    if head["both_rounds"] and not head["asked_rounds"]:
+        return f"The learned head added nothing, 1.00 ×. The A/B, with probes and chance: {_times(head)}."
+    return f"Beside remembered text, the learned head added {_times(head)}."
+
+
+def _times(bounded: dict[str, Any]) -> str:
+    estimate, low, high = (bounded[name] for name in ("estimate", "low", "high"))
+    if estimate is None:
+        return "not measured"
+    return f"{estimate:.2f} × ({'no interval' if low is None else f'95%: {low:.2f} … {high:.2f}'})"
+
+
+def _whole(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _percent(share: float | None) -> str:
+    return "no case" if share is None else f"{share:.0%} of the cases"
 
 
 def _shown(value: float | None) -> str:

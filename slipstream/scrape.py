@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.speedup import Key, Speedup, speedup
+from serving.metrics import HEAD_AB_ARMS
+from serving.speedup import Speedup, Sums, measure
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,27 @@ class Sample:
         """Sum of the series of `name` that carry `labels`."""
         wanted = set(labels.items())
         return sum(value for (series, has), value in self.values.items() if series == name and wanted <= set(has))
+
+    @cached_property
+    def rounds(self) -> Sums:
+        """Plain rounds and drafting ones, but for those that read a piece of a prompt."""
+        return self._sums("slipstream_rounds", "slipstream_round", "mode", ("control", "speculative"))
+
+    @cached_property
+    def head_ab(self) -> Sums:
+        """Rounds with remembered text alone, and those with the draft head beside it."""
+        return self._sums("slipstream_head_ab_rounds", "slipstream_head_ab_round", "arm", HEAD_AB_ARMS)
+
+    def _sums(self, counts: str, costs: str, label: str, arms: tuple[str, str]) -> Sums:
+        sums = Sums()
+        for (series, labels), rounds in self.values.items():
+            if series == f"{counts}_total" and (arm := dict(labels)[label]) in arms:
+                # The first round of a batch size may be half counted.
+                seconds, tokens = (
+                    self.values.get((f"{costs}_{of}_total", labels), 0.0) for of in ("seconds", "tokens")
+                )
+                sums.add(int(dict(labels)["batch"]), arm == arms[1], seconds, int(tokens), int(rounds))
+        return sums
 
 
 @dataclass(frozen=True)
@@ -56,23 +79,12 @@ class Window:
     @property
     def speedup(self) -> Speedup:
         """Measured: drafting rounds against the depth-0 rounds of the same window, batch size by batch size."""
-        return speedup(
-            self._by_batch("slipstream_round_seconds_total"),
-            {key: int(value) for key, value in self._by_batch("slipstream_round_tokens_total").items()},
-            baseline_rounds=int(self.delta("slipstream_rounds_total", mode="control")),
-            speculative_rounds=int(self.delta("slipstream_rounds_total", mode="speculative")),
-        )
+        return measure([Sums().merge(self.last.rounds).merge(self.first.rounds, -1)])
 
-    def _by_batch(self, name: str) -> dict[Key, float]:
-        sums: dict[Key, float] = defaultdict(float)
-        for sample, sign in ((self.last, 1), (self.first, -1)):
-            for (series, labels), value in sample.values.items():
-                if series == name:
-                    has = dict(labels)
-                    # Others read a prompt beside.
-                    if has["mode"] in ("speculative", "control"):
-                        sums[int(has["batch"]), has["mode"] == "speculative"] += sign * value
-        return sums
+    @property
+    def head_ab(self) -> Sums:
+        """Rounds with remembered text alone against those with the draft head beside it, batch size by batch size."""
+        return Sums().merge(self.last.head_ab).merge(self.first.head_ab, -1)
 
 
 class History:
@@ -80,6 +92,12 @@ class History:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
+
+    def blocks(self, num: int, *, end_s: float) -> list[Window]:
+        """All until then in so many windows with equally many scrapes; fewer where it is short."""
+        samples = [sample for sample in self.samples if sample.at_s <= end_s]
+        ends = sorted({round(number * (len(samples) - 1) / num) for number in range(num + 1)}) if samples else []
+        return [Window(samples[first], samples[last]) for first, last in itertools.pairwise(ends)]
 
     def window(self, start_s: float, end_s: float) -> Window | None:
         """The window between the scrapes nearest to both times; None before there are two."""

@@ -33,20 +33,24 @@ _FORMS = {
         "How does {} work?",
         "Why is {} important? Give three reasons.",
         "Explain {} to a ten year old child.",
+        "What would a day without {} be like?",
     ),
     "write": (
         "Write a short story about {}.",
         "Write a short letter to a friend about {}.",
         "Describe {} in one paragraph.",
+        "Write a dialogue in which two friends argue about {}.",
     ),
     "list": (
         "List five facts about {}.",
         "Give me a step by step plan to teach a class about {}.",
         "What are the advantages and disadvantages of {}?",
+        "List four mistakes that people make about {}.",
     ),
     "code": (
         "Write a Python class that models {}.",
         "Write a Python function that returns a dictionary with facts about {}.",
+        "Write a Python script that asks three questions about {} and counts the right answers.",
     ),
 }
 

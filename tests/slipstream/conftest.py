@@ -62,7 +62,7 @@ class WatchedDemo:
 
 @pytest.fixture(scope="session")
 def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedDemo]:
-    """One demo for every test that looks at one. 33 s: the speedup's interval needs five of its blocks of 6 s.
+    """One demo for every test that looks at one. 33 s of live traffic: the speedup's interval needs five blocks of 6 s.
 
     Its head pays within them: the target is an easy one, and there are no suffixes that know it sooner.
     """
@@ -85,6 +85,7 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
             *("demo", "--model", model, "--minutes", 0.55, "--json", document, "--plot", plot),
             *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24),
             *("--dtype", "float32", "--suffix-depth", 0),
+            timeout_s=280,
         )
         patch.undo()
         yield WatchedDemo(

@@ -50,6 +50,9 @@ def test_plots_get_a_folder_and_a_speedup_below_its_target_ends_with_1(
             "speedup": {"measured_last_two_minutes": speedup, "baseline_rounds": 30},
             "accept_length": {"first_minute": 1.5, "last_two_minutes": None},
             "requests": 10,
+            "times_each_prompt_came": 10.0,
+            "head_added": {"estimate": None, "low": None, "high": None},
+            "client_speedup": {"estimate": 1.4, "low": 1.3, "high": 1.5},
         }
 
     monkeypatch.setattr(demo, "_run", run)
@@ -60,4 +63,4 @@ def test_plots_get_a_folder_and_a_speedup_below_its_target_ends_with_1(
         demo.main()
     assert (ended.value.code or 0) == ends_with
     assert asked == [("--plot", str(plots / "mixed.png"))]
-    assert json.loads(written.read_text())["mixed"]["times_each_prompt_came"] == 10
+    assert json.loads(written.read_text())["mixed"]["client_speedup"]["estimate"] == 1.4

@@ -144,6 +144,13 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
     figures = json.loads(watched_demo.document.read_text())
     assert {"model", "minutes", "requests", "failed_requests", "completion_tokens", "swaps"} <= figures.keys()
     assert {"accept_length", "speedup", "inter_token_ms", "traces", "draft_version", "host"} <= figures.keys()
+    head, client = figures["head_added"], figures["client_speedup"]
+    assert 0 < head["low"] < head["estimate"] < head["high"]
+    assert head["both_rounds"] > head["suffix_only_rounds"] > 50
+    assert 0 < client["low"] < client["estimate"] < client["high"]
+    assert client["plain_stretches"] == 7
+    assert client["plain_requests"] > 5
+    assert client["plain_failed_requests"] == 0
     assert figures["failed_requests"] == 0
     assert figures["requests"] > 5
     assert figures["swaps"] >= 1
@@ -154,7 +161,7 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
     assert traces["captured"] == settled == figures["requests"]
     assert traces["waiting"] == 0
     assert watched_demo.plot.read_bytes().startswith(b"\x89PNG")
-    assert "measured speedup" in watched_demo.stderr
+    assert "A client's clock" in watched_demo.stderr
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: make system-packages installs it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from slipstream.topics import Prompt
-from slipstream.traffic import Traffic, TrafficStats
+from slipstream.traffic import SETTLING_S, Traffic, TrafficStats
 from tests.doubles import DoubleEngine, says
 from tests.serving.gateway.client import running
 
@@ -29,10 +30,10 @@ def _traffic(engine: DoubleEngine, *, prompts: int, samples: int, temperature: f
                         traffic.stop()
                     yield Prompt("toy", f"question {number}")
 
-            traffic = Traffic(
+            async with Traffic(
                 server.url, engine.model, asked(), max_tokens=40, temperature=temperature, samples=samples
-            )
-            await traffic.run(1)
+            ) as traffic:
+                await traffic.run(1)
             return traffic.stats
 
     return asyncio.run(run())
@@ -51,6 +52,30 @@ def test_the_samples_of_a_prompt_are_one_group_and_each_has_gaps_of_its_own() ->
     # Ten tokens in chunks of at most four: two gaps an answer, none between answers.
     assert stats.completion_tokens == 60
     assert len(stats.gaps) == 12
+
+
+def test_a_stretch_counts_what_arrives_while_every_client_has_a_request_in_flight() -> None:
+    engine = DoubleEngine(answer=says("0123456789"))
+
+    async def run() -> tuple[TrafficStats, float]:
+        async with running(engine) as server:
+            prompts = (Prompt("toy", f"question {number}") for number in itertools.count())
+            async with Traffic(server.url, engine.model, prompts, max_tokens=40, temperature=0) as traffic:
+                begun_s = time.time()
+                for seconds in (0.2, SETTLING_S + 0.5):
+                    clients = asyncio.create_task(traffic.run(2))
+                    await asyncio.wait([clients], timeout=seconds)
+                    traffic.stop()
+                    await clients
+                return traffic.stats, begun_s
+
+    stats, begun_s = asyncio.run(run())
+    (stretch,) = stats.stretches  # the first was too short to count
+    assert stats.failed == 0
+    assert stretch.start_s >= begun_s + 0.2 + SETTLING_S
+    assert stretch.seconds == pytest.approx(0.5, abs=0.3)
+    assert 0 < stretch.tokens < stats.completion_tokens
+    assert len(engine.requests) == stats.requests
 
 
 def test_one_answer_has_no_group() -> None:
