@@ -169,7 +169,7 @@ class LocalEngine:
             AnswerText(self._tokenizer, request.stop, begun=_begun(request)),
             # Called between two moves of the target, by the thread that moves it.
             lambda chunk: self._outbox.put(loop, arrived, replace(chunk, target_version=self._loop.target_version)),
-            self._target.eos_token_ids,
+            self._tokenizer.end_token_ids,
             capture=self._captures and request.policy.capture,
             parent=current(),
         )

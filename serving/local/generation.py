@@ -63,7 +63,7 @@ class Generation:
     request: GenerateRequest
     text: AnswerText
     deliver: Callable[[Chunk], None]
-    eos_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
     capture: bool
     parent: Parent | None = None
     """What the spans of this answer are put under."""
@@ -141,7 +141,7 @@ class Generation:
         for index, token in enumerate(emitted):
             taken.append(token)
             self.tokens.append(token)
-            if token in self.eos_token_ids and not self.request.ignore_eos:
+            if token in self.end_token_ids and not self.request.ignore_eos:
                 self.finish_reason = "stop"
                 break
             self.text.push(token, proposer if index < num_accepted else "target")
@@ -154,6 +154,8 @@ class Generation:
         if self.suffix is not None:
             self.suffix.commit(taken)
         shown = self.text.take() if self.finish_reason is None else self.text.finish()
+        if self.text.stopped:
+            self.finish_reason = "stop"
         self.deliver(
             Chunk(
                 text="".join(piece.text for piece in shown),

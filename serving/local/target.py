@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -106,7 +106,6 @@ class Target:
         self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None
         self._layout = read_layout(model_dir)
         config = self._model.config
-        self.eos_token_ids = _eos_token_ids(model_dir, config)
         self.config: dict[str, Any] = config.to_dict()
         # As far as a sliding window that every layer has does not slide.
         window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
@@ -283,10 +282,3 @@ def refuse_unsupported(model: Any, model_dir: Path) -> None:
         raise ConfigError(
             f"{model_dir}: the local engine runs Llama-like models with full attention only; check --model"
         )
-
-
-def _eos_token_ids(model_dir: Path, config: Any) -> frozenset[int]:
-    ids = config.eos_token_id
-    if (model_dir / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(model_dir).eos_token_id or ids
-    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+import msgspec
 from transformers import AutoTokenizer
 
 from serving.engine import Piece, Source
+from serving.local.detokenizer import Detokenizer
 from speculator.errors import ConfigError, RequestError
+
+_MOST_LOOKED_AHEAD = 64
+"""Tokens that are decoded again to find a stop string in text that is held back; in more it is found once they end."""
 
 
 class LocalTokenizer:
@@ -27,7 +32,13 @@ class LocalTokenizer:
             raise ConfigError(f"cannot load a tokenizer from {model_dir} ({reason}): check --model") from error
         if not self._tokenizer.is_fast:
             raise ConfigError(f"{model_dir} has no tokenizer.json, which streaming needs: check --model")
-        self.backend: Any = self._tokenizer.backend_tokenizer
+        self._backend: Any = self._tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special_tokens = {number: str(token.content) for number, token in added.items() if token.special}
+        """By id; no text shows them."""
+        eos_token_id = self._tokenizer.eos_token_id
+        own = () if eos_token_id is None else (eos_token_id,)
+        self.end_token_ids = frozenset((*own, *_end_token_ids(model_dir)))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)  # type: ignore[no-any-return]
@@ -43,24 +54,55 @@ class LocalTokenizer:
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 
     def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+        """Exactly what the tokens say: special ones have no text, spaces are not tidied up."""
+        return self._backend.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._backend, self.special_tokens)
+
+
+class _SaysEnd(msgspec.Struct):
+    """The part of a configuration that says what ends an answer."""
+
+    eos_token_id: int | list[int] | None = None
+    text_config: _SaysEnd | None = None
+
+    def ids(self) -> list[int]:
+        own = self.eos_token_id
+        own = [] if own is None else [own] if isinstance(own, int) else own
+        return own if self.text_config is None else own + self.text_config.ids()
+
+
+def _end_token_ids(model_dir: Path) -> Iterator[int]:
+    """Of the model's two configurations: neither need name all."""
+    for path in (model_dir / "config.json", model_dir / "generation_config.json"):
+        if path.is_file():
+            try:
+                yield from msgspec.convert(json.loads(path.read_bytes()), type=_SaysEnd).ids()
+            except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+                message = f"{path} cannot be used ({error}): eos_token_id must be a token's id or a list of ids"
+                raise ConfigError(message) from None
 
 
 class AnswerText:
     """Turns committed tokens into text that is safe to show, and finds stop strings.
 
-    Held back: bytes of an unfinished character, and a tail that may still become a stop string. An answer that was
+    Held back: text that a further token may change, and a tail that may still become a stop string. An answer that was
     `begun` elsewhere has shown what could be shown of those tokens; what was held back then is shown here.
+
+    A special token has no text, but a stop string may name it: then it stands in the text, unseen.
     """
 
     def __init__(self, tokenizer: LocalTokenizer, stop: tuple[str, ...], begun: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._detokenizer = tokenizer.detokenizer()
         self._stop = stop
-        self._token_ids: list[int] = []
-        self._seen = ""  # all text of the tokens so far, shown or held
+        self._longest_stop = max(map(len, stop), default=0)
+        special = tokenizer.special_tokens.items() if stop else ()
+        self._named = {number: token for number, token in special if any(token in one for one in stop)}
+        self._text = ""  # of the tokens so far, shown or held
         self._num_shown = 0
-        self._held: deque[tuple[int, Source]] = deque()  # where each token's text ends; those shown are gone
+        self._held: deque[tuple[int, Source | None]] = deque()
+        """Where the text of each token ends, and its source, None for an unseen one; those shown are gone."""
         self._last_source: Source = "target"
         self.stopped = False
         for token_id in begun:
@@ -69,38 +111,49 @@ class AnswerText:
 
     def push(self, token_id: int, source: Source) -> None:
         """Add one token; sets `stopped` when the text now contains a stop string, and cuts the text before it."""
-        self._token_ids.append(token_id)
+        if (special := self._named.get(token_id)) is not None:
+            self._look_ahead(special)
+            if not self.stopped:
+                self._extend(special, None)
+            return
         self._last_source = source
-        piece = self._stream.step(self._tokenizer.backend, token_id)
-        self._extend(piece or "")
+        text = self._detokenizer.push(token_id)
+        self._extend(text, source)
+        if not text and self._stop and self._detokenizer.num_tokens <= _MOST_LOOKED_AHEAD:
+            self._look_ahead("")
 
-    def _extend(self, piece: str) -> None:
-        # A match must end in the new piece, but may begin before it.
-        start = max(0, len(self._seen) - max(map(len, self._stop), default=0))
-        self._seen += piece
-        found = [at for at in (self._seen.find(stop, start) for stop in self._stop) if at >= 0]
-        if found:
-            self._seen, self.stopped = self._seen[: min(found)], True
-        self._held.append((len(self._seen), self._last_source))
+    def _look_ahead(self, special: str) -> None:
+        """What is held back is certain where it holds a stop string, because the answer then ends here."""
+        rest = self._detokenizer.rest()
+        if self._find_stop(rest + special) is not None:
+            self._extend(rest, self._last_source)
 
     def take(self) -> list[Piece]:
         """The text that became safe to show since the last call, by the tokens that it came from."""
         held = 0 if self.stopped else self._stop_prefix_length()
-        return self._show(len(self._seen) - held)
+        return self._show(len(self._text) - held)
 
     def finish(self) -> list[Piece]:
-        """Everything still held back, at the end of the answer."""
+        """Everything still held back, at the end of the answer; this, too, may set `stopped`."""
         if not self.stopped:
-            # An unfinished character shows as the replacement character, as decoding in one go would show it.
-            whole = self._tokenizer.decode(self._token_ids)
-            if whole.startswith(self._seen):
-                self._extend(whole[len(self._seen) :])
-        return self._show(len(self._seen))
+            self._extend(self._detokenizer.rest(), self._last_source)
+        return self._show(len(self._text))
+
+    def _extend(self, text: str, source: Source | None) -> None:
+        end = self._find_stop(text)
+        self._text, self.stopped = (self._text + text)[:end], end is not None
+        self._held.append((len(self._text), source))
+
+    def _find_stop(self, text: str) -> int | None:
+        """Where the first stop string begins, once `text` follows; it ends in there, but may begin before."""
+        start = max(0, len(self._text) - self._longest_stop)
+        tail = self._text[start:] + text
+        found = [at for at in map(tail.find, self._stop) if at >= 0]
+        return start + min(found) if found else None
 
     def _stop_prefix_length(self) -> int:
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._seen)), 0, -1):
-            if any(stop.startswith(self._seen[-length:]) for stop in self._stop):
+        for length in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
                 return length
         return 0
 
@@ -111,7 +164,8 @@ class AnswerText:
             token_end, source = self._held[0]
             upto = min(token_end, end)
             if upto > self._num_shown:
-                pieces.append(Piece(self._seen[self._num_shown : upto], source))
+                if source is not None:
+                    pieces.append(Piece(self._text[self._num_shown : upto], source))
                 self._num_shown = upto
             if token_end <= end:
                 self._held.popleft()

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import json
 import threading
 import types
 from collections import Counter
@@ -36,7 +37,7 @@ from speculator.sampling import SamplingParams
 from speculator.suffix import SuffixRequest
 from speculator.trace import NO_DRAFT, Trace
 from tests.serving.local.harness import Answer, Harness, toy_engine
-from tests.toy import make_toy_model, random_draft
+from tests.toy import SPECIAL, make_toy_model, random_draft
 from tests.waiting import wait_until
 
 
@@ -71,14 +72,27 @@ def test_a_stop_string_ends_the_answer_before_it(harness: Harness) -> None:
     assert "".join(chunk.text for chunk in answer.chunks) == expected
 
 
-def test_end_of_sequence_ends_the_answer(model_dir: Path) -> None:
-    with toy_engine(model_dir) as harness:
-        plain = harness.ask(harness.request("hello"))[0].token_ids
-        harness.engine._target.eos_token_ids = frozenset([plain[7]])
-        answer = harness.ask(harness.request("hello", ignore_eos=False))[0]
-    first = plain.index(plain[7])
-    assert answer.token_ids == plain[: first + 1]
-    assert answer.finish_reason == "stop"
+def test_end_of_sequence_ends_the_answer(harness: Harness, tmp_path: Path) -> None:
+    """The token that only one file of three names, the one of number 0 included."""
+    model_dir = make_toy_model(tmp_path / "toy")
+    drawn = {"max_tokens": 200, "sampling": SamplingParams(temperature=4.0), "seed": 1}
+    plain = harness.ask(harness.request("hello", **drawn))[0].token_ids
+    for end in (plain[7], 0):
+        assert end in plain
+        (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+        with toy_engine(model_dir) as other:
+            answer = other.ask(other.request("hello", **drawn, ignore_eos=False))[0]
+        first = min(plain.index(one) for one in (end, 2) if one in plain)
+        assert answer.token_ids == plain[: first + 1]
+        assert answer.finish_reason == "stop"
+
+
+def test_a_special_token_ends_the_answer_where_a_request_says_so(harness: Harness) -> None:
+    plain = harness.ask(harness.request("hello", max_tokens=200))[0]
+    first = plain.token_ids.index(SPECIAL.index("<|im_start|>"))
+    answer = harness.ask(harness.request("hello", max_tokens=200, stop=("<|im_start|>",)))[0]
+    assert (answer.token_ids, answer.finish_reason) == (plain.token_ids[: first + 1], "stop")
+    assert answer.text == harness.engine.tokenizer.decode(plain.token_ids[:first])
 
 
 def test_one_token_answers(harness: Harness) -> None:

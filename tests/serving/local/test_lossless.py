@@ -90,7 +90,7 @@ def test_trees_change_no_text_and_their_branches_are_taken(
     seeds = range(6 if ends else 3)  # other answers to the same prompts leave texts that fork
 
     def ask(harness: Harness) -> list[list[int]]:
-        harness.engine._target.eos_token_ids = frozenset(range(0, 60, 9) if ends else ())
+        harness.engine.tokenizer.end_token_ids = frozenset(range(0, 60, 9) if ends else ())
         answers = [
             harness.ask(*(harness.request(one, sampling=sampling, seed=seed, ignore_eos=not ends) for one in PROMPTS))
             for seed in seeds

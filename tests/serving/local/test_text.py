@@ -1,0 +1,173 @@
+"""The text of an answer, whatever tokens a model produces, and the strings that end it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from serving.local.text import LocalTokenizer
+from speculator.errors import ConfigError
+from tests.serving.local.kinds import ADDED, END, KINDS, SPECIAL, Pair, pair_of
+
+BEYOND = 5
+"""Rows of an embedding that is padded past the vocabulary."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    return {kind: pair_of(kind, tmp_path_factory.mktemp("tokenizer")) for kind in KINDS}
+
+
+def some_ids(data: st.DataObject, pair: Pair) -> list[int]:
+    """Any of the vocabulary and beyond; half of the time of a few tokens only, which then meet again and again."""
+    ids = st.integers(0, len(pair.reference) + BEYOND)
+    few = data.draw(st.lists(ids, max_size=3))
+    return data.draw(st.lists(st.sampled_from(few) if few else ids, max_size=50))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_deltas_are_what_decoding_in_one_go_gives(pairs: dict[str, Pair], kind: str, data: st.DataObject) -> None:
+    """Also where the answer goes on elsewhere in the middle, and while a stop string that does not come is awaited."""
+    pair = pairs[kind]
+    ids = some_ids(data, pair)
+    at = data.draw(st.integers(0, len(ids)))
+    stop = data.draw(st.sampled_from([(), ("zz",), (" a a a a never",)]))
+    whole = pair.decode(ids)
+    assert pair.shown(ids, stop) == (whole, len(ids))
+    assert pair.ours.decode(ids) == whole
+    before, _ = pair.shown(ids[:at], stop, ends=False)
+    after, _ = pair.shown(ids[at:], stop, begun=ids[:at])
+    assert before + after == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_an_answer_stops_at_the_first_token_with_which_its_text_has_the_stop_string(
+    pairs: dict[str, Pair], kind: str, data: st.DataObject
+) -> None:
+    pair = pairs[kind]
+    ids = some_ids(data, pair)
+    whole = pair.decode(ids)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = whole[start : start + data.draw(st.integers(1, 5))]
+    # Bytes that may yet become a character are no match.
+    assume(stop and "\N{REPLACEMENT CHARACTER}" not in stop)
+    text, count = pair.shown(ids, (stop,))
+    ending = pair.decode(ids[:count])
+    assert stop in ending
+    assert text == ending[: ending.index(stop)]
+    assert not any(stop in pair.decode(ids[:fewer]) for fewer in range(count))
+
+
+def test_a_byte_that_is_none_of_a_character_ends_no_answer(pairs: dict[str, Pair]) -> None:
+    """A valid byte, an invalid one, then a letter."""
+    for kind in ("llama", "gemma"):
+        ids = pairs[kind].ids("<0x41>", "<0xFF>", "b")
+        assert pairs[kind].shown(ids) == ("\N{REPLACEMENT CHARACTER}" * 2 + "b", 3)
+
+
+def test_a_line_that_bytes_spell_stops_at_its_end(pairs: dict[str, Pair]) -> None:
+    llama = pairs["llama"]
+    assert llama.shown(llama.ids("▁hello", "<0x0A>", "a"), ("\n",)) == ("hello", 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_special_token_stops_where_it_is_asked_for(pairs: dict[str, Pair], kind: str) -> None:
+    pair = pairs[kind]
+    hello, lo, special, end, added = pair.ids(*_WORDS[kind], SPECIAL, END, ADDED)
+    text = pair.decode([hello, lo])
+    ids = [hello, lo, special, lo]
+    assert pair.shown(ids) == (pair.decode(ids), 4)
+    for stop in ((SPECIAL,), ("zz", SPECIAL), (END, SPECIAL)):
+        assert pair.shown(ids, stop) == (text, 3)
+    assert pair.shown(ids, (END,)) == (pair.decode(ids), 4)
+    assert pair.shown([hello, end], (END,))[1] == 2
+    assert pair.shown([hello, added, lo], (ADDED,)) == (pair.decode([hello]) + _SPACE.get(kind, ""), 2)
+    # One that is awaited shows no sign of itself.
+    assert pair.shown([hello, special, lo, hello], (f"{SPECIAL}zz",)) == (pair.decode([hello, special, lo, hello]), 4)
+    # It may stand among others.
+    tail = pair.decode([hello, lo]).removeprefix(pair.decode([hello]))
+    assert pair.shown(ids, (f"{SPECIAL}{tail}",)) == (text, 4)
+    assert pair.shown(ids, (f"{tail}{SPECIAL}",)) == (pair.decode([hello]), 3)
+
+
+_WORDS = {
+    "bytes": ("Ġhello", "wor"),
+    "llama": ("▁hello", "wor"),
+    "gemma": ("▁hello", "wor"),
+    "unigram": ("▁hello", "wor"),
+    "word pieces": ("hello", "##lo"),
+}
+_SPACE = {"word pieces": " "}
+
+
+def test_a_special_token_stops_behind_what_is_held_back(pairs: dict[str, Pair]) -> None:
+    llama = pairs["llama"]
+    ids = llama.ids("▁hello", "<0x0A>", "<0xF0>", SPECIAL, "a")
+    assert llama.shown(ids, (SPECIAL,)) == (llama.decode(ids[:3]), 4)
+
+
+def test_a_token_costs_as_much_in_a_long_answer_as_in_a_short_one(pairs: dict[str, Pair]) -> None:
+    """Of tokens that hold text back, or have none."""
+    for kind, token in (("bytes", "ÿ"), ("bytes", SPECIAL), ("llama", "<0xFF>"), ("llama", "▁"), ("unigram", "▁")):
+        pair = pairs[kind]
+        seconds = []
+        for count in (1_000, 8_000):
+            ids = pair.ids(token) * count
+            started_s = time.process_time()
+            text = pair.ours.detokenizer()
+            for one in ids:
+                text.push(one)
+            text.rest()
+            seconds.append(time.process_time() - started_s)
+        assert seconds[1] < 32 * seconds[0], (kind, token)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({}, None, {2}),
+        ({"eos_token_id": 0}, None, {0, 2}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 0}, {0, 2, 5, 6}),
+        ({"eos_token_id": None}, {"eos_token_id": [7]}, {2, 7}),
+        ({"text_config": {"eos_token_id": 8}}, {"eos_token_id": None}, {2, 8}),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": [0, 8]}}, {}, {0, 2, 3, 8}),
+    ],
+)
+def test_what_any_file_of_a_folder_names_ends_an_answer(
+    toy_folder: Path, config: dict[str, Any], generation: dict[str, Any] | None, ends: set[int]
+) -> None:
+    _say(toy_folder, config, generation)
+    assert LocalTokenizer(toy_folder).end_token_ids == ends
+
+
+@pytest.mark.parametrize("said", ["2", [True], 2.5, {"id": 2}, [[2]]])
+def test_an_end_that_is_no_token_is_refused_by_file_and_field(toy_folder: Path, said: object) -> None:
+    _say(toy_folder, {}, {"eos_token_id": said})
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*eos_token_id") as refusal:
+        LocalTokenizer(toy_folder)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.fixture
+def toy_folder(tmp_path: Path) -> Path:
+    """A tokenizer whose `</s>` has the id 2."""
+    from tests.toy import toy_tokenizer
+
+    toy_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _say(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
