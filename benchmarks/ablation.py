@@ -52,6 +52,7 @@ from benchmarks.workloads import RecordOptions, recorded
 from slipstream.models import cache_root, resolve_model
 from slipstream.replay import ReplayOptions, replay
 from slipstream.topics import built_in_prompts, read_prompts
+from speculator.json_lines import read_json_lines
 from speculator.loss import DEFAULT_LOSS
 from trainer.allocator import keep_freed_memory
 
@@ -144,7 +145,8 @@ def _logged(asked: dict[Key, ReplayOptions], log: Path | None) -> dict[Key, dict
     """The runs among `asked` that the log has."""
     if log is None or not log.exists():
         return {}
-    found = {line["key"]: line["run"] for line in map(json.loads, log.read_text().splitlines())}
+    lines = read_json_lines(log, dict[str, Any], example='{"key": "…", "run": {}}')
+    found = {line["key"]: line["run"] for _, line in lines}
     names = {key: _name(key, options) for key, options in asked.items()}
     return {key: found[name] for key, name in names.items() if name in found}
 

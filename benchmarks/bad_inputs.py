@@ -7,7 +7,8 @@ toy model), a Redis, draft stores on
 disk, a local engine over a toy model. What is sent stands in tests/hostile/: requests that schemathesis generates from
 the gateway's own OpenAPI document, with and without keys, as the schema allows and as it does not; any method on any
 path with any headers; a table of bodies; bytes that are no HTTP; damaged traces, recordings and stream entries;
-damaged and forged draft versions, loaded as an engine does and installed into a running one.
+damaged and forged draft versions, loaded as an engine does and installed into a running one; broken files of prompts
+and of rollout groups.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
 answer after ten seconds. Targets: no failure, no hang, at least 10,000 generated inputs (1,000 with `--quick`).
@@ -34,7 +35,7 @@ from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import DraftError, StoreError
 from speculator.redis_client import connect
 from tests.drafts import make_draft
-from tests.hostile import api, bodies, drafts, traces, wire
+from tests.hostile import api, bodies, drafts, line_files, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally
 from tests.hostile.site import API_KEY, KEYS, full_app, open_app
 from tests.toy import make_toy_model, random_draft
@@ -49,6 +50,7 @@ COUNTS = {
     "traces": (500, 5000),
     "recordings": (50, 500),
     "drafts": (100, 2000),
+    "prompt files": (60, 2000),
 }
 
 
@@ -162,6 +164,15 @@ def draft_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[
     yield places
 
 
+def prompt_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    choose, path = random.Random(seed).randrange, folder / "lines.jsonl"
+    tally = Tally("files: prompts and rollout groups")
+    for number in range(counts["prompt files"]):
+        raw = line_files.broken(choose)
+        tally.take(str(number), lambda raw=raw, n=number: line_files.read(path, raw, as_groups=n % 2 > 0))
+    yield tally
+
+
 def hot_swap(folder: Path) -> Iterator[Tally]:
     """The corpus of drafts, installed into a running engine: none may change its version or what it says."""
     tally = Tally("hot swap: corpus of drafts")
@@ -211,6 +222,7 @@ def main() -> None:
                 local_engine(folder, counts, arguments.seed),
                 stream_and_files(folder, client, counts, arguments.seed),
                 draft_files(folder, counts, arguments.seed),
+                prompt_files(folder, counts, arguments.seed),
                 hot_swap(folder),
             ):
                 print(f"{tally.surface}: {tally.num_inputs}", flush=True)

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from slipstream.topics import Prompt
 from speculator.codec import decode_trace
+from speculator.json_lines import split_lines
 from speculator.keys import RedisKeys
 from speculator.redis_client import connect
 
@@ -145,8 +146,8 @@ class Load:
             **fields,
         }
         with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
-            lines = [line for line in response.iter_lines() if line]
-        is_whole = lines[-1:] == ["data: [DONE]"] and not any(line.startswith('data: {"error"') for line in lines)
+            lines = [line for line in split_lines(response.iter_bytes()) if line]
+        is_whole = lines[-1:] == [b"data: [DONE]"] and not any(line.startswith(b'data: {"error"') for line in lines)
         outcome = OK if is_whole else CUT if response.status_code == 200 else REFUSED
         return outcome, response.headers.get("x-request-id", "")
 

@@ -22,13 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.common import finish, parser
 from benchmarks.rollout_model import Costs
 from benchmarks.rollout_sim import TABLE
 from benchmarks.rollout_ways import Way, dealt_batches, ways
-from benchmarks.suffix import MAX_PROPOSALS, NOTHING, Answer
+from benchmarks.suffix import MAX_PROPOSALS, NOTHING, Answer, read_answers
 from serving.rollout.scheduler import Scheduler
 from serving.rollout.work import GroupRequest, Lease, SampleId
 from speculator.suffix import SuffixDrafter, SuffixRequest
@@ -199,8 +197,7 @@ def _run(scheduler: Scheduler, engines: Sequence[_Engine], groups: Sequence[Grou
 def read_groups(path: Path, copies: int) -> list[list[Answer]]:
     """The answers of each group, in an order of their own."""
     found: dict[str, list[Answer]] = {}
-    for line in path.read_bytes().splitlines():
-        answer = msgspec.json.decode(line, type=Answer)
+    for answer in read_answers(path):
         for copy in range(copies):
             away, name = copy * _OTHER_VOCABULARY, f"{answer.group}/{copy}"
             moved = replace(

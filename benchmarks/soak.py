@@ -288,7 +288,7 @@ def _url(serve: Child, log: Path) -> str:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         serve.check()
-        for line in log.read_text().splitlines():
+        for line in log.read_text("utf-8", "replace").split("\n"):
             if '"url": "' in line:
                 return line.partition('"url": "')[2].partition('"')[0]
         time.sleep(0.2)

@@ -34,6 +34,7 @@ from benchmarks.engines import local_engine
 from serving.engine import GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.models import resolve_model
+from speculator.json_lines import read_json_lines
 from speculator.sampling import SamplingParams
 from speculator.suffix import SuffixConfig, SuffixDrafter, SuffixRequest
 from speculator.suffix_index import NEW_TEXT, SuffixIndex
@@ -228,6 +229,11 @@ def _decode(options: argparse.Namespace, count: int, limit: int) -> Iterator[lis
         yield _answers(engine, "chat", others[2 * count : 3 * count], limit=limit)
 
 
+def read_answers(path: Path) -> list[Answer]:
+    example = '{"workload": "chat", "prompt": [1], "tokens": [2], "limit": 8}'
+    return [answer for _, answer in read_json_lines(path, Answer, example=example)]
+
+
 def load_answers(options: argparse.Namespace, *, quick: tuple[int, int] = (8, 120)) -> list[Answer]:
     """From the file of `--answers` where it exists; decoded, and then written there, where it does not.
 
@@ -235,7 +241,7 @@ def load_answers(options: argparse.Namespace, *, quick: tuple[int, int] = (8, 12
     """
     path: Path | None = options.answers
     if path is not None and path.exists():
-        return [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
+        return read_answers(path)
     answers = [answer for workload in _decode(options, *(quick if options.quick else (24, 200))) for answer in workload]
     if path is not None:
         path.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))

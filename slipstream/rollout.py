@@ -6,19 +6,23 @@ that name first, and only a server that does not know it gets the groups once mo
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
 import httpx
+import msgspec
 
 from speculator.errors import ConfigError, EngineError
+from speculator.json_lines import read_json_lines, split_lines
+
+T = TypeVar("T")
 
 _PAUSE_S = 0.5
 _CONNECT_S = 10.0
@@ -39,23 +43,20 @@ class RolloutOptions:
     """Without a sample or an answer for so long, it is given up."""
 
 
-def read_groups(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a file, one JSON object a line; what a line does not say, `defaults` do. Raises ConfigError."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): check the path") from None
-    groups: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            group = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}") from None
-        if not isinstance(group, dict):
-            raise ConfigError(f'{path}, line {number} must be an object like {{"prompt": "…", "n": 8}}')
-        groups.append({"id": str(len(groups)), **defaults, **group})
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The groups of a file by where they stand; what a line does not say, `defaults` do. Raises ConfigError."""
+    rows = read_json_lines(path, dict[str, Any], example='{"prompt": "…", "n": 8}')
+    groups = {
+        f"{path}, line {number}": {"id": str(index), **defaults, **group} for index, (number, group) in enumerate(rows)
+    }
     if not groups:
         raise ConfigError(f"{path} has no groups: write one JSON object a line")
     return groups
@@ -64,7 +65,8 @@ def read_groups(path: Path, defaults: dict[str, Any]) -> list[dict[str, Any]]:
 class RolloutClient:
     """One rollout, from its submission to its last sample."""
 
-    def __init__(self, options: RolloutOptions, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, options: RolloutOptions, groups: Mapping[str, dict[str, Any]]) -> None:
+        """`groups` by where they stand, which is what a refusal names."""
         self._options, self._groups = options, groups
         self._id = uuid4().hex
         self._num_samples = 0
@@ -130,7 +132,8 @@ class RolloutClient:
         with sending as response:
             self._was_there = True
             if response.status_code == 200:
-                yield from (json.loads(line) if line else {} for line in response.iter_lines())
+                for line in split_lines(response.iter_bytes()):
+                    yield self._decoded(line, dict[str, Any]) if line else {}
                 return
             response.read()
             self._check_refusal(response)
@@ -142,8 +145,8 @@ class RolloutClient:
             response = http.get("/v1/models", timeout=_CONNECT_S)
             if response.status_code != 200:
                 raise ConfigError(f"{self._options.url} does not say what it serves: {_message(response)}")
-            model = response.json()["data"][0]["id"]
-        return {"id": self._id, "model": model, "groups": self._groups, "logprobs": self._options.logprobs}
+            model = self._decoded(response.content, _Models).data[0].id
+        return {"id": self._id, "model": model, "groups": [*self._groups.values()], "logprobs": self._options.logprobs}
 
     def _check_refusal(self, response: httpx.Response) -> None:
         """Raises for what will not be another time."""
@@ -153,10 +156,21 @@ class RolloutClient:
         elif response.status_code == 404 and not is_new and not self._num_samples:
             self._is_known = False  # the first request never got there
         elif is_new and response.status_code != 409:  # with that it did, and goes on
-            raise ConfigError(_message(response))
+            raise ConfigError(self._refusal(response))
         elif not is_new:
             message = f"the server has lost the rollout after {self._num_samples} samples: {_message(response)}"
             raise EngineError(message)
+
+    def _refusal(self, response: httpx.Response) -> str:
+        message = _message(response)
+        group = re.search(r"\(groups\[(\d+)\]", message)
+        return message if group is None else f"{[*self._groups][int(group[1])]}: {message}"
+
+    def _decoded(self, raw: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{self._options.url} answers as no Slipstream server does: check --url") from None
 
     def _pause(self, why: str) -> None:
         now_s = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from slipstream.options import finite
 from slipstream.terminal import counting, say
 from speculator.errors import ConfigError
+from speculator.json_lines import json_line
 
 
 def rollout(
@@ -42,18 +42,20 @@ def rollout(
     from slipstream.rollout import RolloutClient, RolloutOptions, read_groups
 
     groups = read_groups(file, {} if max_tokens is None else {"max_tokens": max_tokens})
-    groups = [group if "n" in group or "seeds" in group else {**group, "n": n} for group in groups]
+    groups = {
+        place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()
+    }
     client = RolloutClient(
         RolloutOptions(url=url, api_key=api_key, model=model, logprobs=logprobs, retry_s=retry_s), groups
     )
     try:
-        target = nullcontext(sys.stdout) if out is None else out.open("w")
+        target = nullcontext(sys.stdout.buffer) if out is None else out.open("wb")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}): check --out") from None
     with target as writing, counting("samples") as count:
 
         def write(sample: dict[str, Any]) -> None:
-            writing.write(json.dumps(sample, ensure_ascii=False) + "\n")
+            writing.write(json_line(sample) + b"\n")
             writing.flush()
             count(sample["number"] + 1, None)
 

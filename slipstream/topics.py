@@ -5,13 +5,15 @@ They repeat themselves, so they flatter acceptance; figures are reported on real
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from speculator.errors import ConfigError
+from speculator.json_lines import read_json_lines
 
 _THINGS = (
     "the water cycle, photosynthesis, a volcano, the moon, an earthquake, a rainbow, a hurricane, gravity, "
@@ -68,21 +70,15 @@ def built_in_prompts() -> list[Prompt]:
     ]
 
 
+class _Row(msgspec.Struct):
+    domain: str
+    prompt: str
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """One JSON object a line with `domain` and `prompt`. Raises ConfigError naming the line at fault."""
-    try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}): give a file of JSON lines") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            prompts.append(Prompt(str(row["domain"]), str(row["prompt"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f'{path} line {number} lacks "domain" or "prompt": give one JSON object a line'
-            ) from error
+    rows = read_json_lines(path, _Row, example='{"domain": "math", "prompt": "…"}')
+    prompts = [Prompt(row.domain, row.prompt) for _, row in rows]
     if not prompts:
         raise ConfigError(f"{path} holds no prompt: give one JSON object a line")
     return prompts

@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ import redis
 from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.codec import decode_trace
 from speculator.errors import TraceError
+from speculator.json_lines import json_line
 from speculator.keys import RedisKeys
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis_client import redis_errors
@@ -157,12 +158,12 @@ def sentences(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def export(path: Path, out: TextIO) -> int:
+def export(path: Path, out: BinaryIO) -> int:
     """Write one JSON object a trace, everything but the features; returns how many."""
     count = 0
     with RecordingReader(path) as reader:
         for trace in reader.traces():
-            out.write(msgspec.json.encode(_row(trace)).decode() + "\n")
+            out.write(json_line(_row(trace)) + b"\n")
             count += 1
     return count
 

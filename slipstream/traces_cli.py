@@ -120,8 +120,8 @@ def export(
 
     check_output(out)
     if out is None:
-        traces.export(recording, sys.stdout)
+        traces.export(recording, sys.stdout.buffer)
         return
-    with out.open("w") as file:
+    with out.open("wb") as file:
         count = traces.export(recording, file)
     say(f"{count} traces written to {out}")

@@ -21,6 +21,7 @@ import msgspec
 from speculator.clock import now_ms
 from speculator.errors import StoreError
 from speculator.files import exclusive, shared, sync
+from speculator.json_lines import json_line
 
 _MAX_BYTES = 8 * 1024 * 1024
 _BLOCK_BYTES = 64 * 1024
@@ -51,7 +52,7 @@ class EventLog:
 
     def add(self, event: Event) -> None:
         """The same for an event that happened before."""
-        line = msgspec.json.encode(event)
+        line = json_line(event)
         with self._file_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock):

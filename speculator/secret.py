@@ -10,7 +10,7 @@ from speculator.errors import ConfigError
 def read_secret(path: Path, variable: str) -> str:
     """The text of a file that `variable` names, without the end of its line; raises ConfigError naming the variable."""
     try:
-        secret = path.read_text().rstrip("\r\n")
+        secret = path.read_text("utf-8-sig").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = type(error).__name__
         raise ConfigError(

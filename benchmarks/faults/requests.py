@@ -131,7 +131,7 @@ async def _leave(loop: Loop) -> None:
         async def one(number: int) -> None:
             messages = [{"role": "user", "content": f"leaver {number}"}]
             async with client.stream("POST", "/v1/chat/completions", json={**body, "messages": messages}) as stream:
-                async for _ in stream.aiter_lines():
+                async for _ in stream.aiter_bytes():
                     return
 
         for first in range(0, LEAVERS, 5):

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +20,7 @@ from serving.gateway.deadline import too_late
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.errors import ApiError, unavailable
 from serving.gateway.telemetry import Exchange
+from speculator.json_lines import json_line
 
 _LAST_EVENT_S = 5.0
 
@@ -34,7 +34,7 @@ Produce = Callable[[Emit], Awaitable[bytes]]
 
 def event(data: object) -> bytes:
     """One event; JSON never holds a raw line break, so one `data:` line is enough."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return b"data: " + json_line(data) + b"\n\n"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Framing:
 
 
 EVENTS = Framing("text/event-stream", event, b":\n\n")
-LINES = Framing("application/x-ndjson", lambda data: msgspec.json.encode(data) + b"\n", b"\n")
+LINES = Framing("application/x-ndjson", lambda data: json_line(data) + b"\n", b"\n")
 
 
 class EventStream(Response):

@@ -18,6 +18,7 @@ import httpx
 import torch
 
 from speculator.bfloat16 import is_fast
+from speculator.json_lines import split_lines
 from speculator.ports import free_port
 
 OPS_DIR = Path(__file__).parent / "ops"
@@ -161,9 +162,9 @@ class SglangServer:
         body = {**_body(prompt, sampling), "stream": True}
         with self._client.stream("POST", "/generate", json=body) as response:
             response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line.removeprefix("data: "))
+            for line in split_lines(response.iter_bytes()):
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
         assert response.is_success, f"{response.status_code}: {response.text}\n{self._log_tail()}"

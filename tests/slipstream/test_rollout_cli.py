@@ -10,8 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
 from typer.testing import CliRunner
 
 from serving.gateway.app import create_app
@@ -100,6 +104,35 @@ def test_samples_are_printed_or_written_as_they_end(groups: Path, tmp_path: Path
     assert names(written) == ["10", "a0", "a1", "a2"]
 
 
+def test_no_text_ends_a_line_but_the_line_feed(tmp_path: Path) -> None:
+    """Of the file, of the stream, and of what is written."""
+    text = "a\u2028b\u0085c\x0b\x1cd\u2029é"
+    file, out = tmp_path / "groups.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"prompt": text + text, "max_tokens": 40}, ensure_ascii=False) for _ in range(2)]
+    file.write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    engine = DoubleEngine(answer=says(text))
+    with served(engine) as url:
+        code, samples = rollout(file, "--url", url)
+        assert (code, [sample["text"] for sample in samples]) == (0, [text, text])
+        assert rollout(file, "--url", url, "--out", out) == (0, [])
+        response = httpx.post(f"{url}/v1/rollouts", json={"model": "double", "groups": [json.loads(lines[0])]})
+    assert [json.loads(line)["text"] for line in out.read_text("utf-8").splitlines()] == [text, text]
+    assert [json.loads(line).get("text") for line in response.iter_lines()] == [None, text, None]
+    assert all(bytes(request.prompt_token_ids).decode() == text + text for request in engine.requests)
+
+
+@pytest.mark.parametrize("content", [b"<html>\n", b'{"a"\n}', b"[" * 100_000 + b"\n"])
+def test_a_server_of_another_kind_is_one_line(refused: Refused, groups: Path, content: bytes) -> None:
+    async def answer(_: Request) -> Response:
+        return Response(content)
+
+    other = FastAPI()
+    other.add_route("/v1/{rest:path}", answer, methods=["GET", "POST"])
+    with running(other) as site:
+        for model in ((), ("--model", "m")):
+            assert "check --url" in refused("rollout", groups, "--url", site.url, *model)
+
+
 def test_a_connection_that_breaks_is_made_again_and_nothing_comes_twice(groups: Path) -> None:
     engine = DoubleEngine()
     with served(engine) as url, cutting(url, b'"number":1', times=1) as broken:
@@ -152,8 +185,8 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
     for content, words in (
         ("", "has no groups"),
         ("{}\n{", "line 2 is no JSON"),
-        ("[1]", "line 1 must be an object"),
-        ("\xff", "cannot be read"),
+        ("[1]", "line 1 does not fit"),
+        ("\xff", "line 1 is not UTF-8"),
     ):
         bad.write_bytes(content.encode("latin-1"))
         assert words in refused("rollout", bad)
@@ -162,8 +195,10 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
     assert "nothing answers" in refused("rollout", groups, "--url", "http://127.0.0.1:1")
     assert "is no address" in refused("rollout", groups, "--url", "http://127.0.0.1:x")
     with served(DoubleEngine()) as url:
-        for row, words in (('{"prompt": "a", "n": 0}', "groups[0].n"), ('{"prompt": "a", "m": 0}', "groups[0].m")):
-            bad.write_text(row)
-            assert words in refused("rollout", bad, "--url", url)
+        for row, words in (('{"prompt": "a", "n": 0}', "groups[1].n"), ('{"prompt": "a", "m": 0}', "groups[1].m")):
+            bad.write_text(f'\n{{"prompt": "a"}}\n\n{row}')
+            told = refused("rollout", bad, "--url", url)
+            assert f"{bad}, line 4: " in told
+            assert words in told
         assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other")
         assert "--out" in refused("rollout", groups, "--url", url, "--out", tmp_path / "no" / "out")

@@ -74,10 +74,11 @@ async function* events(body) {
   let rest = "";
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    const blocks = (rest + part.value).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) {
-      const data = block.replace(/^data: /, "");
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue; // the end of an event, or a comment
+      const data = line.slice("data:".length).trim();
       if (data !== "[DONE]") yield JSON.parse(data);
     }
   }

@@ -1,0 +1,71 @@
+"""Files and streams with a JSON value a line, whatever text the values hold.
+
+A line ends with LF, or CR LF, and with nothing else: Unicode knows further line ends, which JSON allows in a string.
+`str.splitlines` and most readers of text streams cut there, so nothing here reads with them; and what is written has
+those ends escaped, for others that do.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from speculator.errors import ConfigError
+
+T = TypeVar("T")
+
+_OTHER_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\u0085\u2028\u2029")
+"""JSON escapes those below U+0020 anyway."""
+
+
+def read_json_lines(path: Path, kind: type[T], *, example: str) -> Iterator[tuple[int, T]]:
+    """The values of a file by the numbers of their lines; blank lines have none.
+
+    Raises ConfigError that names file and line, and `example` of a good one.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from None
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if line.strip():
+            try:
+                yield number, _decoded(line, kind)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}, line {number} {error}: write one JSON object a line, like {example}"
+                ) from None
+
+
+def _decoded(line: bytes, kind: type[T]) -> T:
+    """Raises ValueError that says what is wrong with the line."""
+    try:
+        if "\0" in line.decode():
+            raise ValueError("holds null bytes, as UTF-16 does; save the file as UTF-8")
+        return msgspec.json.decode(line, type=kind)
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8; save the file as UTF-8") from None
+    except msgspec.ValidationError as error:
+        raise ValueError(f"does not fit ({error})") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error})") from None
+
+
+def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream that comes in parts, without their ends; a last one without an end was cut off."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+
+
+def json_line(value: Any) -> bytes:
+    """JSON that every reader takes for one line, without its end."""
+    encoded = msgspec.json.encode(value)
+    for end, escaped in _OTHER_LINE_ENDS:
+        encoded = encoded.replace(end, escaped)
+    return encoded
