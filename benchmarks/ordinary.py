@@ -20,7 +20,7 @@ from trainer.step import Learner
 _OUTPUT_SCALE = 0.5
 
 
-def ordinary_draft(model_dir: Path, *, draft_vocab_size: int, seed: int) -> Eagle3Draft:
+def ordinary_draft(model_dir: Path, *, draft_vocab_size: int | None, seed: int) -> Eagle3Draft:
     """`fresh_draft` with PyTorch's own random attention."""
     draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

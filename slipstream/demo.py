@@ -73,7 +73,7 @@ class DemoOptions:
     depth: int
     suffix_depth: int
     context_length: int
-    draft_vocab_size: int
+    draft_vocab_size: int | None
     seed: int
     dtype: str
 

@@ -36,7 +36,7 @@ def demo(
     depth: Depth = 4,
     suffix_depth: SuffixDepth = 16,
     context_length: Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")] = 4096,
-    draft_vocab_size: DraftVocab = 8192,
+    draft_vocab_size: DraftVocab = None,
     dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
 ) -> None:

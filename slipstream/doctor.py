@@ -50,6 +50,7 @@ def _checks(patient: Patient) -> Iterator[tuple[str, Check]]:
     yield "redis", partial(redis.check_redis, url) if url else redis.check_own_redis
     if root:
         yield "store", partial(store.check_store, root)
+        yield "draft", partial(store.check_fit, patient.model, root)
     if patient.state:
         yield "trainer", partial(store.check_trainer, patient.state, patient.store)
     if url and root:

@@ -13,32 +13,51 @@ from speculator.lineage import ensure_lineage
 from speculator.store import DraftStore
 
 
-def init_checkpoint(model_dir: Path, out: Path, *, draft_vocab_size: int, seed: int, texts: Sequence[str]) -> Path:
+def init_checkpoint(
+    model_dir: Path, out: Path, *, draft_vocab_size: int | None, seed: int | None, texts: Sequence[str]
+) -> Path:
     """Write a draft as a Hugging Face folder and return it; it is there completely or not at all.
 
     Raises ConfigError where `out` holds something or cannot be written, and what `fresh_draft` raises.
     """
     check_folder(out)
+    check_target(model_dir)
     draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     return write_folder(out, draft_state(draft), draft_config_json(draft.config))
 
 
 def init_lineage(
-    model_dir: Path, root: Path, *, draft_vocab_size: int, seed: int, texts: Sequence[str], if_missing: bool = False
+    model_dir: Path,
+    root: Path,
+    *,
+    draft_vocab_size: int | None,
+    seed: int | None,
+    texts: Sequence[str],
+    if_missing: bool = False,
 ) -> Path:
     """Write a draft as the first version of a store and return its folder.
 
     With `if_missing`, a store that has versions stays as it is and the folder is its newest one's.
-    Raises ConfigError where the store has versions, StoreError, and what `fresh_draft` raises.
+    Raises ConfigError where the store has versions, or others than asked for, and what `ensure_lineage` raises.
     """
     store = DraftStore(root)
     latest = store.latest()
     if latest is not None and not if_missing:
         raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
+    if latest is None:
+        check_target(model_dir)
     # What is there says which target it was made for: reading a large target's weights takes minutes.
     fingerprint = target_fingerprint(model_dir) if latest is None else store.manifest(latest).target_fingerprint
     version = ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     return version_folder(store, version)
+
+
+def check_target(model_dir: Path) -> None:
+    """Before a first draft is written for it. Raises ConfigError for a model whose tensors are not all there."""
+    # Imports transformers, which takes seconds.
+    from serving.local.loading import check_known_model
+
+    check_known_model(model_dir)
 
 
 def version_folder(store: DraftStore, version: int) -> Path:

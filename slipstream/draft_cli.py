@@ -43,8 +43,8 @@ def init(
     out: Annotated[Path | None, typer.Option(help="Write a Hugging Face folder, as SGLang loads it, here.")] = None,
     store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
     vocab_from: VocabFrom = None,
-    draft_vocab_size: DraftVocab = 8192,
-    seed: Annotated[int, typer.Option(help="Seed of the random layer.")] = 0,
+    draft_vocab_size: DraftVocab = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random layer; default: 0.")] = None,
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions as it is.")
     ] = False,

@@ -57,9 +57,9 @@ class ServeOptions:
     host: str
     port: int
     stream_max_bytes: int
-    draft_vocab_size: int
+    draft_vocab_size: int | None
     vocab_texts: tuple[str, ...]
-    seed: int
+    seed: int | None
     trace_ttl_hours: float = 0
     """0 sets no limit."""
     drop_personal_data: bool = False

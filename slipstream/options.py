@@ -30,7 +30,7 @@ Store = Annotated[
     Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by serve and train.")
 ]
 Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
-DraftVocab = Annotated[int, typer.Option(min=2, help="Tokens that a fresh draft can propose.")]
+DraftVocab = Annotated[int | None, typer.Option(min=2, help="Tokens that a fresh draft can propose; default: 8192.")]
 Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals of the draft head a round; 0 never asks it.")]
 SuffixDepth = Annotated[
     int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; 0 keeps none.")

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from speculator.checkpoint import read_target_tensor, target_fingerprint
 from speculator.errors import ConfigError, TraceError
 from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
-from speculator.lineage import load_draft
+from speculator.lineage import check_lineage, load_draft
 from speculator.loss import LossMix
 from speculator.model import Eagle3Draft
 from speculator.recording import RecordingReader
@@ -152,6 +153,7 @@ def _first_draft(options: ReplayOptions, config: TrainerConfig, begin: Callable[
     version = store.lifecycle.newest_servable()
     if version is None:
         raise ConfigError(f"{options.store} holds no draft: set --store to a store that serve or train has used")
+    check_lineage(store, version, options.model_dir, draft_vocab_size=options.draft_vocab_size)
     embed_Vd = read_target_tensor(options.model_dir, "model.embed_tokens.weight")
     return load_draft(store, version, embed=embed_Vd, target_fingerprint=target_fingerprint(options.model_dir))
 
@@ -164,7 +166,12 @@ def read_split(
     Raises ConfigError where a recording is of another target, or holds too little.
     """
     fingerprint = target_fingerprint(model_dir)
-    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    to_example = partial(
+        make_example,
+        draft_ids_V=draft_ids_by_target_id(draft.d2t, draft.config.vocab_size),
+        feature_width=draft.fc.in_features,
+        window=draft.config.max_position_embeddings,
+    )
     examples: list[Example] = []
     recorded: list[Acceptance] = []
     judging: list[int] = []
@@ -175,7 +182,7 @@ def read_split(
                 raise ConfigError(f"{path} was recorded from {reader.header.model}, another target: set --model to it")
             for trace in reader.traces():
                 try:
-                    examples.append(make_example(trace, draft_ids_V, feature_width=draft.fc.in_features))
+                    examples.append(to_example(trace))
                     recorded.append(recorded_rounds(trace))
                 except TraceError:
                     num_unusable += 1

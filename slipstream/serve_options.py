@@ -44,7 +44,7 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cpu, with SGLang cuda.")]
 StreamMaxBytes = Annotated[int, typer.Option(min=1, help="Byte cap of the stream.")]
-Seed = Annotated[int, typer.Option(help="Seed of a fresh draft.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of a fresh draft; default: 0.")]
 
 Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests that decode together.")]
 ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt and completion tokens together.")]

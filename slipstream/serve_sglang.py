@@ -39,9 +39,9 @@ log = structlog.get_logger(__name__)
 class SglangServeOptions(SglangStart):
     host: str
     port: int
-    draft_vocab_size: int
+    draft_vocab_size: int | None
     vocab_texts: tuple[str, ...]
-    seed: int
+    seed: int | None
     start_timeout_s: float
 
 

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
 from speculator.model import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
+from speculator.target_folder import check_folder, open_weights, read_config, reading, stored_name, weight_files
 
-_EMBEDDING = "model.embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 # What the target computes follows from its tensors and from these; the rest of its config.json may change freely.
@@ -79,6 +77,21 @@ def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
     return {**state, "d2t": model.d2t.to("cpu", torch.int64, copy=True), "t2d": t2d}
 
 
+def check_fits(draft: DraftConfig, model_dir: Path) -> None:
+    """Raise DraftMismatchError for a draft that another target's sizes, or a smaller window, were given to.
+
+    Its rotary embedding is its own: it learns with the base that is in its config.json, unscaled.
+    """
+    target = DraftConfig.for_target(read_config(model_dir), draft_vocab_size=draft.draft_vocab_size)
+    for name in ("hidden_size", "vocab_size", "max_position_embeddings"):
+        ours, theirs = getattr(draft, name), getattr(target, name)
+        if ours < theirs or (ours != theirs and name != "max_position_embeddings"):
+            raise DraftMismatchError(
+                f"the draft's {name} is {ours}, the target's {theirs}, by config.json in {model_dir}: set them alike, "
+                "or start with a new --store"
+            )
+
+
 def check_state(config: DraftConfig, d2t: Tensor, state: dict[str, Tensor]) -> None:
     """Raise DraftFileError or DraftMismatchError when a draft file has not these shapes and this draft vocabulary."""
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -132,22 +145,21 @@ def config_from_json(values: dict[str, Any]) -> DraftConfig:
 def target_fingerprint(model_dir: Path) -> str:
     """SHA-256 over the target's weight files and what its config says about the computation; hex, 64 characters.
 
-    Raises ConfigError when the folder has no safetensors model.
+    Raises ConfigError for a folder that `check_folder` refuses.
     """
     digest = hashlib.sha256()
+    check_folder(model_dir)
     digest.update(json.dumps(target_essentials(model_dir), sort_keys=True).encode())
-    for path in sorted(set(weight_files(model_dir).values())):
-        try:
+    with reading(model_dir):
+        for path in sorted(set(weight_files(model_dir).values())):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise ConfigError(f"cannot read the target's weights: {error}") from error
     return digest.hexdigest()
 
 
 def target_essentials(model_dir: Path) -> dict[str, Any]:
     """What config.json says about the computation. Raises ConfigError where it cannot be read."""
-    config = _read_config(model_dir)
+    config = read_config(model_dir)
     return {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
 
 
@@ -172,38 +184,12 @@ def model_key(model_dir: Path, target_fingerprint: str, lineage: str = "") -> st
 def read_target_tensor(model_dir: Path, name: str) -> Tensor:
     """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding.
 
-    Raises ConfigError when the target does not have it.
+    Raises ConfigError when the target does not have it, or not as finite numbers.
     """
     files = weight_files(model_dir)
-    if name == _LM_HEAD and name not in files:
-        name = _EMBEDDING
-    if name not in files:
-        raise ConfigError(f"the target in {model_dir} has no tensor {name}")
-    try:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {name} from {files[name]}: {error}") from error
+    stored = stored_name(model_dir, name, read_config(model_dir), files)
+    with reading(model_dir), open_weights(files[stored]) as file:
+        tensor: Tensor = file.get_tensor(stored)
+    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        raise ConfigError(f"{model_dir}: {stored} is not finite: check --model")
     return tensor
-
-
-def _read_config(model_dir: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((model_dir / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_dir} has no readable config.json: check --model") from error
-    return config
-
-
-def weight_files(model_dir: Path) -> dict[str, Path]:
-    """The file of every tensor, for one file and for several with an index. Raises ConfigError."""
-    try:
-        index = model_dir / "model.safetensors.index.json"
-        if index.exists():
-            weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-            return {name: model_dir / file for name, file in weight_map.items()}
-        single = model_dir / "model.safetensors"
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"{model_dir} has no readable safetensors weights ({error}): check --model") from error

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from speculator.checkpoint import read_target_tensor
+from speculator.checkpoint import expected_shapes, read_target_tensor
 from speculator.errors import ConfigError
 from speculator.model import DraftConfig, Eagle3Draft
+from speculator.target_folder import EMBEDDING, LM_HEAD, NORM, check_folder, weight_files
 from speculator.vocab import choose_draft_vocab, count_tokens
 
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
@@ -25,33 +26,47 @@ _OWN_SCORE = 8.0
 
 
 def fresh_draft(
-    model_dir: Path, *, draft_vocab_size: int = DEFAULT_DRAFT_VOCAB_SIZE, seed: int, texts: Iterable[str] = ()
+    model_dir: Path, *, draft_vocab_size: int | None = None, seed: int | None = None, texts: Iterable[str] = ()
 ) -> Eagle3Draft:
     """A draft in float32 for the Hugging Face target in `model_dir`; the same arguments give the same draft.
 
     The layer is random, and its heads look at their own positions. The final norm and the output rows start as the
     target's, which fixes the space that the layer has to write into. `texts` tell which tokens the service will need
     (see speculator/vocab.py).
-    Raises ConfigError when the folder lacks `config.json` or a tensor, DraftMismatchError for an unsuitable target.
+    Raises ConfigError for a folder that is no complete model, DraftMismatchError for an unsuitable target.
     """
-    try:
-        target = json.loads((model_dir / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_dir} is not a Hugging Face model folder: no readable config.json") from error
-    config = DraftConfig.for_target(target, draft_vocab_size=draft_vocab_size)
-    texts = list(texts)
-    counts_V = count_tokens(model_dir, texts, config.vocab_size) if texts else None
-    d2t_D = choose_draft_vocab(config.vocab_size, config.draft_vocab_size, counts_V)
-    embed_Vd = read_target_tensor(model_dir, "model.embed_tokens.weight")
+    size = draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE
+    config = DraftConfig.for_target(check_folder(model_dir), draft_vocab_size=size)
+    _check_size(config, model_dir)
+    d2t_D = draft_vocab_of(model_dir, config, texts)
+    embed_Vd = read_target_tensor(model_dir, EMBEDDING)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(seed or 0)
         draft = Eagle3Draft(config, embed_Vd, d2t_D)
         draft.fc.weight.mul_(_FEATURE_SCALE)
         _look_at_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
-        draft.norm.weight.copy_(read_target_tensor(model_dir, "model.norm.weight"))
-        draft.lm_head.weight.copy_(read_target_tensor(model_dir, "lm_head.weight")[draft.target_ids])
+        draft.norm.weight.copy_(read_target_tensor(model_dir, NORM))
+        draft.lm_head.weight.copy_(read_target_tensor(model_dir, LM_HEAD)[draft.target_ids])
     return draft
+
+
+def draft_vocab_of(model_dir: Path, config: DraftConfig, texts: Iterable[str]) -> Tensor:
+    """The offsets `d2t` [D] of a fresh draft. Raises ConfigError."""
+    texts = list(texts)
+    counts_V = count_tokens(model_dir, texts, config.vocab_size) if texts else None
+    return choose_draft_vocab(config.vocab_size, config.draft_vocab_size, counts_V)
+
+
+def _check_size(config: DraftConfig, model_dir: Path) -> None:
+    """A draft is one layer of many: one that has more elements than the target has half bytes is a wrong size's."""
+    num_elements = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    num_bytes = sum(path.stat().st_size for path in set(weight_files(model_dir).values()))
+    if num_elements > 2 * num_bytes:
+        raise ConfigError(
+            f"{model_dir}: by config.json a draft has {num_elements:,} elements, the target's weights are "
+            f"{num_bytes:,} bytes: check --model"
+        )
 
 
 def _look_at_own_position(draft: Eagle3Draft) -> None:

@@ -10,12 +10,19 @@ import structlog
 import torch
 from torch import Tensor
 
-from speculator.checkpoint import apply_state, config_from_json, draft_config_json, draft_state, expected_shapes
-from speculator.errors import DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
-from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE, fresh_draft
+from speculator.checkpoint import (
+    apply_state,
+    check_fits,
+    config_from_json,
+    draft_config_json,
+    draft_state,
+    expected_shapes,
+)
+from speculator.errors import ConfigError, DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
+from speculator.fresh import draft_vocab_of, fresh_draft
 from speculator.lifecycle import BARRED, Number, State
 from speculator.model import Eagle3Draft
-from speculator.store import DraftStore
+from speculator.store import DraftStore, d2t_sha256
 
 log = structlog.get_logger(__name__)
 
@@ -28,21 +35,25 @@ def ensure_lineage(
     model_dir: Path,
     target_fingerprint: str,
     *,
-    draft_vocab_size: int = DEFAULT_DRAFT_VOCAB_SIZE,
-    seed: int = 0,
+    draft_vocab_size: int | None = None,
+    seed: int | None = None,
     texts: Iterable[str] = (),
 ) -> int:
     """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
 
-    `texts` like those to be served choose the fresh draft's vocabulary.
+    `texts` like those to be served choose the fresh draft's vocabulary. None is the default of a fresh draft.
 
-    Raises StoreError when the store cannot be read or written or every version is barred, DraftFileError or
-    DraftMismatchError for a version that nothing is known of and that does not fit, and what `fresh_draft` raises.
+    Raises ConfigError where the store has drafts that are not what is asked of a fresh one, StoreError when it cannot
+    be read or written or every version is barred, DraftFileError or DraftMismatchError for a version that nothing is
+    known of and that does not fit, and what `fresh_draft` raises.
     """
+    latest = store.latest()
+    if latest is not None:
+        check_lineage(store, latest, model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     servable = store.lifecycle.newest_servable()
     if servable is not None and (store.lifecycle.last_good() is not None or store.versions() != [servable]):
         return servable
-    newest = store.latest()
+    newest = latest
     if newest is None:
         if store.lineage:
             raise StoreError(f"{store.root} has no draft yet: repeat `slipstream draft fork {store.lineage}`")
@@ -55,7 +66,7 @@ def ensure_lineage(
                 draft_config_json(draft.config),
                 parent=None,
                 target_fingerprint=target_fingerprint,
-                info={"origin": "fresh", "seed": seed},
+                info={"origin": "fresh", "seed": seed or 0},
                 actor=_ACTOR,
                 number=FIRST,
             )
@@ -65,6 +76,41 @@ def ensure_lineage(
     # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
     begin(store, newest, target_fingerprint=target_fingerprint)
     return newest
+
+
+def check_lineage(
+    store: DraftStore,
+    latest: int,
+    model_dir: Path,
+    *,
+    draft_vocab_size: int | None = None,
+    seed: int | None = None,
+    texts: Iterable[str] = (),
+) -> None:
+    """Whether the drafts of a store fit the target, and are what was asked of a fresh one: another is not written.
+
+    Raises ConfigError, DraftMismatchError where they do not fit, and what reading them raises.
+    """
+    version = version_to_serve(store, latest)
+    config, manifest = config_from_json(store.config(version)), store.manifest(version)
+    check_fits(config, model_dir)
+    there = f"{store.root} has drafts already"
+    if draft_vocab_size is not None and min(draft_vocab_size, config.vocab_size) != config.draft_vocab_size:
+        raise ConfigError(
+            f"a draft vocabulary of {draft_vocab_size} is asked for, and {there}, of {config.draft_vocab_size} tokens: "
+            "leave it out, or choose another --store"
+        )
+    if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
+        raise ConfigError(
+            f"{there}, whose vocabulary other texts than those of --vocab-from chose: leave it out, or choose another "
+            "--store"
+        )
+    if seed is not None:
+        first = store.manifest(FIRST).info.get("seed") if FIRST in store.versions() else None
+        if first is None:
+            log.warning("the seed of a fresh draft has no effect: the store has drafts", seed=seed)
+        elif first != seed:
+            raise ConfigError(f"{there}, from seed {first}: leave --seed {seed} out, or choose another --store")
 
 
 def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:

@@ -84,9 +84,8 @@ class RotaryEmbedding(nn.Module):
         # Drafting runs past the last committed position; a margin keeps the table in range at the context limit.
         positions = torch.arange(config.max_position_embeddings + 64, dtype=torch.float64)
         angle = positions[:, None] * config.rope_theta**-exponent
-        angle = torch.cat([angle, angle], -1)
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.register_buffer("cos", angle.cos().float().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angle.sin().float().repeat(1, 2), persistent=False)
 
     def forward(self, x: Tensor, positions_BT: Tensor) -> Tensor:
         """Rotate x [B, heads, T, h] to its absolute positions."""

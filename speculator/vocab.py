@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from speculator.errors import ConfigError
+from speculator.target_folder import reading
 
 # Flattens Zipf's law over the special and byte tokens at the very start.
 _RANK_OFFSET = 100
@@ -37,12 +39,25 @@ def choose_draft_vocab(vocab_size: int, size: int, counts_V: Tensor | None = Non
 
 
 def count_tokens(model_dir: Path, texts: Iterable[str], vocab_size: int) -> Tensor:
-    """[V] int64 counts of the target's tokens in `texts`. Raises ConfigError without a `tokenizer.json`."""
+    """[V] int64 counts of the target's tokens in `texts`. Raises ConfigError without a `tokenizer.json` that fits."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"the target in {model_dir} has no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
-        counts_V += torch.bincount(torch.tensor(encoding.ids, dtype=torch.int64), minlength=vocab_size)
+    with reading(model_dir):
+        tokenizer = Tokenizer.from_file(str(path))
+        check_vocabulary(model_dir, tokenizer, vocab_size)
+        for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+            ids = torch.tensor(encoding.ids, dtype=torch.int64)
+            # Added tokens may lie beyond: no request can have them.
+            counts_V += torch.bincount(ids[ids < vocab_size], minlength=vocab_size)
     return counts_V
+
+
+def check_vocabulary(model_dir: Path, tokenizer: Any, vocab_size: int) -> None:
+    """Raise ConfigError for a tokenizer of another model: with more tokens than the target's embedding has rows."""
+    largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"{model_dir}: the tokenizer has token id {largest}, vocab_size is {vocab_size}: check --model"
+        )

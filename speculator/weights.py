@@ -10,11 +10,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from speculator.checkpoint import target_essentials, weight_files
+from speculator.checkpoint import target_essentials
 from speculator.errors import ConfigError, TargetError
+from speculator.target_folder import open_weights, reading, weight_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,10 @@ class TargetLayout:
 def read_layout(model_dir: Path) -> TargetLayout:
     """Of a target that serves; weights are not read. Raises ConfigError where the folder has no safetensors model."""
     shapes: dict[str, tuple[int, ...]] = {}
-    try:
+    with reading(model_dir):
         for path in set(weight_files(model_dir).values()):
-            with safe_open(path, framework="pt") as file:
+            with open_weights(path) as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read the target's weights: {error}") from error
     return TargetLayout(essentials=target_essentials(model_dir), shapes=shapes)
 
 

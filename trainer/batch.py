@@ -58,12 +58,17 @@ class Example:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int) -> Example:
-    """Raises TraceError for a trace that this draft cannot learn from: other shapes, unknown tokens, or no label."""
+def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, window: int | None = None) -> Example:
+    """Raises TraceError for a trace that this draft cannot learn from: other shapes, unknown tokens, or no label, or
+    positions beyond the draft's `window`.
+    """
     token_ids_T = torch.from_numpy(trace.token_ids).long()
     ids_TK = torch.from_numpy(trace.target_topk_ids)
     if trace.aux_hidden.shape[1] != feature_width:
         raise TraceError(f"features are {trace.aux_hidden.shape[1]} wide, the draft reads {feature_width}")
+    end = trace.header.first_position + len(token_ids_T)
+    if window is not None and end > window:
+        raise TraceError(f"it ends at position {end}, beyond the draft's window of {window}")
     if max(int(token_ids_T.max()), int(ids_TK.max())) >= len(draft_ids_V):
         raise TraceError(f"a token id is outside the target's vocabulary of {len(draft_ids_V)}")
     # Base n learns from row n + 1: the first base stands before the first row that has a distribution.

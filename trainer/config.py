@@ -15,7 +15,6 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.environment import unusable
-from speculator.fresh import DEFAULT_DRAFT_VOCAB_SIZE
 from speculator.loss import DEFAULT_LOSS, LossMix
 from trainer.device import DeviceSetting
 from trainer.gate import MIN_TRACES
@@ -69,8 +68,8 @@ class TrainerConfig(BaseSettings):
     """Target versions behind the newest up to which a trace counts fully; then it is drawn less often, and it is
     forgotten at twice that."""
 
-    draft_vocab_size: int = Field(default=DEFAULT_DRAFT_VOCAB_SIZE, ge=1)
-    """Of a new lineage; an existing one keeps its own."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Of a new lineage, 8192 where unset; where an existing one has another, the trainer does not start."""
     seed: int = 0
     """Of the order of learning and of a fresh draft."""
 

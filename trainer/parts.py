@@ -172,6 +172,7 @@ def _to_example(training: Training) -> Callable[[Trace], Example]:
         make_example,
         draft_ids_V=draft_ids_by_target_id(draft.d2t.cpu(), draft.config.vocab_size),
         feature_width=draft.fc.in_features,
+        window=draft.config.max_position_embeddings,
     )
 
 

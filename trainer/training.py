@@ -196,7 +196,8 @@ class Training:
             self._config.model_dir,
             self._fingerprint,
             draft_vocab_size=self._config.draft_vocab_size,
-            seed=self._config.seed,
+            # Of the order of learning, too: only a fresh draft must be of it.
+            seed=self._config.seed if self._store.latest() is None else None,
         )
 
 

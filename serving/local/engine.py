@@ -26,6 +26,7 @@ from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
 from serving.local.inbox import Errand, Inbox
+from serving.local.loading import load_tokenizer
 from serving.local.loop import DecodeLoop
 from serving.local.outbox import Arrived, Outbox
 from serving.local.proposer import Planner
@@ -80,7 +81,7 @@ class LocalEngine:
     ) -> None:
         self._config, self._target, self._load_draft = config, target, load_draft
         self.metrics, self._captures, self._sharing = metrics, on_trace is not None, sharing
-        self._tokenizer = LocalTokenizer(config.model_dir)
+        self._tokenizer = load_tokenizer(config.model_dir, vocab_size=target.embed.shape[0])
         cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or _planner(config)

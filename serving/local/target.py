@@ -16,7 +16,6 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +28,7 @@ from serving.local.kernels.decoder import KernelDecoder, fits
 from serving.local.kernels.layers import KernelLinear, gather
 from serving.local.kernels.library import Kernels, Way
 from serving.local.kernels.slots import PanelSlots
+from serving.local.loading import load_model
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
 from serving.local.ranking import Ranking
@@ -96,7 +96,8 @@ class Target:
         if int8 and not (has_onednn() and is_exact()):
             raise ConfigError("--int8-target needs a PyTorch with oneDNN and a CPU with VNNI: leave it out")
         self.is_int8 = int8
-        self._model = _load(model_dir, dtype, device)
+        model = load_model(model_dir, dtype=dtype, attn_implementation=_ATTENTION)
+        self._model = model.eval().requires_grad_(False).to(device)
         self._is_fused = fused and fusible(self._model)
         uses_kernels = own_kernels and self._is_fused and device == "cpu" and fits(self._model)
         kernels = found_kernels() if uses_kernels else None
@@ -255,30 +256,3 @@ def _check_compiler() -> None:
         find_compiler()
     except ConfigError as error:
         raise ConfigError(f"--compile-target: {error}, or leave it out") from error
-
-
-def _load(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=dtype,
-            attn_implementation=_ATTENTION,
-            local_files_only=True,
-            # Said outright, or a model that brings code makes it ask on the terminal, and old weights are unpickled.
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"cannot load a causal language model from {model_dir} ({reason}): check --model") from error
-    refuse_unsupported(model, model_dir)
-    return model.eval().requires_grad_(False).to(device)
-
-
-def refuse_unsupported(model: Any, model_dir: Path) -> None:
-    """Raise ConfigError for a model of a kind that this engine does not run; needs no weights."""
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or not hasattr(model.model, "layers"):
-        raise ConfigError(
-            f"{model_dir}: the local engine runs Llama-like models with full attention only; check --model"
-        )

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from serving.sglang.settings import PREFIX, PluginSettings
-from speculator.checkpoint import config_from_json, target_fingerprint
+from speculator.checkpoint import check_fits, config_from_json, target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError
-from speculator.model import DraftConfig
 from speculator.spans import is_wanted
 from speculator.store import DraftStore, Manifest
 
@@ -129,22 +128,8 @@ def version_of(args: Any, settings: PluginSettings) -> Manifest:
             f"draft version {manifest.version} was made for target {manifest.target_fingerprint[:12]}, "
             f"--model-path is {fingerprint[:12]}: give it a draft of this target"
         )
-    _check_shapes(store.config(manifest.version), Path(args.model_path))
+    check_fits(config_from_json(store.config(manifest.version)), Path(args.model_path))
     return manifest
-
-
-def _check_shapes(draft: dict[str, Any], model_dir: Path) -> None:
-    import json
-
-    ours = config_from_json(draft)
-    target = json.loads((model_dir / "config.json").read_bytes())
-    theirs = DraftConfig.for_target(target, draft_vocab_size=ours.draft_vocab_size)
-    for name in ("hidden_size", "vocab_size", "max_position_embeddings"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise ConfigError(
-                f"the draft's {name} is {getattr(ours, name)}, the target's {getattr(theirs, name)}: "
-                "draft and target do not fit"
-            )
 
 
 def refusing(check: Any, *arguments: Any) -> Any:

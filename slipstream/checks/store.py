@@ -42,6 +42,18 @@ def check_store(root: Path) -> Iterator[Finding]:
         yield ok(name, f"{root} holds {len(rows)} versions, {served} is whole and may be served")
 
 
+def check_fit(model: str, root: Path) -> Iterator[Finding]:
+    """Whether the store's drafts are for a target of these sizes and this window. Raises DraftError where not."""
+    from speculator.lineage import check_lineage
+    from speculator.store import DraftStore
+
+    store = DraftStore(root)
+    latest = store.latest()
+    if latest is not None:
+        check_lineage(store, latest, resolve_model(model))
+        yield ok("draft", f"those in {root} fit the target")
+
+
 def _no_redis() -> DraftPointer:
     raise ConfigError("not asked")
 

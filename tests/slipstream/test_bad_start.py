@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from slipstream.models import BUNDLED_MODEL
 
 Refused = Callable[..., str]
 
@@ -14,6 +17,16 @@ Refused = Callable[..., str]
 def test_unknown_model_directory(refused: Refused) -> None:
     assert "--model" in refused("serve", "--model", "/nowhere/at/all")
     assert "--model" in refused("demo", "--model", "/nowhere/at/all")
+
+
+def test_a_wrong_path_is_told_what_there_is(
+    refused: Refused, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = refused("serve", "--model", toy_model.parent / "tyo")
+    assert f"another directory, an id, {toy_model}" in line
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert BUNDLED_MODEL not in refused("serve", "--model", toy_model.parent / "tyo")
+    assert "is no directory" in refused("serve", "--model", toy_model / "config.json")
 
 
 def test_directory_without_a_model(refused: Refused, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from slipstream.checks.model import check_model
 from slipstream.checks.redis import check_redis
 from slipstream.checks.settings import COMPOSE_VARIABLES, check_settings
 from slipstream.checks.sglang import check_sglang
-from slipstream.checks.store import check_store, check_stream, check_trainer
+from slipstream.checks.store import check_fit, check_store, check_stream, check_trainer
 from slipstream.cli import app
 from slipstream.doctor import _run
 from slipstream.settings import known_variables
@@ -117,6 +117,14 @@ def test_a_port_in_use_by_something_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         # It accepts nobody: what asks there must give up by itself.
         assert "in use" in the_fault(found(lambda: check_ports([0, taken.getsockname()[1]])))
+
+
+def test_a_draft_for_a_smaller_window(store: DraftStore, toy_model: Path, tmp_path: Path) -> None:
+    assert levels(found(lambda: check_fit(str(toy_model), store.root))) == [Level.OK]
+    raised = shutil.copytree(toy_model, tmp_path / "raised")
+    config = json.loads((raised / "config.json").read_text())
+    (raised / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    assert "is 512, the target's 2048" in the_fault(found(lambda: check_fit(str(raised), store.root)))
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

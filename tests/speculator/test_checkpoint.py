@@ -100,7 +100,16 @@ def test_a_config_that_is_not_a_drafts_is_refused(change: dict[str, object]) -> 
 # -- the target
 
 CONTENT = {"model.embed_tokens.weight": torch.arange(12.0).view(4, 3), "model.norm.weight": torch.ones(3)}
-TARGET_CONFIG = {"hidden_size": 3, "vocab_size": 4, "transformers_version": "5.19"}
+TARGET_CONFIG = {
+    "hidden_size": 3,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 2,
+    "vocab_size": 4,
+    "max_position_embeddings": 64,
+    "transformers_version": "5.19",
+}
 
 
 def write_target(folder: Path, *, sharded: bool = False) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
-from speculator.errors import DraftMismatchError, StoreError
+from speculator.errors import ConfigError, DraftMismatchError, StoreError
 from speculator.lifecycle import State
 from speculator.lineage import admit, ensure_lineage, load_draft
 from speculator.store import DraftStore
@@ -83,6 +85,38 @@ def test_of_two_that_find_the_store_empty_one_is_first(toy_model: Path, tmp_path
         assert list(pool.map(start, (24, 32))) == [1, 1]
     assert DraftStore(tmp_path).versions() == [1]
     assert DraftStore(tmp_path).lifecycle.states() == {1: State.PROMOTED}
+
+
+def with_config(toy_model: Path, folder: Path, **change: object) -> Path:
+    shutil.copytree(toy_model, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, **change}))
+    return folder
+
+
+def test_a_draft_for_a_smaller_window_is_refused_with_both_numbers(toy_model: Path, tmp_path: Path) -> None:
+    small = with_config(toy_model, tmp_path / "small", max_position_embeddings=256)
+    store = DraftStore(tmp_path / "drafts")
+    assert ensure(store, small) == 1
+    with pytest.raises(DraftMismatchError, match=r"max_position_embeddings is 256, the target's 512"):
+        ensure(store, toy_model)
+    # What it was made for holds all that a smaller window has.
+    assert ensure(store, with_config(toy_model, tmp_path / "smaller", max_position_embeddings=128)) == 1
+
+
+def test_what_is_asked_of_a_fresh_draft_is_not_ignored_where_there_is_one(toy_model: Path, tmp_path: Path) -> None:
+    store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
+    ensure_lineage(store, toy_model, fingerprint, draft_vocab_size=4, seed=5, texts=["zzz"])
+    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, {"texts": ["zzz"]}):
+        assert ensure_lineage(store, toy_model, fingerprint, **alike) == 1  # type: ignore[arg-type]
+    for other, says in (
+        ({"draft_vocab_size": 8}, "of 8 is asked for, .* of 4 tokens"),
+        ({"seed": 6}, "from seed 5: leave --seed 6 out"),
+        ({"texts": ["aaa"]}, "--vocab-from"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ensure_lineage(store, toy_model, fingerprint, **other)  # type: ignore[arg-type]
+    assert store.versions() == [1]
 
 
 def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from serving.sglang.checks import check_draft_options, check_server
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled
 from speculator.checkpoint import target_fingerprint
-from speculator.errors import ConfigError, SlipstreamError, StreamError
+from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
 from speculator.fleet import Fleet
 from speculator.lineage import ensure_lineage
 from speculator.pointer import DraftPointer
@@ -150,7 +150,7 @@ def test_a_draft_of_another_shape(model_dir: Path, store: DraftStore, tmp_path: 
     """Told a fingerprint that is not its own, the target still has to fit."""
     other = make_toy_model(tmp_path / "other", hidden_size=64)
     settings = PluginSettings(store=store.root, target_fingerprint=target_fingerprint(model_dir))
-    with pytest.raises(ConfigError, match="hidden_size is 32, the target's 64"):
+    with pytest.raises(DraftMismatchError, match="hidden_size is 32, the target's 64"):
         check_server(arguments(other, store), settings)
 
 

@@ -1,0 +1,141 @@
+"""A target's folder is checked before anything of it is used; what is wrong is one line that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speculator.checkpoint import read_target_tensor
+from speculator.errors import ConfigError, DraftMismatchError
+from speculator.fresh import fresh_draft
+from speculator.target_folder import check_folder, reading
+from tests.toy import make_toy_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "target")
+
+
+def change(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "32"),
+        ("hidden_size", True),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 3),
+        ("num_key_value_heads", 3),
+        ("head_dim", 7),
+        ("vocab_size", -1),
+        ("max_position_embeddings", 10**9),
+        ("max_position_embeddings", None),
+        ("num_hidden_layers", 10**6),
+        ("rms_norm_eps", 0),
+        ("rope_theta", "10000"),
+        ("rope_parameters", [1]),
+    ],
+)
+def test_a_size_that_is_none_is_named(folder: Path, field: str, value: object) -> None:
+    change(folder, **{field: value})
+    with pytest.raises(ConfigError, match=field) as refused:
+        check_folder(folder)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_draft_larger_than_its_target_is_not_allocated(folder: Path) -> None:
+    change(folder, intermediate_size=10**7)
+    with pytest.raises(ConfigError, match="a draft has"):
+        fresh_draft(folder)
+
+
+def test_sizes_that_lie_deeper_are_named(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": config}))
+    with pytest.raises(ConfigError, match="no hidden_size, it is in text_config"):
+        fresh_draft(folder)
+
+
+def test_output_rows_that_are_not_there_are_not_made_up(folder: Path) -> None:
+    assert read_target_tensor(folder, "lm_head.weight").shape == (47, 32)
+    change(folder, tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"no tensor lm_head\.weight.*tie_word_embeddings"):
+        read_target_tensor(folder, "lm_head.weight")
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+        fresh_draft(folder)
+
+
+def test_an_index_that_names_a_file_that_is_not_there(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"No such file.*model-2\.safetensors"):
+        check_folder(folder)
+    index.write_text(json.dumps({"weight_map": {"more.weight": "model.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"no file has: more\.weight"):
+        check_folder(folder)
+
+
+def lock(path: Path) -> None:
+    path.chmod(0)
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def to_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lock, "Permission denied"),
+        (to_pipe, "Not a regular file"),
+        (to_loop, "Too many levels"),
+        (Path.unlink, "No such"),
+    ],
+)
+def test_the_systems_own_reason_is_told(folder: Path, spoil: Callable[[Path], None], says: str) -> None:
+    if spoil is lock and os.geteuid() == 0:
+        pytest.skip("root may read everything; tests/hostile takes the permission away from another user")
+    spoil(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{says}.*model\.safetensors"):
+        check_folder(folder)
+
+
+class PanicException(BaseException):
+    """As Rust libraries raise it."""
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), RecursionError(), RuntimeError("a\nb"), OSError(5, "x"), PanicException("a")]
+)
+def test_whatever_a_loader_raises_is_one_line(error: BaseException) -> None:
+    with pytest.raises(ConfigError) as refused, reading(Path("/a/model")):
+        raise error
+    assert "/a/model" in str(refused.value)
+    assert "--model" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), SystemExit(), DraftMismatchError("8 layers")])
+def test_what_no_folder_is_to_blame_for_passes(error: BaseException) -> None:
+    with pytest.raises(type(error)), reading(Path("/a/model")):
+        raise error
