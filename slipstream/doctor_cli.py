@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from slipstream.effects import DOCTOR, check_options
 from slipstream.models import BUNDLED_MODEL
 from slipstream.options import AsJson, Model
 from slipstream.serve_options import Engine, SglangPython
@@ -17,6 +18,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim
 
 
 def doctor(
+    context: typer.Context,
     model: Model = BUNDLED_MODEL,
     engine: Engine = "local",
     redis_url: Annotated[str | None, typer.Option(envvar="SLIPSTREAM_REDIS_URL", help="Also check this Redis.")] = None,
@@ -30,6 +32,8 @@ def doctor(
     from slipstream.cli import app
     from slipstream.doctor import Patient, examine
     from slipstream.settings import known_variables
+
+    check_options(context, DOCTOR)
 
     with working("looking"):
         findings = examine(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.effects import DRAFT_INIT, check_options
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import AsJson, DraftVocab, Model, Store, VocabFrom
@@ -40,6 +41,7 @@ def fork(
 @app.command()
 def init(
     model: Model,
+    context: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Write a Hugging Face folder, as SGLang loads it, here.")] = None,
     store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
     vocab_from: VocabFrom = None,
@@ -58,8 +60,7 @@ def init(
 
     if (out is None) == (store is None):
         raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")
-    if if_missing and store is None:
-        raise ConfigError("--if-missing is for --store: leave it out")
+    check_options(context, DRAFT_INIT)
     model_dir = resolve_model(model)
     texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
     with working(f"reading {model_name(model_dir)}, writing a draft for it"):

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from serving.gateway.app import create_passthrough_app
-from serving.gateway.config import ENV_PREFIX, GatewaySettings, lineage_urls
+from serving.gateway.config import GatewaySettings, lineage_urls
 from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer
@@ -20,23 +20,17 @@ from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.sglang.router import check_router
 from serving.targets import TargetDesk
+from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.registry import process_registry
 from speculator.drafts import DraftDesk
-from speculator.errors import ConfigError, EngineDeadError
+from speculator.errors import EngineDeadError
 
 log = structlog.get_logger(__name__)
 
 
 def check_settings(settings: GatewaySettings) -> None:
     """Raises ConfigError for a setting that has no effect in front of SGLang."""
-    for name in settings.model_fields_set:
-        variable = f"{ENV_PREFIX}{name.upper()}"
-        if name in ("default_max_tokens", "max_prompt_tokens", "targets_dir"):
-            raise ConfigError(f"{variable} is for --engine local, SGLang has its own way: unset it")
-        if name.startswith("rollout_"):
-            raise ConfigError(f"{variable} is for --engine local, which alone has rollouts: unset it")
-    if settings.choose_lineages and not settings.lineages:
-        raise ConfigError(f"{ENV_PREFIX}CHOOSE_LINEAGES has nothing to choose from: set {ENV_PREFIX}LINEAGES")
+    check_variables(settings, GATEWAY_IN_FRONT)
 
 
 def check_lineages(settings: GatewaySettings, model: str, target: str) -> None:

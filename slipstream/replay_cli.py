@@ -8,14 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.effects import REPLAY, check_options, warn_of_trainer_variables, warn_of_unread_variables
 from slipstream.files import check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.options import JsonFile, Model, finite
+from slipstream.options import DraftVocab, JsonFile, Model, finite
 from slipstream.terminal import counting, say
 
 
 def replay(
+    context: typer.Context,
     recordings: Annotated[list[Path], typer.Argument(help="Recordings, learnt from in this order.")],
     loss: Annotated[
         str | None, typer.Option(help='Names with weights: "forward_kl=1,discard=0.5"; default: the trainer\'s.')
@@ -33,7 +35,7 @@ def replay(
         ),
     ] = 0.0,
     model: Model = BUNDLED_MODEL,
-    draft_vocab_size: Annotated[int | None, typer.Option(min=2, help="Tokens that the draft can propose.")] = None,
+    draft_vocab_size: DraftVocab = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
@@ -43,6 +45,9 @@ def replay(
     `--store drafts --steps 0 --min-confidence 0.15` predicts a served draft: beside it stands what was recorded.
     """
     configure_logs()
+    check_options(context, REPLAY)
+    warn_of_unread_variables()
+    warn_of_trainer_variables()
     import torch
 
     from slipstream.replay import ReplayOptions

@@ -12,7 +12,7 @@ from functools import partial
 
 from serving.engine import Engine
 from serving.forgetting import ErasureWatch
-from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.config import GatewaySettings
 from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
@@ -22,6 +22,7 @@ from serving.metrics import VerdictCollector
 from serving.recorder import TraceRecorder
 from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
+from slipstream.effects import GATEWAY_OF_LOCAL, check_variables
 from slipstream.exposure import check_exposure
 from slipstream.local_site import (
     ServeOptions,
@@ -35,7 +36,7 @@ from slipstream.local_site import (
     open_recorder,
     open_sharing,
 )
-from speculator.errors import ConfigError, EngineDeadError
+from speculator.errors import EngineDeadError
 from speculator.fleet import Fleet
 from speculator.pointer import DraftPointer
 
@@ -50,8 +51,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
     fails.
     """
     check_exposure(options.host, options.redis_url, settings)
-    if settings.lineages or settings.choose_lineages:
-        raise ConfigError(f"{ENV_PREFIX}LINEAGES and …CHOOSE_LINEAGES are for a gateway in front of SGLang: unset them")
+    check_variables(settings, GATEWAY_OF_LOCAL)
     make_room(settings, each=1)
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))

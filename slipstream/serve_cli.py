@@ -9,6 +9,7 @@ import typer
 
 from serving.capture_share import DEFAULT_FLOOR
 from slipstream import serve_options as options
+from slipstream.effects import warn_of_unread_variables
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
@@ -57,7 +58,8 @@ def serve(
     configure_spans("slipstream-gateway")
     from speculator.checkpoint import model_name
 
-    options.refuse_options_of_another_engine(context)
+    options.check_together(context)
+    warn_of_unread_variables()
     given: dict[str, Any] = dict(context.params)
     given["model_dir"] = resolve_model(model)
     given["model_name"] = name or model_name(given["model_dir"])

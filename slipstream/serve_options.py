@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from slipstream import effects
 from slipstream.options import finite
 from speculator.errors import ConfigError
 
@@ -109,32 +110,11 @@ DropPersonalData = Annotated[
 ]
 StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
 
-_OF_ONE_ENGINE = {
-    "local": (
-        "slots",
-        "context_length",
-        "threads",
-        "compile_target",
-        "int8_target",
-        "suffix_depth",
-        "share_groups",
-        "head_off_share",
-    ),
-    "sglang": ("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
-}
-_INSTEAD = {"slots": "--max-running-requests", "context_length": "--context-length"}
-"""SGLang's own flags for the same."""
 
-
-def refuse_options_of_another_engine(context: typer.Context) -> None:
-    """An option without effect would be taken for one that had it. Raises ConfigError."""
+def check_together(context: typer.Context) -> None:
+    """Raise ConfigError for options of `serve` that have no effect, or that exclude each other."""
     engine, dtype = context.params["engine"], context.params["dtype"]
-    for owner, names in _OF_ONE_ENGINE.items():
-        for name in names:
-            source = context.get_parameter_source(name)
-            if owner != engine and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
-                instead = f": pass {_INSTEAD[name]} after --" if name in _INSTEAD else ": leave it out"
-                raise ConfigError(f"--{name.replace('_', '-')} is for --engine {owner}{instead}")
+    effects.check_options(context, effects.SERVE)
     if engine == "local":
         if unknown := context.params["sglang_arguments"]:
             raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
@@ -143,8 +123,6 @@ def refuse_options_of_another_engine(context: typer.Context) -> None:
                 "--share-groups sends answers to Redis as they come, and --drop-personal-data searches whole ones: "
                 "leave one of them out"
             )
-        if context.params["share_groups"] and context.params["suffix_depth"] == 0:
-            raise ConfigError("--share-groups shares text for suffix drafts: set --suffix-depth to 1 or more")
         if dtype == "float16":
             raise ConfigError("--dtype float16 is for --engine sglang: the local engine computes in bfloat16 or wider")
         return

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from serving.capture_share import DEFAULT_FLOOR
+from slipstream import effects
 from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
@@ -24,6 +25,7 @@ Depth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round."
 
 def sglang(
     model: Model,
+    context: typer.Context,
     sglang_arguments: options.SglangArguments = None,
     name: options.Name = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
@@ -55,6 +57,8 @@ def sglang(
     The store needs a version: `slipstream draft init --store` writes the first.
     """
     configure_logs()
+    effects.check_options(context, effects.SGLANG)
+    effects.warn_of_unread_variables()
     from slipstream.exposure import check_sglang_exposure
     from slipstream.sglang_start import SglangStart, become_sglang
     from speculator.checkpoint import model_name
@@ -112,12 +116,11 @@ def gateway(
     """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own, or of a pool."""
     configure_logs()
     configure_spans("slipstream-gateway")
+    effects.check_options(context, effects.GATEWAY)
+    effects.warn_of_unread_variables()
     from serving.gateway.config import load_settings
     from slipstream.gateway_alone import GatewayOptions, run_gateway
 
-    source = context.get_parameter_source("engine_id")
-    if pool and source is not None and source.name == "COMMANDLINE":
-        raise ConfigError("--pool takes every engine that reports: leave --engine-id out")
     if len(sglang) > 1 and not pool:
         raise ConfigError("--sglang more than once is for routers before the same engines: pass --pool, or it once")
     run_gateway(

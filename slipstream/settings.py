@@ -21,6 +21,7 @@ from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
 PREFIX = "SLIPSTREAM_"
+_SERVICE = "_SERVICE_HOST"
 _MIB = 1024 * 1024
 _KINDS = {int: "integer", float: "number", str: "text", bool: "1 or 0", Path: "path", SecretStr: "text, a secret"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -94,7 +95,11 @@ def known_variables(app: typer.Typer) -> frozenset[str]:
 def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> dict[str, str | None]:
     """Variables with our prefix that nothing reads, each with the known name that looks most like it."""
     known = set(known)
-    found = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+    services = [name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)]
+    # Kubernetes says so where each service of its namespace is.
+    theirs = tuple(f"{service}_{kind}" for service in services for kind in ("SERVICE_", "PORT"))
+    ours = (name for name in environment if name.startswith(PREFIX) and not name.startswith(theirs))
+    found = sorted(name for name in ours if name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in found}
 
 

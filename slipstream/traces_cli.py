@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.effects import PRUNE, check_options
 from slipstream.files import check_output
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
@@ -55,6 +56,7 @@ def record(
 
 @app.command()
 def prune(
+    context: typer.Context,
     recordings: Annotated[
         list[Path] | None, typer.Argument(help="Files that `slipstream traces record` wrote.")
     ] = None,
@@ -70,6 +72,7 @@ def prune(
     """Remove old traces from recordings and, with --model, from a stream; what cannot be read goes too."""
     from slipstream import traces
 
+    check_options(context, PRUNE)
     if older_than_hours <= 0:
         raise ConfigError(
             "nothing is pruned without an age: pass --older-than-hours, or set SLIPSTREAM_TRACE_TTL_HOURS"

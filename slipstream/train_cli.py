@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.effects import TRAIN, check_variables, warn_of_unread_variables
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
@@ -71,16 +72,17 @@ def train(
 
     model_dir, lineage = resolve_model(model), name_of(store)
     given = {"trace_ttl_hours": trace_ttl_hours, "pulse_dir": pulse_dir}
-    run_trainer(
-        load_config(
-            **{name: value for name, value in given.items() if value is not None},
-            model_dir=model_dir,
-            model_key=model_key(model_dir, target_fingerprint(model_dir), lineage),
-            redis_url=redis_url,
-            store_dir=store,
-            state_dir=below(state, lineage),
-            metrics_port=metrics_port,
-            num_threads=threads,
-            seed=seed,
-        )
+    config = load_config(
+        **{name: value for name, value in given.items() if value is not None},
+        model_dir=model_dir,
+        model_key=model_key(model_dir, target_fingerprint(model_dir), lineage),
+        redis_url=redis_url,
+        store_dir=store,
+        state_dir=below(state, lineage),
+        metrics_port=metrics_port,
+        num_threads=threads,
+        seed=seed,
     )
+    check_variables(config, TRAIN)
+    warn_of_unread_variables()
+    run_trainer(config)

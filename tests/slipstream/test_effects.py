@@ -1,0 +1,146 @@
+"""An option or a variable that has no effect where it is given says so: refused where it was typed, else a warning."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serving.gateway.config import load_settings
+from slipstream import effects
+from slipstream.cli import main
+from slipstream.logs import configure_logs
+from speculator.errors import ConfigError
+from trainer.config import load_config
+
+Refused = Callable[..., str]
+Warned = Callable[..., dict[str, str]]
+NOWHERE = "unix:///nowhere/redis.sock"
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Warned:
+    """Run a command line that cannot begin, and return of what it warned before: the reason of every setting."""
+
+    def run(*arguments: object) -> dict[str, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
+        with pytest.raises(SystemExit):
+            main()
+        return warnings(capsys.readouterr().err)
+
+    return run
+
+
+def warnings(text: str) -> dict[str, str]:
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return {
+        line.get("setting") or line["variable"]: line.get("reason") or line["nearest"]
+        for line in lines
+        if line["level"] == "warning"
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("draft", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
+        (("traces", "prune", "x.rec", "--older-than-hours", 1, "--lineage", "a"), "--lineage is of a stream"),
+        (("doctor", "--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
+        (("replay", "x.rec", "--steps", 0, "--loss", "forward_kl=1"), "--loss has no effect with --steps 0"),
+    ],
+)
+def test_what_was_typed_without_effect_is_refused(
+    refused: Refused, toy_model: Path, words: tuple[object, ...], says: str
+) -> None:
+    model = () if "traces" in words else ("--model", toy_model)
+    assert says in refused(*words, *model)
+
+
+def test_of_capture_while_it_is_off_is_a_warning(
+    warned: Warned, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("serve", "--model", toy_model, "--redis-url", NOWHERE, "--store", tmp_path, "--port", 0)
+    monkeypatch.setenv("SLIPSTREAM_CAPTURE_FLOOR", "0.5")
+    monkeypatch.setenv("SLIPSTREAM_DROP_PERSONAL_DATA", "0")
+    found = warned(*common, "--context-window", 64)
+    assert found.keys() == {"SLIPSTREAM_CAPTURE_FLOOR", "--context-window"}
+    assert "without --capture" in found["--context-window"]
+    assert warned(*common, "--context-window", 64, "--capture") == {}
+
+
+def test_a_variable_for_another_engine_may_be_another_services(
+    warned: Warned, toy_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_INT8_TARGET", "1")
+    found = warned("serve", "--engine", "sglang", "--model", toy_model, "--sglang-python", "/no/python", "--port", 0)
+    assert "--engine local" in found["SLIPSTREAM_INT8_TARGET"]
+
+
+def test_an_unknown_variable_is_named_with_the_one_that_was_meant(
+    warned: Warned, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TRAINER_LERNING_RATE", "1")
+    # Of compose, and as Kubernetes says where its service of that name is.
+    monkeypatch.setenv("SLIPSTREAM_SGLANG_GPU", "0")
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+    store = ("--store", tmp_path / "drafts", "--redis-url", NOWHERE)
+    found = warned("serve", "--model", toy_model, *store, "--port", 0)
+    assert found == {"SLIPSTREAM_TRAINER_LERNING_RATE": "SLIPSTREAM_TRAINER_LEARNING_RATE"}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"SERVING_BUDGET": "0.1"}, "SERVING_BUDGET"),
+        ({"SERVING_BUDGET": "0.1", "PULSE_DIR": "/dev/shm/x"}, ""),
+        ({"METRICS_HOST": "0.0.0.0"}, "METRICS_HOST"),
+        ({"METRICS_HOST": "0.0.0.0", "METRICS_PORT": "0"}, ""),
+        ({"GOLDEN_EPSILON": "0.1", "GOLDEN_TRACES": "0"}, "GOLDEN_EPSILON"),
+        ({"GOLDEN_PATIENCE_S": "5", "GOLDEN": "a.rec"}, "GOLDEN_PATIENCE_S"),
+        ({"SHARDED": "1"}, "SHARDED"),
+    ],
+)
+def test_trainer_settings_that_need_another(
+    given: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(f"SLIPSTREAM_TRAINER_{name}", value)
+    configure_logs()
+    nowhere = Path()
+    config = load_config(model_dir=nowhere, redis_url="", model_key="", store_dir=nowhere, state_dir=nowhere)
+    effects.check_variables(config, effects.TRAIN)
+    assert [*warnings(capsys.readouterr().err)] == ([f"SLIPSTREAM_TRAINER_{named}"] if named else [])
+
+
+def test_gateway_settings_of_the_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_LINEAGES", "code=http://127.0.0.1:1")
+    effects.check_variables(load_settings(), effects.GATEWAY_IN_FRONT)
+    with pytest.raises(ConfigError, match="SLIPSTREAM_GATEWAY_LINEAGES is for a gateway in front of SGLang"):
+        effects.check_variables(load_settings(), effects.GATEWAY_OF_LOCAL)
+
+
+def test_every_rule_names_what_there_is() -> None:
+    from serving.gateway.config import GatewaySettings
+    from slipstream.cli import app
+    from slipstream.settings import commands
+    from trainer.config import TrainerConfig
+
+    params = {name: {option.name for option in command.params} for name, command in commands(app)}
+    for command, rules in {
+        "serve": effects.SERVE,
+        "gateway": effects.GATEWAY,
+        "replay": effects.REPLAY,
+        "draft init": effects.DRAFT_INIT,
+        "traces prune": effects.PRUNE,
+        "doctor": effects.DOCTOR,
+    }.items():
+        for rule in rules:
+            assert set(rule.names) <= params[f"slipstream {command}"], command
+    for rule in (*effects.GATEWAY_OF_LOCAL, *effects.GATEWAY_IN_FRONT):
+        assert set(rule.names) <= GatewaySettings.model_fields.keys()
+    for rule in effects.TRAIN:
+        assert set(rule.names) <= TrainerConfig.model_fields.keys()
