@@ -8,7 +8,7 @@ disk, a local engine over a toy model. What is sent stands in tests/hostile/: re
 the gateway's own OpenAPI document, with and without keys, as the schema allows and as it does not; any method on any
 path with any headers; a table of bodies; bytes that are no HTTP; damaged traces, recordings and stream entries;
 damaged and forged draft versions, loaded as an engine does and installed into a running one; broken files of prompts
-and of rollout groups.
+and of rollout groups; folders of a target with one thing broken, as doctor, train, draft init and serve read them.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
 answer after ten seconds. Targets: no failure, no hang, at least 10,000 generated inputs (1,000 with `--quick`).
@@ -35,7 +35,7 @@ from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import DraftError, StoreError
 from speculator.redis_client import connect
 from tests.drafts import make_draft
-from tests.hostile import api, bodies, drafts, line_files, traces, wire
+from tests.hostile import api, bodies, drafts, line_files, model_folders, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally
 from tests.hostile.site import API_KEY, KEYS, full_app, open_app
 from tests.toy import make_toy_model, random_draft
@@ -51,6 +51,7 @@ COUNTS = {
     "recordings": (50, 500),
     "drafts": (100, 2000),
     "prompt files": (60, 2000),
+    "model folders": (100, 2000),
 }
 
 
@@ -173,6 +174,15 @@ def prompt_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator
     yield tally
 
 
+def targets(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    tally, choose = Tally("model folders: one thing broken"), random.Random(seed).randrange
+    folders = model_folders.ModelFolders(folder / "targets")
+    for number in range(counts["model folders"]):
+        what, path = folders.broken(choose)
+        tally.take(f"{number} {what}", lambda path=path: model_folders.attempt(path))
+    yield tally
+
+
 def hot_swap(folder: Path) -> Iterator[Tally]:
     """The corpus of drafts, installed into a running engine: none may change its version or what it says."""
     tally = Tally("hot swap: corpus of drafts")
@@ -223,6 +233,7 @@ def main() -> None:
                 stream_and_files(folder, client, counts, arguments.seed),
                 draft_files(folder, counts, arguments.seed),
                 prompt_files(folder, counts, arguments.seed),
+                targets(folder, counts, arguments.seed),
                 hot_swap(folder),
             ):
                 print(f"{tally.surface}: {tally.num_inputs}", flush=True)
