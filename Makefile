@@ -11,7 +11,7 @@ ARGS ?=
 IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 MINUTES ?= 10
 # Debian's; tests that need one are skipped where it is missing, and hey loads the gateway in a benchmark.
-SYSTEM_PACKAGES := chromium g++ hey prometheus
+SYSTEM_PACKAGES := chromium g++ hey prometheus redis-tools
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

