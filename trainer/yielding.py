@@ -34,6 +34,8 @@ from trainer.sharing import SHORTEST_SLICE_S, Sharing
 
 log = structlog.get_logger()
 
+_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUPS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
@@ -56,11 +58,22 @@ def give_way_in_the_kernel() -> None:
 
 
 def give_way_as_a_session(nice: int) -> None:
-    """Linux with `sched_autogroup_enabled` gives each session the same share of a core, and niceness counts within one
-    only: then a trainer at 19 takes half of the core that an engine of another session wants. A session that this
-    process leads is its own, and is made as nice as it is, `nice`; another has more processes in it, and stays.
+    """Tell the kernel, or whoever runs this process, that an engine's need of a core goes first.
+
+    Linux weighs a control group with a CPU weight of its own, a container's or a service's, as a whole: niceness counts
+    within it. Elsewhere, with `sched_autogroup_enabled`, it weighs sessions alike: a trainer at 19 takes half of the
+    core that an engine of another session wants. A session that this process leads is its own, and is made as nice as
+    it is, `nice`; another has more processes in it, and stays.
     """
-    if nice <= 0 or not hasattr(os, "getsid") or not _has_autogroups():
+    if nice <= 0 or not hasattr(os, "getsid"):
+        return
+    if _has_cpu_share():
+        log.info(
+            "niceness counts within this container or service alone: give it less of the CPU than the engine "
+            "(cpu_shares in compose, CPUWeight= in systemd, CPU requests in Kubernetes)"
+        )
+        return
+    if not _has_autogroups():
         return
     if os.getsid(0) != os.getpid():
         log.info("niceness counts within this session alone: start the trainer with setsid beside an engine elsewhere")
@@ -69,6 +82,22 @@ def give_way_as_a_session(nice: int) -> None:
         _AUTOGROUP.write_text(str(nice))
     except OSError as error:
         log.warning("this session's share of a core stays as it is", error=str(error))
+
+
+def _has_cpu_share() -> bool:
+    """Whether this process is in a control group, of either version, for which the kernel shares the CPU by weights."""
+    try:
+        groups = [line.split(":", 2) for line in _CGROUPS.read_text().splitlines()]
+    except OSError:
+        return False
+    for _, controllers, group in groups:
+        if "cpu" in controllers.split(","):
+            return group != "/"
+        if not controllers:
+            # Only the root has no weight; a container may see its own group as the root's path.
+            folder = _CGROUP_ROOT / group.strip("/")
+            return any((each / "cpu.weight").exists() for each in (folder, *folder.parents))
+    return False
 
 
 def _has_autogroups() -> bool:

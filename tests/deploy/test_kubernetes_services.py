@@ -94,6 +94,16 @@ def test_several_trainer_processes_may_start_again() -> None:
     assert environment(only)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
+def test_the_trainer_takes_no_cpu_that_serving_wants() -> None:
+    """Niceness counts within one container alone: what is requested is what a container weighs."""
+
+    def cpus(name: str) -> float:
+        asked = container(PODS[name])["resources"]["requests"]["cpu"]
+        return float(asked.removesuffix("m")) / (1000 if asked.endswith("m") else 1)
+
+    assert all(16 * cpus("trainer") <= cpus(name) for name in ("sglang", "gateway", "router", "redis"))
+
+
 def test_engines_are_named_after_their_pods() -> None:
     [named] = [each for each in container(PODS["sglang"])["env"] if each["name"] == "SLIPSTREAM_ENGINE_ID"]
     assert named["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}

@@ -301,6 +301,7 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
 def autogroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of this process, on a system that has them."""
     own, enabled = tmp_path / "autogroup", tmp_path / "enabled"
+    monkeypatch.setattr("trainer.yielding._CGROUPS", tmp_path / "none")
     own.write_text("/autogroup-1 nice 0\n")
     enabled.write_text("1\n")
     monkeypatch.setattr("trainer.yielding._AUTOGROUP", own)
@@ -330,6 +331,36 @@ def test_a_session_that_others_are_in_stays(autogroup: Path, monkeypatch: pytest
     assert autogroup.read_text() == before
     assert len(told) == 1
     assert "setsid" in told[0]["event"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "weighed", "is_alone"),
+    [
+        ("0::/\n", ".", True),  # a container that sees its own group as the root
+        ("0::/system.slice/trainer.service\n", "system.slice/trainer.service", True),
+        ("0::/user.slice/user-1000.slice/session-2.scope\n", "user.slice", True),
+        ("4:cpu,cpuacct:/docker/0123\n3:memory:/docker/0123\n0::/\n", None, True),
+        ("0::/\n", None, False),
+        ("0::/user.slice/session-2.scope\n", None, False),
+        ("3:memory:/system.slice\n2:cpuacct:/a\n1:cpu:/\n0::/\n", None, False),
+    ],
+)
+def test_in_a_container_or_a_service_its_share_decides(
+    autogroup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, weighed: str | None, is_alone: bool
+) -> None:
+    """`setsid` would change nothing there."""
+    (tmp_path / "cgroup").write_text(groups)
+    monkeypatch.setattr("trainer.yielding._CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("trainer.yielding._CGROUP_ROOT", tmp_path / "cgroups")
+    if weighed is not None:
+        (tmp_path / "cgroups" / weighed).mkdir(parents=True)
+        (tmp_path / "cgroups" / weighed / "cpu.weight").write_text("100\n")
+    monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
+    with capture_logs() as told:
+        give_way_as_a_session(19)
+    assert len(told) == 1
+    assert ("setsid" in told[0]["event"]) is not is_alone
+    assert ("cpu_shares" in told[0]["event"]) is is_alone
 
 
 @pytest.mark.parametrize("enabled", ["0\n", None])
