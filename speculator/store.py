@@ -35,6 +35,7 @@ from torch import Tensor
 from speculator.clock import now_ms
 from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
 from speculator.files import sync, write_synced
+from speculator.folder import write_tensors
 from speculator.lifecycle import Lifecycle, State
 from speculator.lineages import name_of
 
@@ -101,7 +102,7 @@ class DraftStore:
             self._versions.mkdir(parents=True, exist_ok=True)
             self._clean()
             with self._temporary() as folder:
-                safetensors.torch.save_file(dict(weights), folder / _WEIGHTS, {"format": "pt"})
+                write_tensors(folder / _WEIGHTS, weights)
                 sync(folder / _WEIGHTS)
                 write_synced(folder / _CONFIG, json.dumps(config, indent=2).encode())
                 manifest = Manifest(

@@ -112,6 +112,7 @@ def test_list_show_diff_and_export_work_without_redis(cli: Cli, tmp_path: Path, 
     assert cli("export", 2, "--out", out).strip() == str(out)
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
     assert "fc.weight" in load_file(out / "model.safetensors")
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "a server may run as another user"
 
 
 def test_a_version_is_promoted_pinned_and_rolled_back(

@@ -10,6 +10,7 @@ from slipstream.topics import built_in_prompts, endless
 def test_the_bundled_model_answers_with_and_without_speculation() -> None:
     model_dir = resolve_model(BUNDLED_MODEL)
     assert resolve_model(BUNDLED_MODEL) == model_dir
+    assert len({path.stat().st_mode for path in model_dir.iterdir()}) == 1, "containers run as another user"
     for depth in (0, 3):
         with local_engine(model_dir, depth=depth, num_threads=1) as engine:
             # The best token leads by a nat everywhere: CPUs whose sums round in different ways agree.

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,6 +78,17 @@ def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
         "manifest.json",
         "model.safetensors",
     ]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_others_may_read_what_the_umask_lets_them(store: DraftStore, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write(store)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (store.root / "versions" / "000001").iterdir()}
+    assert modes == dict.fromkeys(("config.json", "manifest.json", "model.safetensors"), mode)
 
 
 def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
