@@ -1,8 +1,12 @@
-"""Compiles the library at the first start of an engine where there is a C++ compiler: two seconds."""
+"""Compiles the library: for an image when that is built, elsewhere at the first start of an engine, in two seconds.
+
+`python -m serving.local.kernels.build` compiles it for every instruction set, to be shipped with the package.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import platform
 import subprocess
 import tempfile
 from functools import cache
@@ -21,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "kernels.cpp"
+SHIPPED = _FOLDER / "shipped"
+"""Libraries that came with the package, if any."""
 # Contracted products and sums would round differently from PyTorch's, and from those of another compiler.
 # Of two libraries in one process each calls its own functions: GCC makes one of tables and buffers that others can see.
 _OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden", "-mfma")
@@ -54,11 +60,15 @@ def available() -> list[Instructions]:
 
 @cache
 def found_kernels() -> Kernels | None:
-    """None where the CPU or a C++ compiler is missing, or the compiler fails: PyTorch's operations take their place."""
+    """Those that were shipped, or compiled ones. None where the CPU is another one, or there is no C++ compiler, or it
+    fails: PyTorch's operations take their place.
+    """
     try:
         if not (instructions := available()):
             raise ConfigError("not for this CPU")
-        kernels = compiled_kernels(find_compiler(), kernel_folder(), instructions[0])
+        shipped = SHIPPED / _file_name(instructions[0])
+        path = shipped if shipped.exists() else compile_library(find_compiler(), kernel_folder(), instructions[0])
+        kernels = Kernels(path)
     except (ConfigError, OSError, RuntimeError) as error:
         log.info("without kernels of our own", reason=(str(error).splitlines() or [type(error).__name__])[0])
         return None
@@ -70,20 +80,36 @@ def found_kernels() -> Kernels | None:
     return kernels
 
 
-def compiled_kernels(compiler: str, folder: Path, instructions: Instructions) -> Kernels:
-    """From the folder, or compiled into it. Raises OSError, and RuntimeError with what the compiler says."""
-    # Not -march=native: the folder may be another machine's, too.
-    options = [*_OPTIONS, *instructions.options]
-    sources = b"".join(path.read_bytes() for path in sorted([_SOURCE, *_FOLDER.glob("*.h")]))
-    name = hashlib.sha256(sources + repr([compiler, *options]).encode()).hexdigest()[:16]
-    path = folder / f"kernels-{name}.so"
+def compile_library(compiler: str, folder: Path, instructions: Instructions) -> Path:
+    """The library in the folder; compiled where it is not there. Raises OSError, and RuntimeError with what the
+    compiler says.
+    """
+    path = folder / _file_name(instructions)
     if not path.exists():
         # Others may start at the same time, in containers that count processes alike.
         with tempfile.TemporaryDirectory(prefix=path.stem, dir=folder) as own:
             made = Path(own) / path.name
-            command = [compiler, *options, "-o", str(made), str(_SOURCE)]
+            command = [compiler, *_options(instructions), "-o", str(made), str(_SOURCE)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(done.stderr.strip() or f"{compiler} ended with {done.returncode}")
             made.replace(path)
-    return Kernels(path)
+    return path
+
+
+def _options(instructions: Instructions) -> list[str]:
+    # Not -march=native: the folder may be another machine's, too.
+    return [*_OPTIONS, *instructions.options]
+
+
+def _file_name(instructions: Instructions) -> str:
+    """Of a library of just these sources and options."""
+    sources = b"".join(path.read_bytes() for path in sorted([_SOURCE, *_FOLDER.glob("*.h")]))
+    return f"kernels-{hashlib.sha256(sources + repr(_options(instructions)).encode()).hexdigest()[:16]}.so"
+
+
+if __name__ == "__main__":
+    SHIPPED.mkdir(exist_ok=True)
+    # For other processors there is no code.
+    for each in (AVX512, AVX2) if platform.machine() == "x86_64" else ():
+        compile_library(find_compiler(), SHIPPED, each)

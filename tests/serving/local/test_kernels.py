@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from serving.local.compiled import find_compiler, kernel_folder
 from serving.local.int8 import Int8Linear
-from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compiled_kernels, found_kernels
+from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compile_library, found_kernels
 from serving.local.kernels.decoder import KernelDecoder
 from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
 from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Way, Window, compute_with, parents_of
@@ -49,7 +49,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def _compiled(instructions: Instructions) -> Kernels:
-    return compiled_kernels(find_compiler(), kernel_folder(), instructions)
+    return Kernels(compile_library(find_compiler(), kernel_folder(), instructions))
 
 
 CHOICES = [
@@ -692,7 +692,7 @@ def test_without_a_compiler_that_works_there_are_none(
     folder = tmp_path / "kernels"
     folder.mkdir()
     with pytest.raises(RuntimeError, match="no such header"):
-        compiled_kernels(str(failing), folder, AVX2)
+        compile_library(str(failing), folder, AVX2)
     assert not list(folder.iterdir())
     monkeypatch.setattr("serving.local.target.found_kernels", found_kernels.__wrapped__)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
@@ -712,17 +712,17 @@ def test_kernels_are_compiled_once_whoever_starts_first(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: compiled_kernels(str(counting), folder, AVX2), range(2)))
+        found = list(pool.map(lambda _: compile_library(str(counting), folder, AVX2), range(2)))
     assert len(found) == 2
     num_runs = len((tmp_path / "runs").read_text().splitlines())
     assert num_runs in (1, 2)
-    compiled_kernels(str(counting), folder, AVX2)
+    compile_library(str(counting), folder, AVX2)
     assert len((tmp_path / "runs").read_text().splitlines()) == num_runs
     assert [path.suffix for path in folder.iterdir()] == [".so"]
 
 
 def test_of_two_libraries_in_a_process_each_calls_its_own(tmp_path: Path) -> None:
-    compiled_kernels(find_compiler(), tmp_path, AVX2)
+    compile_library(find_compiler(), tmp_path, AVX2)
     (library,) = tmp_path.iterdir()
     listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     symbols = [line.split()[1:] for line in listed.splitlines()]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from serving.local.compiled import find_compiler, kernel_folder
-from serving.local.kernels.build import AVX2, AVX512, available, compiled_kernels
+from serving.local.kernels.build import AVX2, AVX512, available, compile_library
+from serving.local.kernels.library import Kernels
 from serving.local.ranking import Ranking
 
 pytestmark = [
@@ -23,7 +24,7 @@ PYTORCH = Ranking(None)
 
 @pytest.fixture(scope="module", params=[pytest.param(AVX512, marks=needs_avx512), AVX2], ids=["avx512", "avx2"])
 def ranking(request: pytest.FixtureRequest) -> Ranking:
-    return Ranking(compiled_kernels(find_compiler(), kernel_folder(), request.param))
+    return Ranking(Kernels(compile_library(find_compiler(), kernel_folder(), request.param)))
 
 
 def _logits(num_rows: int, vocab: int) -> Tensor:
