@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos soak llama-cpp lint check format lock audit clean docs secrets system-packages
+.PHONY: help demo test test-sglang chaos soak llama-cpp lint check format lock audit clean docs secrets system-packages up
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -38,6 +38,9 @@ soak: .venv/.installed ## the loop under steady load: what grows? MINUTES=10
 
 secrets: ## write the passwords of docker-compose.yml into deploy/secrets, where there are none yet
 	@deploy/secrets.sh
+
+up: ## check what docker-compose.yml needs, build, and start it in the background; docs/compose.md
+	@deploy/up.sh $(ARGS)
 
 lint: .venv/.installed ## formatting, rules, types, import contracts
 	$(PYTHON) -m ruff format --check .

@@ -17,7 +17,21 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation --target /package 
 FROM python:${PYTHON}-slim AS dependencies
 WORKDIR /source
 COPY requirements.lock .
-RUN pip install --no-cache-dir --require-hashes --target /dependencies -r requirements.lock
+# PyPI has PyTorch for Linux with CUDA alone, and it does not start without most of CUDA's libraries. What only a GPU would
+# load is left out where there is none.
+ARG WITHOUT_GPU=
+RUN pip install --no-cache-dir --require-hashes --target /dependencies -r requirements.lock \
+    && if [ -n "$WITHOUT_GPU" ]; then \
+      rm -r /dependencies/triton /dependencies/nvidia/cudnn/lib/libcudnn_* /dependencies/nvidia/cu13/lib/libcusolver*; \
+    fi
+
+# Our own kernels for CPUs, for both instruction sets: the image has no compiler, and its /tmp runs nothing.
+FROM dependencies AS kernels
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
+COPY --from=package /package /opt/slipstream
+ENV PYTHONPATH=/opt/slipstream:/dependencies PYTHONDONTWRITEBYTECODE=1
+RUN python -m serving.local.kernels.build
 
 FROM python:${PYTHON}-slim
 # The number is the same in both images: they share the volume of drafts.
@@ -25,7 +39,9 @@ RUN groupadd --gid 10001 slipstream \
     && useradd --uid 10001 --gid 10001 --no-create-home slipstream \
     && install -d -o 10001 -g 10001 /models /store /state
 COPY --from=dependencies /dependencies /opt/dependencies
-COPY --from=package /package /opt/slipstream
+COPY --from=kernels /opt/slipstream /opt/slipstream
 ENV PYTHONPATH=/opt/slipstream:/opt/dependencies PYTHONDONTWRITEBYTECODE=1
+# An image in which a part is missing ends here, and not in service.
+RUN python -c "import serving.local.engine, trainer.run, slipstream.cli"
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "slipstream"]

@@ -58,9 +58,9 @@ def argv(value: str | list[str] | None) -> list[str]:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """The assignments of an env file, those that are commented out included."""
-    lines = [line.removeprefix("#") for line in path.read_text().splitlines()]
-    return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+    """The assignments of an env file, and those that are commented out where there is no other."""
+    found = re.findall(r"^(#?)(\w+)=(.*)$", path.read_text(), re.M)
+    return {name: value for _, name, value in sorted(found, key=lambda each: each[0], reverse=True)}
 
 
 def _interpolate(value: Any, environment: Mapping[str, str]) -> Any:

@@ -67,7 +67,24 @@ def test_everything_is_pinned(files: tuple[Path, ...]) -> None:
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), name
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version is not None
-    assert load(files, ENV)["services"]["trainer"]["image"] == f"slipstream:{version[1]}"
+    ours = "slipstream" if files == GPU else "slipstream-cpu"
+    assert load(files, ENV)["services"]["trainer"]["image"] == f"{ours}:{version[1]}"
+
+
+@BOTH
+def test_an_image_is_built_once_whoever_runs_it(files: tuple[Path, ...]) -> None:
+    services = load(files, ENV)["services"]
+    built = [service["image"] for service in services.values() if "build" in service]
+    assert len(set(built)) == len(built)
+    assert {services[name]["image"] for name in ("init", "gateway", "trainer")} <= set(built)
+
+
+@BOTH
+def test_the_trainer_takes_no_cpu_that_serving_wants(files: tuple[Path, ...]) -> None:
+    """Niceness counts within one container alone."""
+    services = load(files, ENV)["services"]
+    others = [service.get("cpu_shares", 1024) for name, service in services.items() if name != "trainer"]
+    assert 16 * services["trainer"]["cpu_shares"] <= min(others)
 
 
 def test_redis_is_not_one_of_the_vulnerable_ones() -> None:
@@ -132,7 +149,8 @@ def test_a_model_must_be_chosen_and_nothing_is_captured_unasked() -> None:
 def test_the_example_and_the_page_name_every_variable() -> None:
     texts = "".join(path.read_text() for path in CPU)
     read = set(re.findall(r"\$\{(\w+)", texts))
-    assert variables(ROOT / ".env.example").keys() == read
+    # Which files there are is for compose itself.
+    assert variables(ROOT / ".env.example").keys() == read | {"COMPOSE_FILE"}
     page = (ROOT / "docs" / "compose.md").read_text()
     assert read <= set(re.findall(r"`(\w+)`", page))
 
@@ -141,6 +159,20 @@ def test_the_example_loads() -> None:
     services = load(GPU, variables(ROOT / ".env.example"))["services"]
     assert "Qwen/Qwen3-8B" in argv(services["sglang"]["command"])
     assert services["trainer"]["environment"]["SLIPSTREAM_STORE"] == "/store/Qwen/Qwen3-8B"
+
+
+def test_the_example_shows_a_folder_as_both_variables_name_it() -> None:
+    text = (ROOT / ".env.example").read_text()
+    [models] = re.findall(r"^#SLIPSTREAM_MODELS=(/\S+)$", text, re.M)
+    [model] = re.findall(r"^#SLIPSTREAM_MODEL=(\S+)$", text, re.M)
+    service = load(GPU, {"SLIPSTREAM_MODEL": model, "SLIPSTREAM_MODELS": models})["services"]["trainer"]
+    [source] = [volume.partition(":")[0] for volume in service["volumes"] if ":/models" in volume]
+    assert (source, Path(argv(service["command"])[2]).parent) == (models, Path("/models"))
+
+
+def test_the_example_chooses_the_cpu_variant_in_a_line() -> None:
+    named = variables(ROOT / ".env.example")["COMPOSE_FILE"].split(":")
+    assert [ROOT / name for name in named] == list(CPU)
 
 
 def test_grafana_opens_with_the_dashboard_that_is_there() -> None:

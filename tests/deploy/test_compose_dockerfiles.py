@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from tests.deploy.compose import ROOT
 from tests.deploy.dockerfile import entrypoint, instructions
 
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
+SLIPSTREAM = ROOT / "deploy" / "slipstream.Dockerfile"
 ROUTER = ROOT / "deploy" / "router.Dockerfile"
 EACH = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 
@@ -50,9 +55,12 @@ def test_sources_exist_and_reach_the_build(path: Path) -> None:
 
 @EACH
 def test_images_and_packages_are_pinned(path: Path) -> None:
+    stages = set()
     for name, rest in instructions(path):
         if name == "FROM":
-            assert re.search(r":v?\d+\.\d+\.\d+(-slim)?( AS \w+)?$", rest), rest
+            base, _, stage = rest.partition(" AS ")
+            assert base in stages or re.search(r":v?\d+\.\d+\.\d+(-slim)?$", base), rest
+            stages.add(stage)
         if name == "RUN":
             for install in re.findall(r"pip install[^&]*", rest):
                 assert "--require-hashes" in install or "--no-deps --no-build-isolation" in install, install
@@ -114,6 +122,109 @@ def test_the_wheel_has_every_file_and_the_plugin(tmp_path: Path) -> None:
     for package in ("speculator", "serving", "trainer", "slipstream"):
         files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
         assert {str(path.relative_to(ROOT)) for path in files} <= names
+
+
+def test_pytorch_starts_without_what_the_cpu_variant_leaves_out(tmp_path: Path) -> None:
+    """And learns: with links to everything else."""
+    [installs] = [rest for name, rest in instructions(SLIPSTREAM) if name == "RUN" and "rm -r" in rest]
+    left_out = re.findall(r"/dependencies/(\S+?)(?:;|\s)", installs.partition("rm -r ")[2])
+    assert len(left_out) == 3
+    packages, view = Path(torch.__file__).parents[1], tmp_path / "packages"
+    if not (packages / "nvidia").exists():
+        pytest.skip("this PyTorch brings nothing of CUDA")
+    _link(packages, view)
+    for pattern in left_out:
+        found = list(view.glob(pattern))
+        assert found, pattern
+        for path in found:
+            path.unlink()
+    learns = """
+import torch
+layer = torch.nn.Linear(8, 8)
+optimiser = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(1, 8)).sum().backward()
+optimiser.step()
+print(torch.__file__)
+"""
+    done = subprocess.run(
+        # Without the folder of packages that this Python knows by itself.
+        [sys.executable, "-S", "-c", learns],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(view), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(view)
+
+
+def _link(source: Path, view: Path) -> None:
+    """Libraries find each other by folders beside their own, which have to be the view's; all else is a link."""
+    view.mkdir()
+    for path in source.iterdir():
+        if path.name in ("torch", "nvidia", "lib") or (source.name == "nvidia" and (path / "lib").is_dir()):
+            _link(path, view / path.name)
+        else:
+            (view / path.name).symlink_to(path)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the stages `package` and `kernels` of the image make, by their own commands but for pip and apt."""
+    told = [rest for name, rest in instructions(SLIPSTREAM) if name == "RUN"]
+    [compiles] = [rest for rest in told if rest.startswith("python -m serving")]
+    root, wheel = tmp_path_factory.mktemp("image"), tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheel)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    with zipfile.ZipFile(next(wheel.iterdir())) as archive:
+        archive.extractall(root)
+    subprocess.run(
+        [sys.executable, *compiles.split()[1:]], cwd=root, check=True, env=_in_image(root, os.environ["PATH"])
+    )
+    for path in sorted(root.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    return root
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there are kernels for x86-64 alone")
+def test_the_image_has_kernels_for_both_instruction_sets_and_needs_no_compiler(image: Path, tmp_path: Path) -> None:
+    """Nor a folder that it could write to, as its /tmp runs nothing."""
+    shipped = image / "serving" / "local" / "kernels" / "shipped"
+    assert len(list(shipped.glob("kernels-*.so"))) == 2
+    shows = """
+import serving, torch
+from serving.local.kernels import build
+print(serving.__file__)
+print("expected" if build.available() else "none")
+build.found_kernels()
+for each in build.available():
+    build.available = lambda: [each]
+    build.found_kernels.cache_clear()
+    assert build.found_kernels() is not None
+"""
+    (empty := tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", shows],
+        cwd=empty,
+        env=_in_image(image, str(empty)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    place, has, *logged = done.stdout.splitlines()
+    assert Path(place).parent.parent == image
+    assert all("with kernels of our own" in line for line in logged) is (has == "expected")
+    assert not list(empty.iterdir())
+
+
+def _in_image(root: Path, path: str) -> dict[str, str]:
+    return {"PATH": path, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/dev/null"}
 
 
 def _lock(path: Path) -> tuple[dict[str, str], dict[str, set[str]]]:

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Starts docker-compose.yml with what .env says, after a look at what would otherwise fail later, or in silence: Docker,
+# .env, secrets, the models' folder, ports. Each thing that is wrong is one line, and then nothing is started.
+# Usage: deploy/up.sh [ARGUMENTS of docker compose up]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+user=10001
+is_wrong=
+wrong() { echo "$1" >&2; is_wrong=1; }
+
+# What compose fills in: the environment goes before .env.
+value() {
+  if [ -n "${!1:-}" ]; then printf %s "${!1}"; else
+    { [ ! -e .env ] || sed -n "s/^[[:space:]]*$1=//p" .env; } | tail -n 1 | sed -E "s/[[:space:]]+(#.*)?\$//; s/^([\"'])(.*)\\1\$/\\2/"
+  fi
+}
+
+if ! command -v docker >/dev/null; then
+  wrong "there is no docker: install Docker Engine 25 or newer, with its compose plugin"
+elif ! docker info >/dev/null 2>&1; then
+  wrong "Docker's daemon does not answer: start it, or run this as root or as a member of the group docker"
+else
+  version=$(docker compose version --short 2>/dev/null || true)
+  if [ "$(printf '%s\n' 2.24.4 "${version#v}" | sort -V | head -n 1)" != 2.24.4 ]; then
+    wrong "docker compose is ${version:-not installed}: install 2.24.4 or newer"
+  fi
+fi
+
+model=$(value SLIPSTREAM_MODEL) models=$(value SLIPSTREAM_MODELS)
+folder=${models/#\~/$HOME}
+if [ ! -e .env ]; then
+  wrong "there is no .env: cp .env.example .env, and choose the model in it"
+elif [ -z "$model" ]; then
+  wrong "no model is chosen: set SLIPSTREAM_MODEL in .env"
+elif [[ $folder == [./]* && ! -d $folder ]]; then
+  # Docker would make an empty one, as root.
+  wrong "SLIPSTREAM_MODELS=$models is no folder: make it, or set another in .env"
+elif [[ $model == /models/* ]]; then
+  own=$folder/${model#/models/}
+  if [ -z "$models" ]; then
+    wrong "SLIPSTREAM_MODEL=$model is a folder: set SLIPSTREAM_MODELS in .env to the one that has ${model#/models/} in it"
+  elif [[ $folder == [./]* && ! -f $own/config.json ]]; then
+    wrong "SLIPSTREAM_MODEL=$model: there is no $own/config.json: put the model there, or set another in .env"
+  elif [[ $folder == [./]* ]]; then
+    reader="user $user, as whom containers run"
+    [ -n "$(find -L "$folder" -maxdepth 0 \( -uid $user -o -perm -001 \))" ] ||
+      wrong "$folder may not be entered by $reader: chmod a+x $folder"
+    closed=$(find -L "$own" ! -uid $user \( -type d ! -perm -005 -o -type f ! -perm -004 \) -print -quit)
+    [ -z "$closed" ] || wrong "$closed may not be read by $reader: chmod -R a+rX $own"
+  fi
+elif [[ $model == [./~]* ]]; then
+  wrong "SLIPSTREAM_MODEL=$model: write a folder as /models/NAME, for NAME in the folder SLIPSTREAM_MODELS"
+elif [[ $folder == [./]* ]]; then
+  [ -n "$(find -L "$folder" -maxdepth 0 \( -uid $user -o -perm -007 \))" ] ||
+    wrong "user $user, as whom containers run, may not write $model into $folder: chown $user $folder"
+fi
+
+for name in $(sed -n 's|.*{file: \./deploy/secrets/\(.*\)}|\1|p' docker-compose.yml); do
+  [ -s "deploy/secrets/$name" ] || { wrong "deploy/secrets/$name is missing: make secrets"; break; }
+done
+
+# Our own services hold their ports rightly.
+services=$(docker compose config --services 2>/dev/null) || services=$'gateway\nprometheus\ngrafana'
+running=$(docker compose ps --services --status running 2>/dev/null) || running=
+while read -r service variable port; do
+  named=$(value "$variable")
+  if grep -qx "$service" <<<"$services" && ! grep -qx "$service" <<<"$running" &&
+    (exec 3<>"/dev/tcp/127.0.0.1/${named:-$port}") 2>/dev/null; then
+    wrong "port ${named:-$port} is taken: set $variable in .env to another"
+  fi
+done <<'PORTS'
+gateway SLIPSTREAM_PORT 8000
+prometheus SLIPSTREAM_PROMETHEUS_PORT 9090
+grafana SLIPSTREAM_GRAFANA_PORT 3000
+PORTS
+
+[ -z "$is_wrong" ] || exit 2
+exec docker compose up --detach --build "$@"

@@ -1,0 +1,206 @@
+"""`make up` says what is missing, a line each, before it starts anything; with a Docker that only notes its orders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.compose import ROOT, variables
+
+DOCKER = """#!/bin/sh
+case "$*" in
+  info) exit "${NO_DAEMON:-0}" ;;
+  "compose version --short") echo "${COMPOSE_VERSION-2.26.1}" ;;
+  "compose config --services") printf 'redis\\ninit\\ngateway\\ntrainer\\nprometheus\\n' ;;
+  "compose ps --services --status running") printf '%s\\n' $RUNNING ;;
+  *) echo "$*" >>orders ;;
+esac
+"""
+
+
+class Checkout:
+    """The files that matter here, with nothing in them that a user has to make."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "deploy").mkdir()
+        for name in ("docker-compose.yml", ".env.example", "deploy/up.sh", "deploy/secrets.sh"):
+            shutil.copy(ROOT / name, folder / name)
+        shutil.copytree(ROOT / "deploy" / "redis", folder / "deploy" / "redis")
+        (folder / "bin").mkdir()
+        (folder / "bin" / "docker").write_text(DOCKER)
+        (folder / "bin" / "docker").chmod(0o755)
+        self._ports = {name: str(_free_port()) for name in variables(ROOT / ".env.example") if name.endswith("_PORT")}
+
+    def with_secrets(self) -> None:
+        subprocess.run([self.folder / "deploy" / "secrets.sh"], check=True, capture_output=True)
+
+    def choose(self, **values: str) -> None:
+        """Write .env."""
+        lines = {"SLIPSTREAM_MODEL": "some/model", **self._ports, **values}
+        (self.folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+
+    def model(self, models: str = "models") -> Path:
+        """A folder with a model that every user may read."""
+        own = self.folder / models / "mine"
+        own.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (own / name).touch(0o644)
+        for folder in (own, own.parent):
+            folder.chmod(0o755)
+        return own
+
+    def up(self, *arguments: str, **environment: str) -> tuple[int, list[str]]:
+        """The exit code, and the lines that it says."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLIPSTREAM_", "COMPOSE_"))}
+        done = subprocess.run(
+            [self.folder / "deploy" / "up.sh", *arguments],
+            env={**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not done.stdout
+        return done.returncode, done.stderr.splitlines()
+
+    @property
+    def orders(self) -> str:
+        """What Docker was told to do."""
+        path = self.folder / "orders"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+@pytest.fixture
+def ready(checkout: Checkout) -> Checkout:
+    checkout.with_secrets()
+    checkout.choose()
+    return checkout
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_where_nothing_is_missing_compose_is_told(ready: Checkout) -> None:
+    assert ready.up("--wait") == (0, [])
+    assert ready.orders == "compose up --detach --build --wait\n"
+
+
+def test_in_a_fresh_clone_every_step_is_named(checkout: Checkout) -> None:
+    code, lines = checkout.up(SLIPSTREAM_PORT="1", SLIPSTREAM_PROMETHEUS_PORT="1", SLIPSTREAM_GRAFANA_PORT="1")
+    assert code == 2
+    assert len(lines) == 2
+    assert "cp .env.example .env" in lines[0]
+    assert "make secrets" in lines[1]
+    assert not checkout.orders
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"NO_DAEMON": "1"}, "daemon does not answer"),
+        ({"COMPOSE_VERSION": "2.24.3"}, "docker compose is 2.24.3: install 2.24.4"),
+        ({"COMPOSE_VERSION": ""}, "docker compose is not installed"),
+        ({"COMPOSE_VERSION": "v5.0.0"}, None),
+        ({"SLIPSTREAM_MODELS": "/no/such/folder"}, "/no/such/folder is no folder"),
+        ({"SLIPSTREAM_MODELS": "./models"}, "./models is no folder"),
+        ({"SLIPSTREAM_MODELS": "~/models", "HOME": "/no"}, "~/models is no folder"),
+        ({"SLIPSTREAM_MODELS": "a-volume"}, None),
+        ({"SLIPSTREAM_MODEL": "/models/mine"}, "set SLIPSTREAM_MODELS"),
+        ({"SLIPSTREAM_MODEL": "/srv/models/mine"}, "write a folder as /models/NAME"),
+        ({"SLIPSTREAM_MODEL": "./mine"}, "write a folder as /models/NAME"),
+    ],
+)
+def test_what_is_wrong_is_a_line(ready: Checkout, environment: dict[str, str], said: str | None) -> None:
+    code, lines = ready.up(**environment)
+    if said is None:
+        assert (code, lines) == (0, [])
+        return
+    assert code == 2
+    [line] = lines
+    assert said in line
+    assert not ready.orders
+
+
+def test_without_docker(ready: Checkout) -> None:
+    (ready.folder / "bin" / "docker").unlink()
+    for program in ("bash", "dirname", "sed", "sort", "head", "tail", "find", "grep"):
+        (ready.folder / "bin" / program).symlink_to(str(shutil.which(program)))
+    code, [line] = ready.up(PATH=str(ready.folder / "bin"))
+    assert (code, "install Docker Engine" in line) == (2, True)
+
+
+def test_a_model_must_be_chosen(ready: Checkout) -> None:
+    ready.choose(SLIPSTREAM_MODEL="")
+    code, [line] = ready.up()
+    assert (code, "set SLIPSTREAM_MODEL in .env" in line) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["redis_users", "gateway_keys", "grafana_admin"])
+def test_a_secret_that_is_not_there_is_named(ready: Checkout, name: str) -> None:
+    (ready.folder / "deploy" / "secrets" / name).unlink()
+    code, [line] = ready.up()
+    assert (code, line) == (2, f"deploy/secrets/{name} is missing: make secrets")
+
+
+def test_a_folder_of_models_is_one_that_the_containers_may_read(ready: Checkout) -> None:
+    own = ready.model()
+    ready.choose(SLIPSTREAM_MODELS=str(own.parent), SLIPSTREAM_MODEL="/models/mine")
+    assert ready.up() == (0, [])
+    for path, mode in ((own / "model.safetensors", 0o600), (own, 0o700), (own.parent, 0o750)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        code, [line] = ready.up()
+        assert code == 2
+        assert f"{path} may not be" in line
+        assert "chmod" in line
+        path.chmod(before)
+    ready.choose(SLIPSTREAM_MODELS=f'"{own.parent}"', SLIPSTREAM_MODEL="/models/other # not there")
+    code, [line] = ready.up()
+    assert f"no {own.parent}/other/config.json" in line
+
+
+def test_a_folder_that_a_model_is_fetched_into_is_one_that_the_containers_may_write(ready: Checkout) -> None:
+    models = ready.model().parent
+    ready.choose(SLIPSTREAM_MODELS=str(models))
+    code, [line] = ready.up()
+    assert (code, f"chown 10001 {models}" in line) == (2, True)
+    models.chmod(0o777)
+    assert ready.up() == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("variable", "service"), [("SLIPSTREAM_PORT", "gateway"), ("SLIPSTREAM_PROMETHEUS_PORT", "prometheus")]
+)
+def test_a_port_is_free_or_our_own(ready: Checkout, taken: int, variable: str, service: str) -> None:
+    ready.choose(**{variable: str(taken)})
+    code, [line] = ready.up()
+    assert (code, line) == (2, f"port {taken} is taken: set {variable} in .env to another")
+    assert ready.up(RUNNING=f"redis {service}") == (0, [])
+
+
+def test_a_service_that_is_left_out_needs_no_port(ready: Checkout, taken: int) -> None:
+    ready.choose(SLIPSTREAM_GRAFANA_PORT=str(taken))
+    assert ready.up() == (0, [])
