@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos soak llama-cpp lint check format lock audit clean docs secrets system-packages up
+.PHONY: help demo test test-sglang chaos soak llama-cpp lint check format lock audit clean containers docs secrets system-packages up
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -41,6 +41,9 @@ secrets: ## write the passwords of docker-compose.yml into deploy/secrets, where
 
 up: ## check what docker-compose.yml needs, build, and start it in the background; docs/compose.md
 	@deploy/up.sh $(ARGS)
+
+containers: .venv/.installed ## build the images and try the CPU variant, in a Docker of its own without a registry (root, 25 GB)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.containers
 
 lint: .venv/.installed ## formatting, rules, types, import contracts
 	$(PYTHON) -m ruff format --check .
