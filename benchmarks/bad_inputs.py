@@ -8,7 +8,8 @@ disk, a local engine over a toy model. What is sent stands in tests/hostile/: re
 the gateway's own OpenAPI document, with and without keys, as the schema allows and as it does not; any method on any
 path with any headers; a table of bodies; bytes that are no HTTP; damaged traces, recordings and stream entries;
 damaged and forged draft versions, loaded as an engine does and installed into a running one; broken files of prompts
-and of rollout groups; folders of a target with one thing broken, as doctor, train, draft init and serve read them.
+and of rollout groups; folders of a target with one thing broken, as doctor, train, draft init and serve read them; Redis
+URLs with options of other clients.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
 answer after ten seconds. Targets: no failure, no hang, at least 10,000 generated inputs (1,000 with `--quick`).
@@ -35,7 +36,7 @@ from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import DraftError, StoreError
 from speculator.redis_client import connect
 from tests.drafts import make_draft
-from tests.hostile import api, bodies, drafts, line_files, model_folders, traces, wire
+from tests.hostile import api, bodies, drafts, line_files, model_folders, redis_urls, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally
 from tests.hostile.site import API_KEY, KEYS, full_app, open_app
 from tests.toy import make_toy_model, random_draft
@@ -52,6 +53,7 @@ COUNTS = {
     "drafts": (100, 2000),
     "prompt files": (60, 2000),
     "model folders": (100, 2000),
+    "Redis URLs": (200, 2000),
 }
 
 
@@ -144,6 +146,14 @@ def stream_and_files(folder: Path, client: Any, counts: Mapping[str, int], seed:
     yield pointers
 
 
+def redis_addresses(socket_url: str, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    tally, choose = Tally("Redis URLs"), random.Random(seed).randrange
+    for number in range(counts["Redis URLs"]):
+        url = redis_urls.make(choose, socket_url)
+        tally.take(f"{number}: {url[:200]!r}", lambda url=url: redis_urls.use(url))
+    yield tally
+
+
 def draft_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
     choose = random.Random(seed).randrange
     original = drafts.Original.of(make_draft(), folder / "original")
@@ -234,6 +244,7 @@ def main() -> None:
                 draft_files(folder, counts, arguments.seed),
                 prompt_files(folder, counts, arguments.seed),
                 targets(folder, counts, arguments.seed),
+                redis_addresses(server.url, counts, arguments.seed),
                 hot_swap(folder),
             ):
                 print(f"{tally.surface}: {tally.num_inputs}", flush=True)

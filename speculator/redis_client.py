@@ -36,8 +36,10 @@ def connect(url: str) -> redis.Redis:
     """
     try:
         parsed = RedisUrl.parse(url)
-        return _answering(_client(url, parsed), parsed.shown)
-    except (ValueError, TypeError):
+        return _answering(_client(parsed), parsed.shown)
+    except ConfigError:
+        raise
+    except ValueError:
         # Without the cause: its text may quote a part of the password.
         raise ConfigError(
             "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix://, "
@@ -46,7 +48,7 @@ def connect(url: str) -> redis.Redis:
 
 
 def _answering(client: redis.Redis, shown: str) -> redis.Redis:
-    """Raises TypeError for an option of the URL that connections do not have."""
+    """Raises ValueError for a host or a path that cannot be one."""
     try:
         client.ping()
     except (exceptions.RedisError, OSError) as error:
@@ -55,19 +57,32 @@ def _answering(client: redis.Redis, shown: str) -> redis.Redis:
     return client
 
 
-def _client(text: str, url: RedisUrl) -> redis.Redis:
-    common: dict[str, Any] = {
+def _client(url: RedisUrl) -> redis.Redis:
+    options: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "protocol": 2,
+        "password": _password_of(url.username),
+        # What the URL itself says goes first.
+        **url.options,
     }
-    never, password = Retry(NoBackoff(), 0), _password_of(url.username)
-    if url.kind == "server":
-        return redis.Redis.from_url(text, password=password, retry=never, **common)
+    _check_files(url)
+    never = Retry(NoBackoff(), 0)
+    if url.kind == "cluster":
+        return cluster_client(url.places, has_tls=url.has_tls, **options)
     if url.kind == "sentinel":
-        return sentinel_client(url, password=password, retry=never, **common)
-    # What the URL itself says goes first.
-    return cluster_client(url.places, has_tls=url.has_tls, **{**common, "password": password, **url.options})
+        return sentinel_client(url, retry=never, **options)
+    if url.path:
+        return redis.Redis(unix_socket_path=url.path, retry=never, **options)
+    [(host, port)] = url.places
+    return redis.Redis(host=host, port=port, ssl=url.has_tls, retry=never, **options)
+
+
+def _check_files(url: RedisUrl) -> None:
+    """redis-py names no option where a file is missing."""
+    for name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"):
+        if name in url.options and not os.access(url.options[name], os.R_OK):
+            raise ConfigError(f"{name} in the Redis URL names nothing that can be read: correct the path")
 
 
 def _password_of(user: str) -> str | None:

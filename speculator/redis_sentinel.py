@@ -27,12 +27,10 @@ class _MasterSSLConnection(_MasterConnection, SentinelManagedSSLConnection):
 
 
 def sentinel_client(url: RedisUrl, **options: Any) -> redis.Redis:
-    """Needs no connection yet. `options` are those of redis-py's connections, for Redis and Sentinels."""
-    of_redis = {**options, **url.options}
-    of_sentinels = {name: of_redis.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    encrypted = {name: value for name, value in url.options.items() if name.startswith("ssl_")}
-    common = {name: value for name, value in options.items() if name != "password"}
-    sentinel = Sentinel(url.places, sentinel_kwargs={**common, **of_sentinels, **encrypted, "ssl": url.has_tls})
+    """Needs no connection yet. `options` are those of redis-py's connections, the URL's included."""
+    of_sentinels = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    common = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
+    sentinel = Sentinel(url.places, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
     connection = _MasterSSLConnection if url.has_tls else _MasterConnection
-    client: redis.Redis = sentinel.master_for(url.service, connection_class=connection, **of_redis)
+    client: redis.Redis = sentinel.master_for(url.service, connection_class=connection, **options)
     return client

@@ -1,23 +1,84 @@
 """Where Redis is: one server, one that Sentinels name, or the nodes of a Redis Cluster.
 
-    redis://[user:password@]host:port/db                    rediss:// with TLS, unix://path
+    redis://[user:password@]host:port/db                    rediss:// with TLS, unix:///path?db=0
     redis+sentinel://[user:password@]host:port,…/service/db   rediss+sentinel://; the hosts are Sentinels
     redis+cluster://[user:password@]host:port,…               rediss+cluster://; the hosts are any nodes
 
-A query sets options of redis-py's connections, such as `ssl_ca_certs`; `sentinel_username` and `sentinel_password` are
-for Sentinels that ask for a login of their own.
+A query sets the options of `_OPTIONS` and no others. What else redis-py takes there would change what our client needs,
+such as replies in bytes (`decode_responses`) and waits that end (`socket_timeout`).
 """
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
-from redis.connection import SSLConnection, parse_url
+from speculator.errors import ConfigError
 
 Kind = Literal["server", "sentinel", "cluster"]
 Place = tuple[str, int]
+
+# What urllib splits, too; it also judges hosts in brackets, and takes several hosts for one.
+_URL = re.compile(r"(rediss?(?:\+sentinel|\+cluster)?|unix)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
+_HOST = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:\s]*))(?::([0-9]{1,5}))?")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_NAME = re.compile(r"[a-z_]{1,40}")
+
+
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError
+    return int(text)
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+def _client_name(text: str) -> str:
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ValueError
+    return text
+
+
+def _requirement(text: str) -> str:
+    return {name: name for name in ("none", "optional", "required")}[text]
+
+
+@dataclass(frozen=True)
+class _Option:
+    parse: Callable[[str], Any]
+    """Raises ValueError or KeyError."""
+    expected: str
+
+
+_PATH, _WORD = _Option(_text, "a path"), _Option(_text, "text")
+_OPTIONS: Mapping[str, _Option] = MappingProxyType(
+    {
+        "db": _Option(_number, "a number"),
+        "client_name": _Option(_client_name, "ASCII without spaces"),
+        "sentinel_username": _WORD,
+        "sentinel_password": _WORD,
+        "ssl_ca_certs": _PATH,
+        "ssl_ca_path": _PATH,
+        "ssl_certfile": _PATH,
+        "ssl_keyfile": _PATH,
+        "ssl_password": _WORD,
+        "ssl_cert_reqs": _Option(_requirement, "none, optional or required"),
+        "ssl_check_hostname": _Option(_boolean, "true or false"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +91,8 @@ class RedisUrl:
     has_tls: bool
     places: tuple[Place, ...]
     """Hosts and ports; empty for a Unix socket."""
+    path: str = ""
+    """Of a Unix socket."""
     service: str = ""
     """The name that Sentinels know the server by."""
     options: dict[str, Any]
@@ -37,47 +100,81 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, url: str) -> RedisUrl:
-        """Raises ValueError, whose text may quote a part of the password."""
-        parts = urlsplit(url)
-        base, _, suffix = parts.scheme.partition("+")
-        kind: Kind = "server"
-        if suffix in ("sentinel", "cluster") and base in ("redis", "rediss"):
-            kind = "sentinel" if suffix == "sentinel" else "cluster"
-        elif suffix:
-            raise ValueError("unknown scheme")
-        if base != "unix" and "@" in parts.path:
-            raise ValueError("a / in the password is not quoted, and the rest of it would pass for a path")
-        login, at, hosts = parts.netloc.rpartition("@")
-        path, service = parts.path, ""
+        """Raises ConfigError for an option, and ValueError for the rest. Only the former's text may be shown."""
+        if not (parts := _URL.fullmatch(url.strip())):
+            raise ValueError("no URL of Redis")
+        scheme, location, path, query = (part or "" for part in parts.groups())
+        base, _, suffix = scheme.partition("+")
+        kind: Kind = "sentinel" if suffix == "sentinel" else "cluster" if suffix else "server"
+        login, at, hosts = location.rpartition("@")
+        # A / or ? in the password that is not quoted would make the rest of it a path or an option.
+        if "@" in query or ("@" in path and not (base == "unix" and (at or not location))):
+            raise ValueError("an @ behind the hosts")
+        username, _, password = (unquote(part, errors="strict") for part in login.partition(":"))
+        service, socket, db = "", "", path
+        if base == "unix":
+            socket, db = unquote(path, errors="strict"), ""
+            if hosts or socket in ("", "/"):
+                raise ValueError("no path of a socket")
         if kind == "sentinel":
             service, _, db = path.removeprefix("/").partition("/")
-            service, path = unquote(service), f"/{db}" if db else ""
+            service = unquote(service)
             if not service:
                 raise ValueError("no service")
-        if kind != "server" and path not in ("", "/") and not path.removeprefix("/").isdigit():
-            raise ValueError("the path is no database")
-        first = hosts.split(",")[0]
-        options = parse_url(f"{base}://{login}{at}{first}{path}{f'?{parts.query}' if parts.query else ''}")
-        has_tls = options.get("connection_class") is SSLConnection
-        if kind != "server":
-            for name in ("host", "port", "connection_class"):
-                options.pop(name, None)
-            if kind == "cluster" and options.pop("db", 0) != 0:
-                raise ValueError("a cluster has database 0 alone")
+        has_tls = base == "rediss"
+        options = dict(_options(query, kind, has_tls=has_tls))
+        if (db := db.strip("/")) and options.setdefault("db", _number(db)) != _number(db):
+            raise ConfigError("the Redis URL names two databases: remove the option db or the path")
+        if kind == "cluster" and options.pop("db", 0) != 0:
+            raise ValueError("a cluster has database 0 alone")
+        options |= {name: value for name, value in (("username", username), ("password", password)) if value}
         return cls(
             kind=kind,
-            shown=f"{parts.scheme}://{hosts}{parts.path}",
-            username=unquote(parts.username or ""),
-            password=unquote(parts.password or ""),
+            shown=f"{scheme}://{hosts}{path}",
+            username=username,
+            password=password,
             has_tls=has_tls,
             places=() if base == "unix" else tuple(_place(host, kind) for host in hosts.split(",")),
+            path=socket,
             service=service,
             options=options,
         )
 
 
+def _options(query: str, kind: Kind, *, has_tls: bool) -> Iterator[tuple[str, Any]]:
+    """Raises ConfigError. Values are not quoted: they may be secret."""
+    seen = set()
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        option = _OPTIONS.get(name)
+        if option is None:
+            near = difflib.get_close_matches(name, _OPTIONS, 1)
+            # What is no name is not quoted: it may be a piece of a secret.
+            shown = name if _NAME.fullmatch(name) else "something unreadable"
+            raise ConfigError(
+                f"the Redis URL sets {shown}, which is not an option here: remove it"
+                + (f", or write {near[0]}" if near else f"; the options are {', '.join(_OPTIONS)}")
+            )
+        if name in seen:
+            raise ConfigError(f"the Redis URL sets {name} twice: remove one")
+        if name.startswith("ssl_") and not has_tls:
+            raise ConfigError(f"the Redis URL sets {name} without TLS: write rediss://, or remove it")
+        if name.startswith("sentinel_") and kind != "sentinel":
+            raise ConfigError(f"the Redis URL sets {name} without Sentinels: write redis+sentinel://, or remove it")
+        seen.add(name)
+        try:
+            yield name, option.parse(value)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{name} in the Redis URL is not {option.expected}: correct or remove it") from None
+
+
 def _place(text: str, kind: Kind) -> Place:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname and kind != "server":
+    parts = _HOST.fullmatch(text)
+    if parts is None:
+        raise ValueError("no host and port")
+    host = parts[1] or unquote(parts[2], errors="strict")
+    if not host and kind != "server":
         raise ValueError("a host is missing")
-    return parts.hostname or "localhost", parts.port or (26379 if kind == "sentinel" else 6379)
+    port = int(parts[3]) if parts[3] else 26379 if kind == "sentinel" else 6379
+    if not 0 < port < 2**16:
+        raise ValueError("no port")
+    return host.lower() or "localhost", port

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.models import BUNDLED_MODEL
 
 Refused = Callable[..., str]
@@ -71,3 +72,37 @@ def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, mo
     line = refused("demo", "--model", toy_model, "--prompts", tmp_path / "prompts.jsonl")
     assert "line 1" in line
     assert "does not exist" in refused("demo", "--model", toy_model, "--json", tmp_path / "no" / "out.json")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--port", 0),
+        ("train", "--state", "state"),
+        ("gateway", "--sglang", "http://127.0.0.1:1", "--port", 0),
+        ("traces", "record", "--out", "new.rec"),
+        ("traces", "prune", "--older-than-hours", 1),
+    ],
+    ids=lambda words: " ".join(map(str, words[:2])),
+)
+def test_an_option_of_other_redis_clients(
+    refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    """Refused by name before anything is written."""
+    words = tuple(tmp_path / word if word in ("state", "new.rec") else word for word in words)
+    store = () if words[0] in ("traces", "gateway") else ("--store", tmp_path / "drafts")
+    (tmp_path / "drafts").mkdir()
+    url = f"{redis_url}&decode_responses=true"
+    assert "sets decode_responses," in refused(*words, "--model", toy_model, "--redis-url", url, *store)
+    assert [path.name for path in tmp_path.rglob("*")] == ["drafts"]
+
+
+def test_doctor_names_the_option_of_another_redis_client(
+    toy_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"{redis_url}&decode_responses=true"
+    monkeypatch.setattr(sys, "argv", ["slipstream", "doctor", "--model", str(toy_model), "--redis-url", url])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "sets decode_responses," in capsys.readouterr().err

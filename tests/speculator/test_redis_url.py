@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from urllib.parse import quote
+
 import pytest
+import redis
+from redis import connection, sentinel
 
 from speculator.errors import ConfigError, StreamError
 from speculator.redis_client import connect
@@ -47,6 +53,23 @@ def test_a_cluster() -> None:
         "redis+cluster://:hidden@localhost:x",
         "redis+cluster://localhost?no_such_option=hidden",
         "redis://engine:1/hidden@127.0.0.1:1/0",
+        "redis://engine:1?hidden=2@127.0.0.1:1/0",
+        "redis://engine:1#hidden@127.0.0.1:1/0",
+        "redis://engine:hidden@127.0.0.1:0/0",
+        "redis://engine:hidden@127.0.0.1:99999/0",
+        "redis://engine:hidden@[127.0.0.1/0",
+        "redis://engine:hidden%ff@127.0.0.1/0",
+        "redis://engine:hidden@127.0.0.1:1/first",
+        "redis://engine:hidden@127.0.0.1:1/1?db=2",
+        "redis://engine:1@127.0.0.1:1/0?=hidden%20",
+        "redis://engine:1@127.0.0.1:1/0?password=hidden",
+        "rediss://engine:1@127.0.0.1:1/0?ssl_ca_certs=/hidden.pem",
+        "rediss://engine:1@127.0.0.1:1/0?ssl_cert_reqs=hidden",
+        "rediss://engine:1@127.0.0.1:1/0?ssl_check_hostname=hidden",
+        "rediss+sentinel://127.0.0.1:1/m?sentinel_password=hidden&sentinel_password=hidden",
+        "redis://127.0.0.1:1/0?sentinel_password=hidden",
+        "unix://engine:hidden/2@/tmp/redis.sock",
+        "unix://:hidden@host/tmp/redis.sock",
         "redis+sentinel://engine:1/hidden@127.0.0.1:1/service",
     ],
 )
@@ -54,7 +77,8 @@ def test_what_cannot_be_used_is_refused_without_quoting_it(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         connect(text)
     assert "hidden" not in str(refused.value)
-    assert refused.value.__suppress_context__
+    assert refused.value.__cause__ is None
+    assert refused.value.__context__ is None or refused.value.__suppress_context__
 
 
 @pytest.mark.parametrize("text", ["redis+sentinel://:hidden@127.0.0.1:1/m", "redis+cluster://:hidden@127.0.0.1:1"])
@@ -62,3 +86,72 @@ def test_where_nothing_answers_the_hosts_are_named(text: str) -> None:
     with pytest.raises(StreamError, match=r"127\.0\.0\.1:1") as refused:
         connect(text)
     assert "hidden" not in str(refused.value)
+
+
+def options_of_redis_py() -> Iterator[str]:
+    """Every option that a URL can reach in redis-py, and those that it reads as other than text."""
+    yield from connection.URL_QUERY_ARGUMENT_PARSERS
+    for kind in (
+        *(connection.AbstractConnection, connection.Connection, connection.SSLConnection),
+        *(connection.UnixDomainSocketConnection, connection.ConnectionPool, connection.BlockingConnectionPool),
+        *(redis.Redis, redis.RedisCluster),
+        *(sentinel.Sentinel, sentinel.SentinelConnectionPool, sentinel.SentinelManagedConnection),
+    ):
+        yield from (name for name in inspect.signature(kind.__init__).parameters if name != "self")
+
+
+USABLE = {
+    "db": "0",
+    "client_name": "engine-1",
+    "ssl_ca_certs": __file__,
+    "ssl_ca_path": "/",
+    "ssl_certfile": __file__,
+    "ssl_keyfile": __file__,
+    "ssl_password": "secret",
+    "ssl_cert_reqs": "none",
+    "ssl_check_hostname": "false",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(options_of_redis_py())))
+def test_every_option_of_redis_py_is_understood_or_refused_by_name(name: str, redis_url: str) -> None:
+    """An option that a new redis-py brings is refused until it is understood."""
+    socket = redis_url.partition("?")[0]
+    value = quote(USABLE.get(name, "1"))
+    if name not in USABLE:
+        with pytest.raises(ConfigError, match=rf"sets {name}, ") as refused:
+            connect(f"{socket}?{name}={value}")
+        assert "\n" not in str(refused.value)
+    elif name.startswith("ssl_"):
+        with pytest.raises(ConfigError, match=rf"{name} without TLS"):
+            connect(f"{socket}?{name}={value}")
+        with pytest.raises(StreamError, match=r"127\.0\.0\.1:1"):
+            connect(f"rediss://127.0.0.1:1/0?{name}={value}")
+    else:
+        with connect(f"{socket}?{name}={value}") as client:
+            assert client.echo("\xff") == "\xff".encode()
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("decode_response=true", "sets decode_response, "),
+        ("ssl_ca_cert=/ca.pem", "write ssl_ca_certs"),
+        ("DB=1", "something unreadable"),
+        ("db=1&db=1", "db twice"),
+        ("db=first", "db in the Redis URL is not a number"),
+        ("db=", "db in the Redis URL is not a number"),
+        ("client_name=an%20engine", "client_name in the Redis URL is not ASCII without spaces"),
+        ("decode%5Fresponses", "sets decode_responses, "),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(query: str, told: str, redis_url: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        connect(f"{redis_url.partition('?')[0]}?{query}")
+
+
+def test_the_database_of_the_path_and_of_the_option_are_one(redis_url: str) -> None:
+    assert RedisUrl.parse("redis://a/3").options == RedisUrl.parse("redis://a?db=3").options == {"db": 3}
+    assert RedisUrl.parse("redis://a/3?db=3").options == {"db": 3}
+    with pytest.raises(StreamError, match="out of range"):
+        connect(f"{redis_url.partition('?')[0]}?db=99999")
