@@ -3,13 +3,14 @@
     python -m benchmarks.bad_inputs [--quick] [--json FILE] [--seed N]
 
 Real parts: the gateway on a loopback port with every route (the engine is the tests' double, then a local engine over a
-toy model), a Redis, draft stores on
-disk, a local engine over a toy model. What is sent stands in tests/hostile/: requests that schemathesis generates from
-the gateway's own OpenAPI document, with and without keys, as the schema allows and as it does not; any method on any
-path with any headers; a table of bodies; bytes that are no HTTP; damaged traces, recordings and stream entries;
-damaged and forged draft versions, loaded as an engine does and installed into a running one; broken files of prompts
-and of rollout groups; folders of a target with one thing broken, as doctor, train, draft init and serve read them; Redis
-URLs with options of other clients.
+toy model), a Redis, draft stores on disk, a local engine over a toy model. What is sent stands in tests/hostile/:
+
+* requests that schemathesis generates from the gateway's own OpenAPI document, with and without keys, as the schema
+  allows and as it does not; any method on any path with any headers; a table of bodies; bytes that are no HTTP;
+* damaged traces, recordings and stream entries; broken files of prompts and of rollout groups;
+* damaged and forged draft versions, loaded as an engine does and installed into a running one;
+* folders of a target with one thing broken, as doctor, train, draft init and serve read them;
+* Redis URLs with options of other clients.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
 answer after ten seconds. Targets: no failure, no hang, at least 10,000 generated inputs (1,000 with `--quick`).

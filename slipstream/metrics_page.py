@@ -117,8 +117,8 @@ LABELS = {
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
     "part": "`used`, `free`; of the plugin `capture`, `depth`, `swap`, `pulse`",
-    "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`; of rollouts `waiting`, `running`, "
-    "`paused`",
+    "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`, `expired`, `skipped`, "
+    "`redelivered`, `foreign`; of rollouts `waiting`, `running`, `paused`",
 }
 """What keeps the number of each label's values small."""
 

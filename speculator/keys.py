@@ -26,7 +26,7 @@ class RedisKeys:
             sizes=self._key("sizes"),
             num_appended=self._key("num_appended"),
             accounts=self._key("accounts"),
-            erased=self._key("erased"),
+            open=self._key("open"),
         )
 
     @property

@@ -1,21 +1,26 @@
 """The books of a trace stream: who has acked what, what is lost, how many bytes are left, and making room.
 
-In entries, at every moment:
+In entries, at every moment and whatever other clients do to the stream and its group:
 
-    appended = acked + pending + undelivered + lost + erased        (dead letters are acked entries)
+    appended = acked + pending + undelivered + skipped + lost + erased        (dead letters are acked entries)
+
+An entry is *open* from its append until it leaves once: acked, lost or erased. The transactions that append and settle
+keep the set of open entries, so an entry that Redis delivers again is not settled again: its second ack is counted as
+`redelivered`. The open entries before the group's position are pending, as far as the group's pending list is long; the
+rest of them are `skipped`.
 
 Redis trims a stream without telling anybody, so removal is detected: every append also pushes its size onto a list.
-A list longer than the stream means that the stream's oldest entries are gone, and `settle` finds out how many of them
-nobody had acked: the pending ones still stand in the group's pending list, and each entry carries its index, so the
-first undelivered entry tells how many undelivered ones are left, less those that were erased behind it (removal.py).
-Loss is derived from state: a crash between trimming and counting loses no count.
+Where the lengths of stream and list have moved apart, `settle` looks at the oldest entry. Each entry carries its index,
+and the open ones before the oldest are lost. Loss is derived from state: a crash between trimming and counting loses no
+count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,6 +55,12 @@ class StreamLag:
     dead_lettered: int
     erased: int
     """Removed on request before the trainer had acked them."""
+    skipped: int = 0
+    """Unacked, and not to be delivered: another client acked or deleted them, or moved the group past them."""
+    redelivered: int = 0
+    """Acks of entries that were settled already: another client had moved the group back."""
+    foreign: int = 0
+    """Entries of other clients that the trainer has read and set aside; they are no part of `appended`."""
     expired: int
     """Removed by age; where nobody had acked them they are lost, too."""
 
@@ -65,9 +76,11 @@ class LedgerKeys:
     num_appended: str
     """Entries ever appended: also the index of the next entry."""
     accounts: str
-    """Hash: acked, lost, dead_lettered, erased, expired (entries), bytes (payload of the entries in the stream)."""
-    erased: str
-    """Sorted set: indexes of erased entries, those before the first undelivered entry are of no use any more."""
+    """Hash: acked, lost, dead_lettered, erased, expired, redelivered, foreign (entries), bytes (payload of the entries
+    in the stream), surplus (entries in the stream beyond those in `sizes`), position and next_index (the id that the
+    group has delivered last, and the index of what it delivers next)."""
+    open: str
+    """Sorted set: entries that are neither acked nor lost nor erased, as `open_member`, by index."""
 
 
 def size_member(num_bytes: int, index: int) -> str:
@@ -75,16 +88,33 @@ def size_member(num_bytes: int, index: int) -> str:
     return f"{num_bytes}:{index}"
 
 
-def index_of(entry_id: bytes, fields: Mapping[bytes, bytes]) -> int:
-    """Raises StreamError for an entry that somebody else has put there; reading it makes it a dead letter."""
+def open_member(index: int, trace_id: bytes) -> bytes:
+    """How an entry stands among the open ones. Indexes begin at 0 again in an emptied Redis, trace ids do not."""
+    return b"%d:%s" % (index, trace_id)
+
+
+def index_of(fields: Mapping[bytes, bytes]) -> int | None:
+    """None for an entry of another client; reading it makes it a dead letter."""
     index = fields.get(b"index", b"")
-    if not (index.isdigit() and len(index) < 16):
-        raise StreamError(f"entry {entry_id.decode()} of the trace stream is none of ours: find out who writes there")
-    return int(index)
+    return int(index) if index.isdigit() and len(index) < 16 else None
 
 
-def _size_of(member: bytes) -> int:
-    return int(member.partition(b":")[0])
+def member_of(fields: Mapping[bytes, bytes]) -> bytes | None:
+    """The same of an entry's fields; None for an entry of another client."""
+    index = index_of(fields)
+    return None if index is None else open_member(index, fields.get(b"trace_id", b""))
+
+
+def _number(value: bytes | None, key: str) -> int:
+    try:
+        return int(value or 0)
+    except ValueError:
+        raise StreamError(f"{key} in Redis holds no number: another client wrote there; remove that key") from None
+
+
+def _size_and_index(member: bytes, key: str) -> tuple[int, int]:
+    size, _, index = member.partition(b":")
+    return _number(size, key), _number(index, key)
 
 
 class Ledger:
@@ -96,6 +126,8 @@ class Ledger:
         self._keys = keys
         self._group = group
         self._max_bytes = max_bytes
+        self._members: dict[str, bytes | None] = {}
+        """Of the entries that were delivered here and not settled, by id; None for those of other clients."""
 
     def append(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         """Append one entry after making room for it; returns its id."""
@@ -112,38 +144,87 @@ class Ledger:
 
     def lag(self) -> StreamLag:
         self.settle()
-        self.group_state()
+        next_index = self._next_index()
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.xlen(self._keys.traces)
-            transaction.get(self._keys.num_appended)
             transaction.hgetall(self._keys.accounts)
+            transaction.zcount(self._keys.open, "-inf", f"({next_index}")
+            transaction.zcount(self._keys.open, next_index, "+inf")
             transaction.xinfo_groups(self._keys.traces)
-            length, num_appended, accounts, groups = transaction.execute()
-        appended = int(num_appended or 0)
-        fields = ("acked", "lost", "dead_lettered", "erased", "expired", "bytes")
-        count = {field: int(accounts.get(field.encode(), 0)) for field in fields}
-        pending, _ = self._own_group(groups)
+            length, accounts, delivered, undelivered, groups = transaction.execute()
+        fields = ("acked", "lost", "dead_lettered", "erased", "expired", "redelivered", "foreign", "bytes")
+        count = {field: _number(accounts.get(field.encode()), self._keys.accounts) for field in fields}
+        # The group's list also has what is delivered again and what is not ours: it can be longer.
+        pending = min(self._own_group(groups)[0], delivered)
         return StreamLag(
             pending=pending,
-            undelivered=appended - count["acked"] - count["lost"] - count["erased"] - pending,
+            undelivered=undelivered,
+            skipped=delivered - pending,
             length=length,
-            appended=appended,
+            appended=delivered + undelivered + count["acked"] + count["lost"] + count["erased"],
             **count,
         )
+
+    def open_members(self) -> set[bytes]:
+        return set(self._redis.zrange(self._keys.open, 0, -1))
+
+    def delivered(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        """Note what this consumer got, to settle it later."""
+        self._members |= {entry_id.decode(): member_of(fields) for entry_id, fields in rows}
+
+    def moved(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        """Note the group's position after it delivered these, which spares others the look at the next entry."""
+        if rows and (index := index_of(rows[-1][1])) is not None:
+            self._note_position(rows[-1][0].decode(), index + 1)
+
+    def _note_position(self, position: str, next_index: int) -> None:
+        self._redis.hset(self._keys.accounts, mapping={"position": position, "next_index": next_index})
+
+    def _next_index(self) -> int:
+        """The index of the first entry that the group has not delivered, or of the next append."""
+        _, last_delivered = self.group_state()
+        position, next_index = self._redis.hmget(self._keys.accounts, ["position", "next_index"])
+        if position == last_delivered.encode():
+            return _number(next_index, self._keys.accounts)
+        found = self._first_index(f"({last_delivered}")
+        self._note_position(last_delivered, found)
+        return found
+
+    def _first_index(self, start: str) -> int:
+        """The index of the first entry of ours from the id `start` on, or of the next append where there is none."""
+        # In this order: what is appended in between is found.
+        end = self._end_index(self._redis)
+        while rows := self._redis.xrange(self._keys.traces, min=start, count=1):
+            if (index := index_of(rows[0][1])) is not None:
+                return index
+            start = f"({rows[0][0].decode()}"
+        return end
+
+    def _end_index(self, client: Any) -> int:
+        """The index of the next append. Where somebody has set the counter back it goes on after the newest entry."""
+        counter = _number(client.get(self._keys.num_appended), self._keys.num_appended)
+        newest = client.lrange(self._keys.sizes, -1, -1)
+        return max(counter, _size_and_index(newest[0], self._keys.sizes)[1] + 1 if newest else 0)
 
     def _append_once(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
             # The index must be exact: another producer's append in between makes this one start over.
             transaction.watch(keys.num_appended)
-            index = int(transaction.get(keys.num_appended) or 0)
+            index = self._end_index(transaction)
+            member = open_member(index, str(fields["trace_id"]).encode())
             transaction.multi()
             transaction.xadd(keys.traces, {**fields, "index": index})
             transaction.rpush(keys.sizes, size_member(num_bytes, index))
+            transaction.zadd(keys.open, {member: index})
             transaction.hincrby(keys.accounts, "bytes", num_bytes)
-            transaction.incr(keys.num_appended)
-            entry_id: bytes = transaction.execute()[0]
-        return entry_id.decode()
+            transaction.set(keys.num_appended, index + 1)
+            entry_id = transaction.execute(raise_on_error=False)[0]
+        if isinstance(entry_id, Exception):
+            # Redis refuses an id, after one that another client set as far as ids go, and does the rest.
+            self._redis.zrem(keys.open, member)
+            raise entry_id
+        return str(entry_id.decode())
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove the oldest entries until `num_bytes` more fit under the cap."""
@@ -175,34 +256,45 @@ class Ledger:
 
     def _trim_oldest(self, num_bytes: int) -> None:
         """Remove `num_bytes` of the oldest entries, acked or not."""
-        length = self._redis.llen(self._keys.sizes)
         # Counted from the ledger, so that two producers that trim at once remove the same entries, not twice as many.
-        self._redis.xtrim(self._keys.traces, maxlen=length - self._num_oldest(num_bytes), approximate=False)
+        _, num_listed, surplus = self._lengths()
+        num_left = num_listed + surplus - self._num_oldest(num_bytes)
+        self._redis.xtrim(self._keys.traces, maxlen=max(num_left, 0), approximate=False)
 
     def _num_oldest(self, num_bytes: int) -> int:
         """How many of the oldest entries make up at least `num_bytes`."""
         num_entries = 0
-        while chunk := self._redis.lrange(self._keys.sizes, num_entries, num_entries + _SCAN_COUNT - 1):
-            for size in chunk:
-                num_entries += 1
-                num_bytes -= _size_of(size)
-                if num_bytes <= 0:
-                    return num_entries
+        for size, _ in self._sizes():
+            num_entries += 1
+            num_bytes -= size
+            if num_bytes <= 0:
+                break
         return num_entries
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """(payload bytes, index) of the listed entries, from the oldest."""
+        start = 0
+        while chunk := self._redis.lrange(self._keys.sizes, start, start + _SCAN_COUNT - 1):
+            yield from (_size_and_index(member, self._keys.sizes) for member in chunk)
+            start += _SCAN_COUNT
 
     def settle(self) -> None:
         """Bring ledger and accounts in line with the stream, counting the unacked entries that are gone."""
+        length, num_listed, surplus = self._lengths()
+        if length - num_listed != surplus:
+            self._drop_removed_pending()
+            self._retry_when_raced(self._settle_removed)
+
+    def _lengths(self) -> tuple[int, int, int]:
+        """(entries in the stream, in the list of sizes, how many more in the stream when it was last settled)."""
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.xlen(self._keys.traces)
             transaction.llen(self._keys.sizes)
-            transaction.get(self._keys.num_appended)
-            length, ledger_length, appended = transaction.execute()
-        if length < ledger_length:
-            self._settle_removed_pending()
-            first_index = int(appended) - length
-            self._retry_when_raced(functools.partial(self._settle_removed_undelivered, first_index))
+            transaction.hget(self._keys.accounts, "surplus")
+            length, num_listed, surplus = transaction.execute()
+        return length, num_listed, _number(surplus, self._keys.accounts)
 
-    def _settle_removed_pending(self) -> None:
+    def _drop_removed_pending(self) -> None:
         # The group's position is read before the stream: an entry that is appended and delivered in between is
         # neither before the first entry nor before the position.
         num_pending, last_delivered = self.group_state()
@@ -211,61 +303,78 @@ class Ledger:
         first = self._redis.xrange(self._keys.traces, count=1)
         end = f"({first[0][0].decode()}" if first else last_delivered
         while ids := self.pending_ids("-", end, _SCAN_COUNT):
-            self.settle_lost(ids)
+            self.drop_pending(ids)
 
-    def _settle_removed_undelivered(self, first_index: int) -> None:
-        """Also shortens the ledger: to `first_index`, no further, since what went after it may still be pending."""
+    def drop_pending(self, ids: Sequence[str]) -> None:
+        """Take entries that are gone off the pending list."""
+        self._redis.xack(self._keys.traces, self._group, *ids)
+
+    def _settle_removed(self) -> None:
+        """Open entries before the oldest one in the stream are lost."""
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
-            transaction.watch(keys.num_appended, keys.accounts, keys.erased)
-            appended = int(transaction.get(keys.num_appended) or 0)
-            num_removed = first_index - (appended - transaction.llen(keys.sizes))
-            sizes = transaction.lrange(keys.sizes, 0, num_removed - 1) if num_removed > 0 else []
-            settled = sum(int(n or 0) for n in transaction.hmget(keys.accounts, ["acked", "lost", "erased"]))
-            pending, last_delivered = self._own_group(transaction.xinfo_groups(keys.traces))
-            undelivered = transaction.xrange(keys.traces, min=f"({last_delivered}", count=1)
-            num_left = 0
-            if undelivered:
-                first = index_of(*undelivered[0])
-                num_left = appended - first - transaction.zcount(keys.erased, first, "+inf")
-            num_lost = appended - settled - pending - num_left
+            transaction.watch(keys.num_appended, keys.sizes, keys.open)
+            first_index = self._first_index("-")
+            sizes = [size for size, _ in itertools.takewhile(lambda entry: entry[1] < first_index, self._sizes())]
+            length, num_listed = transaction.xlen(keys.traces), transaction.llen(keys.sizes)
+            num_lost = transaction.zcount(keys.open, "-inf", f"({first_index}")
             transaction.multi()
             if sizes:
                 transaction.lpop(keys.sizes, len(sizes))
-            transaction.hincrby(keys.accounts, "bytes", -sum(map(_size_of, sizes)))
-            transaction.hincrby(keys.accounts, "lost", max(num_lost, 0))
+            transaction.zremrangebyscore(keys.open, "-inf", f"({first_index}")
+            transaction.hincrby(keys.accounts, "bytes", -sum(sizes))
+            transaction.hincrby(keys.accounts, "lost", num_lost)
+            changed = {"surplus": length - num_listed + len(sizes), "position": ""}
+            transaction.hset(keys.accounts, mapping=changed)
             transaction.execute()
-
-    def settle_lost(self, ids: Sequence[str]) -> None:
-        with self._redis.pipeline(transaction=True) as transaction:
-            self._settle_pending(ids, "lost", transaction)
 
     def settle_acked(self, ids: Sequence[str]) -> None:
         with self._redis.pipeline(transaction=True) as transaction:
-            self._settle_pending(ids, "acked", transaction)
+            self._settle(ids, ("acked",), transaction)
 
     def settle_dead(self, entry_id: str, dead_letters: str, fields: Mapping[str, bytes | str]) -> None:
         """Ack the entry and keep `fields` in the capped stream `dead_letters`, in one transaction."""
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.xadd(dead_letters, fields, maxlen=MAX_DEAD_LETTERS, approximate=False)
-            transaction.hincrby(self._keys.accounts, "dead_lettered", 1)
-            self._settle_pending([entry_id], "acked", transaction)
+            self._settle([entry_id], ("acked", "dead_lettered"), transaction)
 
-    def settle_deleted(self, num_entries: int) -> None:
-        """Redis itself took this many removed entries off the pending list."""
-        self._redis.hincrby(self._keys.accounts, "lost", num_entries)
-
-    def _settle_pending(self, ids: Sequence[str], account: str, transaction: Any) -> None:
-        """Take ids off the pending list and book them on an account, exactly once whoever else does the same."""
-        transaction.hincrby(self._keys.accounts, account, len(ids))
-        transaction.xack(self._keys.traces, self._group, *ids)
-        num_settled = transaction.execute()[-1]
+    def _settle(self, ids: Sequence[str], accounts: Sequence[str], transaction: Any) -> None:
+        """Take ids off the pending list and book them, each entry once however often it is delivered."""
+        keys = self._keys
+        members = [self._member(entry_id) for entry_id in ids]
+        num_ours = sum(bool(member) for member in members)
+        for account in accounts:
+            transaction.hincrby(keys.accounts, account, num_ours)
+        for entry_id, member in zip(ids, members, strict=True):
+            transaction.xack(keys.traces, self._group, entry_id)
+            transaction.zrem(keys.open, member or b"")
+        results = transaction.execute()[-2 * len(ids) :]
         # Booked first and corrected after: a crash in between counts too much, never too little.
-        if num_settled < len(ids):
-            self._redis.hincrby(self._keys.accounts, account, num_settled - len(ids))
+        num_closed = sum(results[1::2])
+        changes = dict.fromkeys(accounts, num_closed - num_ours)
+        found = list(zip(members, results[::2], results[1::2], strict=True))
+        changes["redelivered"] = sum(bool(member and taken and not closed) for member, taken, closed in found)
+        changes["foreign"] = sum(taken for member, taken, _ in found if member is None)
+        for account, change in changes.items():
+            if change:
+                self._redis.hincrby(keys.accounts, account, change)
+        for entry_id in ids:
+            self._members.pop(entry_id, None)
+
+    def _member(self, entry_id: str) -> bytes | None:
+        """Empty for an entry that is gone and was not delivered here."""
+        if entry_id in self._members:
+            return self._members[entry_id]
+        rows = self._redis.xrange(self._keys.traces, min=entry_id, max=entry_id)
+        return member_of(rows[0][1]) if rows else b""
 
     def _bytes(self) -> int:
-        return int(self._redis.hget(self._keys.accounts, "bytes") or 0)
+        """Payload of the entries in the stream. Fails, before anything is written, where a key is of another type."""
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.hget(self._keys.accounts, "bytes")
+            transaction.xlen(self._keys.traces)
+            transaction.zcount(self._keys.open, 0, 0)
+            return _number(transaction.execute()[0], self._keys.accounts)
 
     # -- group
 

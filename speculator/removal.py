@@ -16,9 +16,9 @@ import redis
 from redis.exceptions import ResponseError
 
 from speculator.codec import read_header
-from speculator.errors import StreamError, TraceError
+from speculator.errors import TraceError
 from speculator.keys import RedisKeys
-from speculator.ledger import Ledger, LedgerKeys, index_of, size_member
+from speculator.ledger import Ledger, LedgerKeys, index_of, member_of, size_member
 from speculator.redis_client import redis_errors
 from speculator.trace import TraceHeader
 
@@ -42,6 +42,7 @@ class Removed:
 class _Entry:
     id: str
     index: int
+    member: bytes | None
     num_bytes: int
 
 
@@ -64,8 +65,6 @@ class Remover:
         Safe to kill and to repeat: each few entries go in one transaction with their books.
         """
         counts = {"stream": 0, "dead_letters": 0, "unreadable": 0}
-        if not dry_run and self._redis.exists(self._books.traces):
-            self._forget_old_indexes()
         for rows in self._chunks(self._books.traces):
             entries = []
             for entry_id, fields in rows:
@@ -130,14 +129,6 @@ class Remover:
             yield rows
             start = f"({rows[-1][0].decode()}"
 
-    def _forget_old_indexes(self) -> None:
-        """Of erased entries that were before the first undelivered one."""
-        num_appended = int(self._redis.get(self._books.num_appended) or 0)
-        _, last_delivered = self._ledger.group_state()
-        undelivered = self._redis.xrange(self._books.traces, min=f"({last_delivered}", count=1)
-        end = index_of(*undelivered[0]) if undelivered else num_appended
-        self._redis.zremrangebyscore(self._books.erased, "-inf", f"({end}")
-
     def _take_out(self, entries: Sequence[_Entry]) -> None:
         """In one transaction, with what is expected in the books; corrected by what the transaction found.
 
@@ -145,42 +136,32 @@ class Remover:
         the look and the transaction. Killed between both, `bytes` and `erased` stay off by those few; nothing of
         the tenant stays. WATCH would close that gap and never succeed on a stream that others append to all the time.
         """
-        keys = self._books
-        _, last_delivered = self._ledger.group_state()
-        pending = set(self._ledger.pending_ids(entries[0].id, entries[-1].id, 10_000))
-        expected = sum(entry.id in pending or _after(entry.id, last_delivered) for entry in entries)
+        keys, members = self._books, [entry.member or b"" for entry in entries]
+        expected = len(self._ledger.open_members().intersection(members))
         num_bytes = sum(entry.num_bytes for entry in entries)
         with self._redis.pipeline(transaction=True) as transaction:
-            transaction.xinfo_groups(keys.traces)
-            for entry in entries:
+            for entry, member in zip(entries, members, strict=True):
                 transaction.xack(keys.traces, self._group, entry.id)
                 transaction.lrem(keys.sizes, 1, size_member(entry.num_bytes, entry.index))
+                transaction.zrem(keys.open, member)
             transaction.xdel(keys.traces, *(entry.id for entry in entries))
-            transaction.zadd(keys.erased, {str(entry.index): entry.index for entry in entries})
             transaction.hincrby(keys.accounts, "bytes", -num_bytes)
             transaction.hincrby(keys.accounts, "erased", expected)
             results = transaction.execute()
-        last_delivered = next(
-            (group["last-delivered-id"].decode() for group in results[0] if group["name"] == self._group.encode()),
-            last_delivered,
-        )
-        found = list(zip(entries, results[1::2], results[2::2], strict=False))
+        listed, closed = results[1 : 3 * len(entries) : 3], results[2 : 3 * len(entries) : 3]
         # Others have trimmed, and counted, what the list of sizes does not hold any more.
-        num_unacked = sum(
-            bool(listed and (acked or _after(entry.id, last_delivered))) for entry, acked, listed in found
-        )
-        missing = sum(entry.num_bytes for entry, _, listed in found if not listed)
-        for field, difference in (("bytes", missing), ("erased", num_unacked - expected)):
+        missing = sum(entry.num_bytes for entry, found in zip(entries, listed, strict=True) if not found)
+        for field, difference in (("bytes", missing), ("erased", sum(closed) - expected)):
             if difference:
                 self._redis.hincrby(keys.accounts, field, difference)
 
 
 def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
-    try:
-        index = index_of(entry_id, fields)
-    except StreamError:
-        index = -1  # somebody else's entry is in no book
-    return _Entry(entry_id.decode(), index, len(fields.get(b"payload", b"")))
+    index = index_of(fields)
+    # An entry of another client is in no book.
+    return _Entry(
+        entry_id.decode(), -1 if index is None else index, member_of(fields), len(fields.get(b"payload", b""))
+    )
 
 
 def _goes(payload: bytes, chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
@@ -189,12 +170,3 @@ def _goes(payload: bytes, chosen: Chosen, counts: dict[str, int], unreadable: bo
     except TraceError:
         counts["unreadable"] += unreadable
         return unreadable
-
-
-def _after(entry_id: str, other: str) -> bool:
-    return _order(entry_id) > _order(other)
-
-
-def _order(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence)

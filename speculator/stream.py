@@ -15,7 +15,7 @@ import redis
 from speculator.clock import now_ms
 from speculator.errors import StreamError
 from speculator.keys import RedisKeys
-from speculator.ledger import Ledger, StreamLag
+from speculator.ledger import Ledger, StreamLag, member_of
 from speculator.redis_client import redis_errors
 
 # A blocking read must end well before the socket gives up on it.
@@ -97,7 +97,9 @@ class TraceStream:
             while self._resume_after is not None:
                 if entries := self._read_own_pending(self._resume_after, count):
                     return entries
-            return self._settle_missing(self._read_group(">", count, min(block_ms, MAX_BLOCK_MS) or None))
+            rows = self._read_group(">", count, min(block_ms, MAX_BLOCK_MS) or None)
+            self._ledger.moved(rows)
+            return self._take(rows)
         except (redis.RedisError, OSError):
             self._resume_after = "0"
             raise
@@ -106,18 +108,15 @@ class TraceStream:
     def reclaim(self, min_idle_ms: int, count: int = 100) -> list[StreamEntry]:
         """Take over up to `count` entries that some consumer has left unacked for `min_idle_ms`.
 
-        Also finds own entries in hand for that long. Pending entries that were removed from the stream are counted
-        as lost.
+        Also finds own entries in hand for that long.
         """
         self._ledger.settle()
         entries: list[StreamEntry] = []
         cursor = "0-0"
         while len(entries) < count:
             reply = self._autoclaim(cursor, min_idle_ms, count - len(entries))
-            entries += [_entry(entry_id, fields) for entry_id, fields in reply[1] if fields]
-            # Redis ≥ 7 drops removed entries from the pending list as it meets them, and names them here.
-            if len(reply) > 2 and reply[2]:
-                self._ledger.settle_deleted(len(reply[2]))
+            # Redis ≥ 7 drops entries that are gone from the pending list as it meets them.
+            entries += self._take([row for row in reply[1] if row[1]])
             cursor = reply[0].decode()
             if cursor == "0-0":
                 break
@@ -146,14 +145,15 @@ class TraceStream:
 
         Dead-lettered entries that are still in the stream are among them; they fail to decode again.
         """
-        num_pending, last_delivered = self._ledger.group_state()
-        unacked = set(self._ledger.pending_ids("-", "+", num_pending))
+        _, last_delivered = self._ledger.group_state()
+        unacked = self._ledger.open_members()
         entries: list[StreamEntry] = []
         end = last_delivered
         while chunk := self._redis.xrevrange(self._traces, max=end, count=8):
-            for entry in (_entry(*row) for row in chunk):
-                if entry.id in unacked:
+            for entry_id, fields in chunk:
+                if member_of(fields) in unacked:
                     continue
+                entry = _entry(entry_id, fields)
                 max_bytes -= len(entry.payload)
                 if max_bytes < 0:
                     return entries[::-1]
@@ -195,13 +195,15 @@ class TraceStream:
     def _read_own_pending(self, after: str, count: int) -> list[StreamEntry]:
         rows = self._read_group(after, count, None)
         self._resume_after = rows[-1][0].decode() if rows else None
-        return self._settle_missing(rows)
+        return self._take(rows)
 
-    def _settle_missing(self, rows: list[Any]) -> list[StreamEntry]:
+    def _take(self, rows: list[Any]) -> list[StreamEntry]:
         """A pending entry without fields was removed from the stream while it was pending."""
         if missing := [entry_id.decode() for entry_id, fields in rows if not fields]:
-            self._ledger.settle_lost(missing)
-        return [_entry(entry_id, fields) for entry_id, fields in rows if fields]
+            self._ledger.drop_pending(missing)
+        present = [row for row in rows if row[1]]
+        self._ledger.delivered(present)
+        return [_entry(*row) for row in present]
 
     def _autoclaim(self, start: str, min_idle_ms: int, count: int) -> list[Any]:
         reply: list[Any] = self._ledger.with_group(

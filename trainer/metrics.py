@@ -17,7 +17,10 @@ from trainer.step import StepReport
 
 _AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
-_STREAM_STATES = ("undelivered", "pending", "acked", "lost", "dead_lettered", "erased", "expired")
+_STREAM_STATES = (
+    *("undelivered", "pending", "acked", "lost", "dead_lettered", "erased", "expired"),
+    *("skipped", "redelivered", "foreign"),
+)
 
 
 class TrainerMetrics:
@@ -226,7 +229,8 @@ class TrainerMetrics:
         self.stream_lag = Gauge(
             "slipstream_trainer_stream_entries",
             "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost, "
-            "dead_lettered, erased (before an ack) and expired (acked or lost) count since the stream began",
+            "dead_lettered, erased (before an ack) and expired (acked or lost) count since the stream began; done by "
+            "other clients: skipped (unacked, not to be delivered), redelivered (acked again), foreign (theirs)",
             ["state"], registry=registry,
         )  # fmt: skip
         self.stream_bytes = Gauge(

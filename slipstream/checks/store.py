@@ -123,6 +123,9 @@ def _standing(client: Any, key: str) -> Finding:
         f"{lag.appended} traces, {lag.acked} settled, {lag.pending + lag.undelivered} waiting, {lag.lost} lost, "
         f"{lag.dead_lettered} set aside, {lag.bytes / _MIB:.1f} MiB; {len(engines)} engines report"
     )
+    others = {"skipped": lag.skipped, "redelivered": lag.redelivered, "foreign": lag.foreign}
+    if told := ", ".join(f"{count} {name}" for name, count in others.items() if count):
+        return warning(name, f"{detail}; {told}: another client changes the stream or its group; find out which")
     if lag.lost:
         return warning(name, f"{detail}: the trainer is too slow or was away; raise --stream-max-bytes, or start it")
     return ok(name, detail)
@@ -130,4 +133,7 @@ def _standing(client: Any, key: str) -> Finding:
 
 @redis_errors
 def _num_appended(client: Any, key: str) -> int:
-    return int(client.get(key) or 0)
+    count: bytes = client.get(key) or b"0"
+    if not count.isdigit():
+        raise StreamError(f"{key} in Redis holds no number: another client wrote there; remove that key")
+    return int(count)

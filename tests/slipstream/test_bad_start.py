@@ -79,7 +79,6 @@ def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, mo
     [
         ("serve", "--port", 0),
         ("train", "--state", "state"),
-        ("gateway", "--sglang", "http://127.0.0.1:1", "--port", 0),
         ("traces", "record", "--out", "new.rec"),
         ("traces", "prune", "--older-than-hours", 1),
     ],
@@ -90,7 +89,7 @@ def test_an_option_of_other_redis_clients(
 ) -> None:
     """Refused by name before anything is written."""
     words = tuple(tmp_path / word if word in ("state", "new.rec") else word for word in words)
-    store = () if words[0] in ("traces", "gateway") else ("--store", tmp_path / "drafts")
+    store = () if words[0] == "traces" else ("--store", tmp_path / "drafts")
     (tmp_path / "drafts").mkdir()
     url = f"{redis_url}&decode_responses=true"
     assert "sets decode_responses," in refused(*words, "--model", toy_model, "--redis-url", url, *store)

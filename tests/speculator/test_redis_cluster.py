@@ -90,7 +90,7 @@ def client(cluster: Cluster) -> Iterator[redis.Redis]:
 def test_all_keys_of_a_model_share_one_slot(cluster: Cluster) -> None:
     keys = RedisKeys(model_key="m")
     names = [
-        *(getattr(keys.ledger, name) for name in ("traces", "sizes", "num_appended", "accounts", "erased")),
+        *(getattr(keys.ledger, name) for name in ("traces", "sizes", "num_appended", "accounts", "open")),
         *(keys.dead_letters, keys.desired_draft, keys.pinned_draft, keys.erasures, keys.rewards, keys.trainers),
         *(keys.engines, keys.engine("e"), keys.depth("e"), keys.target_version("h:1")),
         *(keys.group_texts, keys.group_text(GroupKey("t", "g}{x").member)),
