@@ -32,8 +32,8 @@ class LocalTokenizer:
             raise ConfigError(f"cannot load a tokenizer from {model_dir} ({reason}): check --model") from error
         if not self._tokenizer.is_fast:
             raise ConfigError(f"{model_dir} has no tokenizer.json, which streaming needs: check --model")
-        self._backend: Any = self._tokenizer.backend_tokenizer
-        added = self._backend.get_added_tokens_decoder()
+        self.backend: Any = self._tokenizer.backend_tokenizer
+        added = self.backend.get_added_tokens_decoder()
         self.special_tokens = {number: str(token.content) for number, token in added.items() if token.special}
         """By id; no text shows them."""
         eos_token_id = self._tokenizer.eos_token_id
@@ -55,10 +55,10 @@ class LocalTokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Exactly what the tokens say: special ones have no text, spaces are not tidied up."""
-        return self._backend.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+        return self.backend.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._backend, self.special_tokens)
+        return Detokenizer(self.backend, self.special_tokens)
 
 
 class _SaysEnd(msgspec.Struct):
