@@ -100,9 +100,11 @@ def test_clients_that_leave_and_drafts_that_come_between_two_pieces_change_no_te
             client = clients[generation.request.request_id]
             client.get_loop().call_soon_threadsafe(client.cancel)
 
-        def run_and_disturb(running: list[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
+        def run_and_disturb(
+            running: list[Generation], depth: int, piece: Piece | None = None, **arm: bool
+        ) -> RoundReport:
             nonlocal num_shared
-            report = run(running, depth, piece)
+            report = run(running, depth, piece, **arm)
             if piece is not None:
                 num_shared += 1
                 if num_shared == 3:

@@ -72,11 +72,13 @@ class Seen:
         seen, loop = cls(), harness.engine._loop
         run, prefill, decode = loop._runner.run, loop._runner.prefill, loop._decode
 
-        def watched_run(running: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
+        def watched_run(
+            running: Sequence[Generation], depth: int, piece: Piece | None = None, **arm: bool
+        ) -> RoundReport:
             if piece is not None:
                 seen.shared.append(piece)
                 seen.controlled += depth == 0
-            return run(running, depth, piece)
+            return run(running, depth, piece, **arm)
 
         def watched_prefill(piece: Piece, *, drafting: bool) -> None:
             if loop.num_running:
@@ -150,8 +152,10 @@ def test_proposals_of_different_number_are_not_padded(
     with toy_engine(model_dir, planner=WholeTrees(0.0), suffix_depth=8) as harness:
         run = harness.engine._loop._runner.run
 
-        def watched_run(running: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
-            report = run(running, depth, piece)
+        def watched_run(
+            running: Sequence[Generation], depth: int, piece: Piece | None = None, **arm: bool
+        ) -> RoundReport:
+            report = run(running, depth, piece, **arm)
             verified = [1 + num for num in report.proposed]
             assert passes[-1] == [*verified, *([] if piece is None else [len(piece.tokens)])]
             assert report.num_tokens == sum(verified)
@@ -185,8 +189,10 @@ def test_a_target_that_moves_between_two_shared_pieces(model_dir: Path, tmp_path
         run, runner = engine._loop._runner.run, engine._loop._runner
         moved: list[Piece] = []
 
-        def run_and_move(running: Sequence[Generation], depth: int, piece: Piece | None = None) -> RoundReport:
-            report = run(running, depth, piece)
+        def run_and_move(
+            running: Sequence[Generation], depth: int, piece: Piece | None = None, **arm: bool
+        ) -> RoundReport:
+            report = run(running, depth, piece, **arm)
             if piece is not None and piece.start and not moved:
                 moved.append(piece)
                 threading.Thread(target=engine.move_target, args=(1, new_dir)).start()
