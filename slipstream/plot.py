@@ -48,6 +48,6 @@ def draw(
     bottom.set_xlabel("minutes of live traffic")
     top.set_title(title, loc="left", fontsize=11)
     if swaps_s or clients:
-        top.legend(loc="lower right", frameon=False, fontsize=9)
+        top.legend(loc="best", frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
