@@ -21,7 +21,7 @@ import torch
 from serving.forgetting import ErasureWatch
 from serving.hotswap import DraftFollower
 from serving.sglang.agreement import Agreement
-from serving.sglang.checks import version_of
+from serving.sglang.checks import resolved, version_of
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl, QuietSwitches
 from serving.sglang.dormancy import Dormancy
@@ -56,7 +56,7 @@ class EngineRuntime:
 
     def __init__(self, worker: Any, settings: PluginSettings) -> None:
         self._worker = worker
-        args, target = worker.server_args, worker.target_worker.model_runner
+        args, target = resolved(worker.server_args), worker.target_worker.model_runner
         group = tensor_parallel_group()
         self._is_writer = group.rank_in_group == 0
         manifest, store = version_of(args, settings), DraftStore(settings.store)
@@ -77,9 +77,11 @@ class EngineRuntime:
         alone = self._agreement.is_alone
         self._capturing = Fence("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
-        self._choosing, self._meeting = Fence("depth", holds=alone), Fence("swap", holds=alone)
+        self._choosing = Fence("depth", holds=alone)
         self._pulsing = Fence("pulse", off=self._stop_pulse)
         self.draft = _new_draft(worker, store, manifest, alone=alone)
+        # Without meetings nobody would tell the depth of a swap.
+        self._meeting = Fence("swap", off=self.draft.close, holds=alone)
         self.probe = _new_probe(worker, depths)
         self.meter = SpeedupMeter()
         # One rank watches; the others stage what it stages.
@@ -305,7 +307,7 @@ class EngineRuntime:
             settings,
             engine_id=self._engine_id,
             model_key=key,
-            model_dir=Path(self._worker.server_args.model_path),
+            model_dir=Path(resolved(self._worker.server_args).model_path),
             target_fingerprint=manifest.target_fingerprint,
             device=device_of(self._worker),
             probe=self.probe,
@@ -376,6 +378,6 @@ def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:
         # Graphs are captured for batches that are padded beyond the number of requests.
         max_batch=2 * num_slots,
         max_proposals=max(*depths, worker.speculative_num_draft_tokens - 1),
-        topk=worker.server_args.speculative_eagle_topk or 1,
+        topk=worker.topk,
         device=device_of(worker),
     )

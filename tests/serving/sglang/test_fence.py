@@ -17,6 +17,7 @@ from serving.sglang.fence import Fence
 from serving.sglang.runtime import EngineRuntime
 from serving.sglang.settings import PluginSettings
 from speculator.checkpoint import model_key, target_fingerprint
+from speculator.errors import EngineDeadError
 from speculator.lineage import ensure_lineage
 from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
@@ -115,21 +116,36 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scene(
-    model_dir: Path, tmp_path: Path, redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path,
+    tmp_path: Path,
+    redis_url: str,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Scene]:
-    """One rank, on a CPU, capturing, with depths 0 and 2."""
+    """One rank, on a CPU, capturing, with depths 0 and 2; a chain, or a tree of as many branches as the parameter."""
     store = DraftStore(tmp_path / "drafts")
     fingerprint = target_fingerprint(model_dir)
     ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=24)
     state = ModuleType("sglang.srt.distributed.parallel_state")
     vars(state)["get_tp_group"] = lambda: SimpleNamespace(rank_in_group=0, cpu_group=None)
-    for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
+    decided = ModuleType("sglang.srt.arg_groups.overrides")
+    # As SGLang does for --rl-on-policy-target.
+    vars(decided)["resolving_view"] = lambda args: SimpleNamespace(
+        **vars(args) | {"enable_deterministic_inference": True}
+    )
+    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, state.__name__, state)
+    for module in (state, decided):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     runner = SimpleNamespace(model=nn.Linear(2, 2), model_config=SimpleNamespace(context_len=64))
-    arguments = {"model_path": str(model_dir), "served_model_name": "m", "port": 1, "speculative_eagle_topk": 1}
+    arguments = {"model_path": str(model_dir), "served_model_name": "m", "port": 1}
+    given = {"speculative_eagle_topk": None, "enable_deterministic_inference": False}
     worker = SimpleNamespace(
-        server_args=SimpleNamespace(**arguments, speculative_draft_model_path=str(store.root / "versions" / "000001")),
+        server_args=SimpleNamespace(
+            **arguments, **given, speculative_draft_model_path=str(store.root / "versions" / "000001")
+        ),
+        topk=getattr(request, "param", 1),
         target_worker=SimpleNamespace(model_runner=runner),
         draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Draft(store.load(1)))),
         adaptive_controller=SimpleNamespace(candidate_steps=[0, 2]),
@@ -205,6 +221,28 @@ def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None
     assert scene.runtime.catch_up(lambda: SERVED, scene.batch("decode", []), None) is SERVED
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     scene.wait_for_failure("depth:AttributeError=1")
+
+
+def test_what_sglang_has_decided_on_is_reported(scene: Scene) -> None:
+    """Of its arguments that nobody gave."""
+    wait_until(lambda: scene.report().get("heeds_seed") == "1")
+
+
+@pytest.mark.parametrize("scene", [4], indirect=True)
+def test_a_tree_that_nobody_asked_for_is_looked_at_as_one(scene: Scene) -> None:
+    scores = torch.tensor([[[0.5], [0.25]]])
+    scene.runtime.saw_tree([scores], (None, torch.tensor([[1, 0]])))
+    assert torch.equal(scene.runtime.probe.logprobs(torch.tensor([0]), 2), torch.tensor([[0.25, 0.5]]).log())
+
+
+def test_without_meetings_the_draft_stays(scene: Scene) -> None:
+    """Nobody would tell the depth that another draft is in service, also where an idle server swaps it."""
+    assert scene.runtime.draft.install_draft(1).version == 1
+    runtime: Any = scene.runtime
+    runtime.depth = object()
+    assert scene.prefill([Request([1, 2, 3])]) is SERVED
+    with pytest.raises(EngineDeadError):
+        scene.runtime.draft.install_draft(1)
 
 
 def test_what_sglang_raises_is_not_ours(scene: Scene) -> None:
