@@ -32,7 +32,7 @@ def sglang_version() -> str:
 
 
 def check_server(args: Any, settings: PluginSettings) -> str:
-    """What can be told from the server's arguments alone; returns the fingerprint of its target.
+    """What can be told from the server's arguments alone, `resolved`; returns the fingerprint of its target.
 
     Raises ConfigError or another SlipstreamError.
     """
@@ -48,7 +48,15 @@ def check_server(args: Any, settings: PluginSettings) -> str:
     if args.dp_size != 1:
         raise ConfigError(f"--dp-size is {args.dp_size}: start one server for each, and put sglang-router in front")
     if args.speculative_use_rejection_sampling:
-        raise ConfigError("--speculative-use-rejection-sampling samples the proposals: turn it off")
+        raise ConfigError(
+            "--speculative-use-rejection-sampling, or -block-verification, samples the proposals: turn it off"
+        )
+    if args.enable_multi_layer_eagle:
+        raise ConfigError(
+            "--enable-multi-layer-eagle runs a worker without hooks: Slipstream improves drafts of one layer"
+        )
+    if args.enable_memory_saver:
+        raise ConfigError("--enable-memory-saver takes weights away that a swap writes and a look reads: leave it out")
     is_wanted()
     return version_of(args, settings).target_fingerprint
 

@@ -71,8 +71,9 @@ def _hook(settings: PluginSettings) -> None:
 
 def _check(args: Any, settings: PluginSettings) -> None:
     global _target
-    _target = refusing(check_server, args, settings)
-    refusing(check_draft_options, refusing(resolved, args), settings)
+    decided = refusing(resolved, args)
+    _target = refusing(check_server, decided, settings)
+    refusing(check_draft_options, decided, settings)
 
 
 def _around_speculative_args(run: Any, args: Any) -> None:

@@ -50,17 +50,33 @@ import json, sys
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.server_args import prepare_server_args
 
-*served, last = [prepare_server_args(flags) for flags in json.loads(sys.argv[1])]
+servers, decided = json.loads(sys.argv[1])
+*served, last = [prepare_server_args(flags) for flags in servers]
 for args in served:
     args.resolve_once()
     print("limit", resolving_view(args).max_running_requests, flush=True)
 last.resolve_once()
+declare_resolution(last, "SGLang itself", **decided)
 last.check_server_args()
 print("went on")
 """
+
+
+def in_sglangs_process(
+    draft_store: DraftStore, servers: list[list[str]], **decided: object
+) -> subprocess.CompletedProcess[str]:
+    """Each gets as far as its arguments, and the last is checked once SGLang has decided on these."""
+    settings = {"SLIPSTREAM_ENABLED": "1", "SLIPSTREAM_STORE": str(draft_store.root)}
+    return subprocess.run(
+        [sys.executable, "-c", _IN_SGLANGS_PROCESS, json.dumps([servers, decided])],
+        env={**os.environ, **cpu_environment(), **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
 
 
 def test_the_plugin_in_sglangs_own_process(model_dir: Path, draft_store: DraftStore, draft_dir: Path) -> None:
@@ -68,17 +84,20 @@ def test_the_plugin_in_sglangs_own_process(model_dir: Path, draft_store: DraftSt
     plain = ["--model-path", str(model_dir), *CPU_FLAGS]
     drafting = [*plain, *speculative_flags(draft_dir)]
     servers = [plain, drafting, [*drafting, "--max-running-requests", "7"], [*drafting, "--quantization", "w8a8_int8"]]
-    settings = {"SLIPSTREAM_ENABLED": "1", "SLIPSTREAM_STORE": str(draft_store.root)}
-    done = subprocess.run(
-        [sys.executable, "-c", _IN_SGLANGS_PROCESS, json.dumps(servers)],
-        env={**os.environ, **cpu_environment(), **settings},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = in_sglangs_process(draft_store, servers)
     limits = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("limit")]
     assert limits == ["None", "None", "7"], done.stderr[-2000:]
     assert "went on" not in done.stdout
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("slipstream: the draft would be quantized (w8a8_int8)")
+
+
+def test_what_sglang_decides_on_by_itself_is_refused_as_what_is_given(
+    model_dir: Path, draft_store: DraftStore, draft_dir: Path
+) -> None:
+    """As --speculative-use-block-verification does, which it takes on a GPU alone."""
+    drafting = ["--model-path", str(model_dir), *CPU_FLAGS, *speculative_flags(draft_dir)]
+    done = in_sglangs_process(draft_store, [drafting], speculative_use_rejection_sampling=True)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]
+    assert done.stderr.splitlines()[-1].startswith("slipstream: --speculative-use-rejection-sampling")

@@ -53,6 +53,8 @@ def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNames
         "dp_size": 1,
         "disaggregation_mode": "null",
         "enable_dp_attention": False,
+        "enable_multi_layer_eagle": False,
+        "enable_memory_saver": False,
     }
     return SimpleNamespace(**values | changes)
 
@@ -70,7 +72,9 @@ def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
         ({"pp_size": 2}, "pipeline parallelism"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"dp_size": 2}, "put sglang-router in front"),
-        ({"speculative_use_rejection_sampling": True}, "rejection-sampling"),
+        ({"speculative_use_rejection_sampling": True}, "rejection-sampling, or -block-verification"),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"speculative_draft_model_path": "/somewhere/else"}, "no version of the draft store"),
     ],
 )
