@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.marks import HEADER, OTHER_TARGET, Marks
 from serving.sampler import CaptureSampler
@@ -334,6 +335,29 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(vocab_size: int) -> None:
     assert torch.equal(top["topk_logprobs"], expected.sort(-1, descending=True).values[..., :8])
     assert torch.equal(expected.gather(-1, top["topk_ids"].long()), top["topk_logprobs"])
     assert all(len(set(row)) == 8 for row in top["topk_ids"].view(-1, 8).tolist())
+
+
+class LogSoftmaxes(TorchDispatchMode):
+    """Notes how many rows each one takes at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "log_softmax" in str(func):
+            self.rows.append(args[0].shape[:-1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_of_many_rows_only_some_exist_as_log_probabilities_at_a_time() -> None:
+    torch.manual_seed(0)
+    logits, whole = torch.randn(3, 400, 100).bfloat16(), TopTokens(8)
+    with LogSoftmaxes() as seen:
+        found = whole(logits)
+    assert (sum(seen.rows), max(seen.rows)) == (1200, 512)
+    for name, value in found.items():
+        assert torch.equal(value, torch.stack([TopTokens(8)(part)[name] for part in logits]))
 
 
 def test_greedy_is_top_k_1() -> None:
