@@ -165,6 +165,8 @@ class TraceAssembler:
                     case _End():
                         with self._failing([event.ticket]):
                             self._take_end(event)
+                        if event.ticket.dropped:
+                            self.dropped[event.ticket.dropped] += 1
         return None not in gathered
 
     def _take_prefill(self, prefill: Prefill) -> None:
@@ -229,10 +231,7 @@ class TraceAssembler:
         if span.target_version != self.target_version:
             ticket.dropped = ticket.dropped or "target_moved"
         if not ticket.dropped:
-            with self._failing([ticket]):
-                self._build(ticket, span, end.tokens)
-        if ticket.dropped:
-            self.dropped[ticket.dropped] += 1
+            self._build(ticket, span, end.tokens)
 
     def _build(self, ticket: Ticket, span: Span, tokens: list[int]) -> None:
         started_s = time.perf_counter()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from serving.sglang.spans import Span, Ticket
 from serving.sglang.transfer import HostCopy
 from speculator.trace import Trace, check_trace
 from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
@@ -101,6 +104,13 @@ def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.Monk
     settle(capture)
     assert [trace.header.request_id for trace in traces] == ["b"]
     assert (capture._assembler.dropped, capture._assembler._held_bytes) == ({"failed": 1}, 0)
+
+
+def test_an_end_that_cannot_be_taken_is_counted() -> None:
+    capture, unlike_a_span = make_capture([]), cast(Span, SimpleNamespace(num_bytes=0))
+    capture._assembler.end(Ticket(unlike_a_span), [1, 2, 3])
+    settle(capture)
+    assert capture._assembler.dropped == {"failed": 1}
 
 
 def test_positions_that_do_not_follow_drop_the_trace() -> None:
