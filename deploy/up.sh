@@ -58,6 +58,11 @@ fi
 for name in $(sed -n 's|.*{file: \./deploy/secrets/\(.*\)}|\1|p' docker-compose.yml); do
   [ -s "deploy/secrets/$name" ] || { wrong "deploy/secrets/$name is missing: make secrets"; break; }
 done
+# But for the passwords, what `make secrets` would write.
+users() { sed -nE 's/#(@[a-z_]+@|[0-9a-f]{64})/#/; /^user /p' "$1"; }
+if [ -s deploy/secrets/redis_users ] && [ "$(users deploy/secrets/redis_users)" != "$(users deploy/redis/users.acl.in)" ]; then
+  wrong "deploy/secrets/redis_users is an older version's: make secrets, and docker compose restart redis where it runs"
+fi
 
 # Our own services hold their ports rightly.
 services=$(docker compose config --services 2>/dev/null) || services=$'gateway\nprometheus\ngrafana'

@@ -165,6 +165,21 @@ def test_a_secret_that_is_not_there_is_named(ready: Checkout, name: str) -> None
     assert (code, line) == (2, f"deploy/secrets/{name} is missing: make secrets")
 
 
+@pytest.mark.parametrize("line", ["user other on nopass", None])
+def test_users_of_redis_of_an_older_version_are_named_and_written_anew(ready: Checkout, line: str | None) -> None:
+    """What the template has and the file has not, and the other way round; a password is nothing of a version."""
+    users, password = (ready.folder / "deploy" / "secrets" / name for name in ("redis_users", "redis_engine"))
+    now, before = users.read_text(), password.read_text()
+    users.chmod(0o644)
+    users.write_text(f"{now}{line}\n" if line else now.replace(" +@connection", "", 1))
+    code, [said] = ready.up()
+    assert (code, "redis_users is an older version's: make secrets" in said) == (2, True)
+    ready.with_secrets()
+    assert (users.read_text(), password.read_text()) == (now, before)
+    assert ready.up() == (0, [])
+    assert password.read_text() not in now
+
+
 def test_a_folder_of_models_is_one_that_the_containers_may_read(ready: Checkout) -> None:
     own = ready.model()
     ready.choose(SLIPSTREAM_MODELS=str(own.parent), SLIPSTREAM_MODEL="/models/mine")
