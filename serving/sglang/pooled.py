@@ -19,7 +19,7 @@ _COUNTS = (
 )
 _COUNTS_BY = (
     *("rounds", "decode_ms", "round_tokens", "proposals", "accepted"),
-    *("dropped_by_reason", "verdicts", "failures"),
+    *("dropped_by_reason", "verdicts"),
 )
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),
@@ -72,6 +72,7 @@ def commonest(numbers: Iterable[int]) -> int | None:
 def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> EngineReport:
     values: dict[str, Any] = {name: _total(_known(ever, name)) for name in _COUNTS}
     values |= {name: _total_by(getattr(report, name) for report in ever) for name in _COUNTS_BY}
+    values["failures"] = _total_by(report.failures for report in now)
     values |= {name: _mean(_known(now, name)) for name in _MEANS}
     values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched")}
     targets = _known(now, "target_ok")

@@ -82,6 +82,16 @@ def test_a_seed_has_an_effect_where_every_engine_heeds_it(scene: Scene) -> None:
         assert scene.client.info.heeds_seed is heeds
 
 
+def test_a_part_that_is_off_is_told_until_its_engine_is_started_again(scene: Scene) -> None:
+    line = 'slipstream_plugin_failures_total{part="capture",reason="TypeError"} 1.0'
+    scene.engine("a", failures="capture:TypeError=1")
+    scene.client.look()
+    assert line in metrics_of(scene.client)
+    scene.pointer.report_engine("a", report("a:2"))
+    scene.client.look()
+    assert line not in metrics_of(scene.client)
+
+
 def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) -> None:
     scene.engine("c", version=5, speedup=1.5)
     scene.engine("b", speedup=1.1)
