@@ -14,7 +14,8 @@ tail; the nucleus is cut by served, not by renormalised, mass.
 
 **Greedy.** A greedy request is served the target's likeliest token, whatever the others weigh: that decides acceptance,
 and `Labels.served` says so. `probs` of its rows are the target's at temperature 1: they teach more than one token, and
-a rejected token may have much of them. Terms that judge proposals take `served`, terms that distil take `probs`.
+a rejected token may have much of them. `cross_entropy` and terms that judge proposals take `served`. Terms that distil
+take `probs`, and so do `acceptance` and `log_acceptance`, on purpose: they are to teach more than the one token.
 
 **Temperature.** The engine draws proposals from softmax(z / T) with the request's T, so that is the q to be compared
 with p: `temperature` is T for sampled requests and 1 for greedy ones.

@@ -2,8 +2,10 @@
 
 At one state of a chain z are the draft's logits over the draft vocabulary D, divided by the request's temperature, and
 q = softmax z. p is what is taught and s what is served (`Labels.probs`, `Labels.served`): for a greedy request p is the
-target at temperature 1 and s its likeliest token alone; for a sampled one they are the same. m = Σ_{x ∈ D} p(x), r is
-the mass of p below the kept tokens, x a proposal, ρ its importance ratio and w(ρ) the weight (speculator/offpolicy.py).
+target at temperature 1 and s its likeliest token alone; for a sampled one they are the same. `acceptance` and
+`log_acceptance` take p for greedy requests, too, on purpose: they are to teach more than the one token. Further,
+m = Σ_{x ∈ D} p(x), r is the mass of p below the kept tokens, x a proposal, ρ its importance ratio and w(ρ) the weight
+(speculator/offpolicy.py).
 
 On states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step from
 every position, as EAGLE-3 is published):
