@@ -23,8 +23,11 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
-_READ = (".json", ".safetensors", ".jinja", ".model")
-"""Endings of the files that loaders read."""
+_READ = (
+    *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.*", "vocab.*", "merges.txt"),
+)
+"""What loaders read beside the weights."""
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -45,12 +48,15 @@ def reading(model_dir: Path) -> Iterator[None]:
     """Raise ConfigError, in one line with the folder and the reason, for whatever a library raises about a model."""
     try:
         yield
-    except (SlipstreamError, MemoryError):
+    except SlipstreamError:
         raise
     except BaseException as error:
         # A panic in one of the Rust libraries is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        # PyTorch has no type of its own for it.
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise ConfigError(f"not enough memory to load {model_dir}: choose a smaller --model") from error
         raise ConfigError(f"{model_dir} is no complete language model ({reason_of(error)}): check --model") from error
 
 
@@ -63,13 +69,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def check_folder(model_dir: Path) -> dict[str, Any]:
-    """The folder's config.json, once all files can be read and the tensors that a draft is made of fit it.
+    """The folder's config.json, once what loaders read can be opened and the tensors that a draft is made of fit it.
 
     No weights are read. Raises ConfigError.
     """
     with reading(model_dir):
         for path in sorted(model_dir.iterdir()):
-            if path.suffix in _READ:
+            if any(map(path.match, _READ)):
                 check_file(path)
         config = read_config(model_dir)
         files = weight_files(model_dir)
@@ -139,22 +145,20 @@ def _told(value: object) -> str:
 
 
 def weight_files(model_dir: Path) -> dict[str, Path]:
-    """The file of every tensor, for one file and for several with an index. Raises ConfigError."""
+    """The file of every tensor, in model.safetensors or in those that an index names. Raises ConfigError."""
     with reading(model_dir):
         index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
         paths = [single]
-        promised: dict[str, Path] = {}
-        if index.exists():
+        # Beside the one file an index is of no use to transformers either.
+        if index.exists() and not single.exists():
             # A name alone: a path could lead anywhere.
-            named = json.loads(index.read_bytes())["weight_map"].items()
-            promised = {name: model_dir / Path(file).name for name, file in named}
-            paths = sorted(set(promised.values()))
+            paths = sorted(
+                {model_dir / Path(file).name for file in json.loads(index.read_bytes())["weight_map"].values()}
+            )
         found: dict[str, Path] = {}
         for path in paths:
             with open_weights(path) as file:
                 found |= dict.fromkeys(file.keys(), path)
-        if missing := sorted(promised.keys() - found.keys()):
-            raise ConfigError(f"{model_dir}: {index.name} names tensors that no file has: {', '.join(missing[:5])}")
         return found
 
 

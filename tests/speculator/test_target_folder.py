@@ -13,7 +13,7 @@ import pytest
 from speculator.checkpoint import read_target_tensor
 from speculator.errors import ConfigError, DraftMismatchError
 from speculator.fresh import fresh_draft
-from speculator.target_folder import check_folder, reading
+from speculator.target_folder import check_folder, reading, weight_files
 from tests.toy import make_toy_model
 
 
@@ -82,10 +82,27 @@ def test_output_rows_that_are_not_there_are_not_made_up(folder: Path) -> None:
 def test_an_index_that_names_a_file_that_is_not_there(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-2.safetensors"}}))
+    # transformers prefers the one file, too.
+    assert set(weight_files(folder).values()) == {folder / "model.safetensors"}
+    check_folder(folder)
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     with pytest.raises(ConfigError, match=r"No such file.*model-2\.safetensors"):
         check_folder(folder)
-    index.write_text(json.dumps({"weight_map": {"more.weight": "model.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"no file has: more\.weight"):
+
+
+def test_an_index_may_name_tensors_that_no_file_has(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    named = dict.fromkeys(("model.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"), "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    check_folder(folder)
+
+
+def test_files_that_no_loader_reads_are_let_be(folder: Path) -> None:
+    for name in ("notes.json", "consolidated.safetensors", "other.model", "tokenizer"):
+        (folder / name).mkdir()
+    check_folder(folder)
+    (folder / "tokenizer.model").mkdir()
+    with pytest.raises(ConfigError, match=r"tokenizer\.model"):
         check_folder(folder)
 
 
@@ -135,7 +152,13 @@ def test_whatever_a_loader_raises_is_one_line(error: BaseException) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), SystemExit(), DraftMismatchError("8 layers")])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_not_the_folders_fault(error: Exception) -> None:
+    with pytest.raises(ConfigError, match="not enough memory to load /a/model"), reading(Path("/a/model")):
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), DraftMismatchError("8 layers")])
 def test_what_no_folder_is_to_blame_for_passes(error: BaseException) -> None:
     with pytest.raises(type(error)), reading(Path("/a/model")):
         raise error
