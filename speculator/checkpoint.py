@@ -38,6 +38,7 @@ _TARGET_ESSENTIALS = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "partial_rotary_factor",
     "tie_word_embeddings",
     "quantization_config",
 )
@@ -78,12 +79,9 @@ def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
 
 
 def check_fits(draft: DraftConfig, model_dir: Path) -> None:
-    """Raise DraftMismatchError for a draft that another target's sizes, or a smaller window, were given to.
-
-    Its rotary embedding is its own: it learns with the base that is in its config.json, unscaled.
-    """
+    """Raise DraftMismatchError for a draft of another target's sizes or rotary base, or of a smaller window."""
     target = DraftConfig.for_target(read_config(model_dir), draft_vocab_size=draft.draft_vocab_size)
-    for name in ("hidden_size", "vocab_size", "max_position_embeddings"):
+    for name in ("hidden_size", "vocab_size", "rope_theta", "max_position_embeddings"):
         ours, theirs = getattr(draft, name), getattr(target, name)
         if ours < theirs or (ours != theirs and name != "max_position_embeddings"):
             raise DraftMismatchError(
@@ -190,6 +188,12 @@ def read_target_tensor(model_dir: Path, name: str) -> Tensor:
     stored = stored_name(model_dir, name, read_config(model_dir), files)
     with reading(model_dir), open_weights(files[stored]) as file:
         tensor: Tensor = file.get_tensor(stored)
-    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+    if not tensor.is_floating_point() or not is_finite(tensor):
         raise ConfigError(f"{model_dir}: {stored} is not finite: check --model")
     return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all its numbers are finite; takes no memory for each of them, but where they are bytes."""
+    numbers = tensor.half() if tensor.itemsize == 1 else tensor
+    return not numbers.numel() or bool(torch.isfinite(torch.stack(numbers.aminmax())).all())

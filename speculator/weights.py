@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from speculator.checkpoint import target_essentials
+from speculator.checkpoint import is_finite, target_essentials
 from speculator.errors import ConfigError, TargetError
 from speculator.target_folder import open_weights, reading, weight_files
 
@@ -53,7 +53,7 @@ def read_weights(folder: Path, layout: TargetLayout) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         if tuple(tensor.shape) != layout.shapes[name]:
             raise TargetError(f"{folder.name}: {name} has shape {tuple(tensor.shape)}, not {layout.shapes[name]}")
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        if not tensor.is_floating_point() or not is_finite(tensor):
             raise TargetError(f"{folder.name}: {name} is not finite")
     return weights
 

@@ -152,8 +152,9 @@ def test_the_fingerprint_follows_the_config_where_it_matters(tmp_path: Path) -> 
     before = target_fingerprint(target)
     (target / "config.json").write_text(json.dumps(TARGET_CONFIG | {"transformers_version": "6.0"}))
     assert target_fingerprint(target) == before
-    (target / "config.json").write_text(json.dumps(TARGET_CONFIG | {"rope_theta": 1.0}))
-    assert target_fingerprint(target) != before
+    for change in ({"rope_theta": 1.0}, {"partial_rotary_factor": 0.5}):
+        (target / "config.json").write_text(json.dumps(TARGET_CONFIG | change))
+        assert target_fingerprint(target) != before
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "model-1.safetensors"])
