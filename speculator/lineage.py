@@ -101,9 +101,9 @@ def check_lineage(
             "leave it out, or choose another --store"
         )
     if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
-        raise ConfigError(
-            f"{there}, whose vocabulary other texts than those of --vocab-from chose: leave it out, or choose another "
-            "--store"
+        # Such files grow while a service runs, and it has to come back with the same options.
+        log.warning(
+            "the draft vocabulary stays as other texts than those of --vocab-from chose it", store=str(store.root)
         )
     if seed is not None:
         first = store.manifest(FIRST).info.get("seed") if FIRST in store.versions() else None

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.checkpoint import check_fits, config_from_json, draft_config_json, draft_state, target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, StoreError
 from speculator.lifecycle import State
 from speculator.lineage import admit, ensure_lineage, load_draft
+from speculator.model import DraftConfig
 from speculator.store import DraftStore
+from speculator.target_folder import read_config
 from tests.crashes import Crash, dying_before
 from tests.toy import make_toy_model, random_draft
 
@@ -104,15 +106,28 @@ def test_a_draft_for_a_smaller_window_is_refused_with_both_numbers(toy_model: Pa
     assert ensure(store, with_config(toy_model, tmp_path / "smaller", max_position_embeddings=128)) == 1
 
 
+def test_a_draft_with_another_rotary_base_is_refused_with_both_numbers(toy_model: Path, tmp_path: Path) -> None:
+    draft = draft_config_json(DraftConfig.for_target(read_config(toy_model), draft_vocab_size=4))
+    del draft["rope_theta"]
+    for written in (draft, {**draft, "rope_theta": 10_000}, {**draft, "rope_parameters": {"rope_theta": 1e4}}):
+        config = config_from_json(written)
+        check_fits(config, toy_model)
+        for change in ({"rope_theta": 5e5, "rope_parameters": None}, {"rope_parameters": {"rope_theta": 5e5}}):
+            other = with_config(toy_model, tmp_path / "other", **change)
+            with pytest.raises(DraftMismatchError, match=r"rope_theta is 10000\.0, the target's 500000\.0"):
+                check_fits(config, other)
+            shutil.rmtree(other)
+
+
 def test_what_is_asked_of_a_fresh_draft_is_not_ignored_where_there_is_one(toy_model: Path, tmp_path: Path) -> None:
     store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
     ensure_lineage(store, toy_model, fingerprint, draft_vocab_size=4, seed=5, texts=["zzz"])
-    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, {"texts": ["zzz"]}):
+    # Texts may have grown since.
+    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, {"texts": ["zzz"]}, {"texts": ["aaa"]}):
         assert ensure_lineage(store, toy_model, fingerprint, **alike) == 1  # type: ignore[arg-type]
     for other, says in (
         ({"draft_vocab_size": 8}, "of 8 is asked for, .* of 4 tokens"),
         ({"seed": 6}, "from seed 5: leave --seed 6 out"),
-        ({"texts": ["aaa"]}, "--vocab-from"),
     ):
         with pytest.raises(ConfigError, match=says):
             ensure_lineage(store, toy_model, fingerprint, **other)  # type: ignore[arg-type]
