@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.errors import ConfigError
@@ -44,20 +45,28 @@ def init_lineage(
     latest = store.latest()
     if latest is not None and not if_missing:
         raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
-    if latest is None:
-        check_target(model_dir)
     # What is there says which target it was made for: reading a large target's weights takes minutes.
-    fingerprint = target_fingerprint(model_dir) if latest is None else store.manifest(latest).target_fingerprint
+    fingerprint = checked_fingerprint(model_dir, store) if latest is None else store.manifest(latest).target_fingerprint
     version = ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     return version_folder(store, version)
 
 
-def check_target(model_dir: Path) -> None:
-    """Before a first draft is written for it. Raises ConfigError for a model whose tensors are not all there."""
+def checked_fingerprint(model_dir: Path, store: DraftStore) -> str:
+    """The target's fingerprint. A store's first draft is tied to it, so the target is checked before there is one.
+
+    Raises ConfigError.
+    """
+    if store.latest() is None:
+        check_target(model_dir)
+    return target_fingerprint(model_dir)
+
+
+def check_target(model_dir: Path) -> dict[str, Any]:
+    """Its config.json. Raises ConfigError for a model whose tensors are not all there."""
     # Imports transformers, which takes seconds.
     from serving.local.loading import check_known_model
 
-    check_known_model(model_dir)
+    return check_known_model(model_dir)
 
 
 def version_folder(store: DraftStore, version: int) -> Path:

@@ -1,6 +1,6 @@
 """`slipstream serve`: the gateway with the local engine behind it, capture and hot swap beside it.
 
-Start: port → Redis → store → target → engine → recorder and follower → gateway.
+Start: port → Redis → target → store → engine → recorder and follower → gateway.
 Stop:  gateway drains → follower → engine → group texts and recorder flush → Redis connections close.
 """
 
@@ -59,9 +59,9 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         client = site.connect()
         pointer = DraftPointer(client, site.key)
         recorder = open_recorder(site)
+        target = load_target(options.engine)
         version = first_version(site)
         watch = LiveWatch(version)
-        target = load_target(options.engine)
         sharing = open_sharing(site, vocab_size=target.embed.shape[0])
         engine = open_engine(site, target, version, recorder, watch, sharing, open_pulse(site))
         guard = TargetGuard(

@@ -21,11 +21,11 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
 from serving.sglang.client import SglangClient
 from serving.sglang.launcher import SglangProcess
-from slipstream.draft import version_folder
+from slipstream.draft import checked_fingerprint, version_folder
 from slipstream.exposure import check_exposure
 from slipstream.front import check_lineages, check_settings, serve_in_front
 from slipstream.sglang_start import SglangStart, verified_version
-from speculator.checkpoint import model_key, target_fingerprint
+from speculator.checkpoint import model_key
 from speculator.drafts import DraftDesk
 from speculator.lineage import ensure_lineage
 from speculator.pointer import DraftPointer
@@ -57,8 +57,8 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))
         python = options.interpreter()
-        fingerprint = target_fingerprint(options.model_dir)
         store = DraftStore(options.store)
+        fingerprint = checked_fingerprint(options.model_dir, store)
         key = model_key(options.model_dir, fingerprint, store.lineage)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         newest = ensure_lineage(

@@ -65,8 +65,10 @@ def train(
     yields = pulse_dir is not None or f"{_PREFIX}PULSE_DIR" in os.environ
     if yields and threads == 1:
         os.environ.setdefault(*_SPINNING)
-    from speculator.checkpoint import model_key, target_fingerprint
+    from slipstream.draft import checked_fingerprint
+    from speculator.checkpoint import model_key
     from speculator.lineages import below, name_of
+    from speculator.store import DraftStore
     from trainer.config import load_config
     from trainer.run import run_trainer
 
@@ -75,7 +77,7 @@ def train(
     config = load_config(
         **{name: value for name, value in given.items() if value is not None},
         model_dir=model_dir,
-        model_key=model_key(model_dir, target_fingerprint(model_dir), lineage),
+        model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store)), lineage),
         redis_url=redis_url,
         store_dir=store,
         state_dir=below(state, lineage),

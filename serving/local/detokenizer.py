@@ -17,7 +17,8 @@ class Detokenizer:
     """Deltas of tokens that a model may produce; together they are what decoding all tokens in one go gives.
 
     A delta is what a token adds to the text of a window of the newest tokens. Ids without a token and special tokens
-    have no text and never enter the window. The rest holds for every decoder of the tokenizers library:
+    have no text and never enter the window. The rest holds for the decoders of the tokenizers library. Two are left
+    out: a Replace behind a Fuse sees further than the window, and a Strip of ends is refused by `load_tokenizer`.
 
     * A decoder that goes token by token (Metaspace, WordPiece, Strip, …) treats only the beginning of a text in
       another way. The window keeps tokens with text before the newest, so that is never the newest token.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from serving.local.text import LocalTokenizer
+from speculator.checkpoint import is_finite
 from speculator.errors import ConfigError, RequestError
 from speculator.target_folder import check_folder, open_weights, reading, weight_files
 from speculator.vocab import check_vocabulary
@@ -35,7 +38,7 @@ def load_model(model_dir: Path, *, dtype: torch.dtype, attn_implementation: str)
         )
         _refuse(model_dir, told)
         for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if tensor.is_floating_point() and not is_finite(tensor):
                 raise ConfigError(f"{model_dir}: {name} is not finite: check --model")
     return model
 
@@ -48,14 +51,15 @@ def check_model(model_dir: Path) -> Any:
     return model
 
 
-def check_known_model(model_dir: Path) -> None:
-    """The same for another engine's target, which transformers may not know. Raises ConfigError."""
-    check_folder(model_dir)
+def check_known_model(model_dir: Path) -> dict[str, Any]:
+    """The same for another engine's target, which transformers may not know; its config.json. Raises ConfigError."""
+    config = check_folder(model_dir)
     try:
         model = _without_weights(model_dir)
     except ConfigError:
-        return
+        return config
     _check_tensors(model, model_dir)
+    return config
 
 
 def _without_weights(model_dir: Path) -> Any:
@@ -132,11 +136,24 @@ def _is_quantised(model: Any) -> bool:
     return bool(getattr(model.config, "quantization_config", None))
 
 
+def _decoders(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A decoder as JSON, and those that it is a sequence of."""
+    yield decoder
+    for each in decoder.get("decoders", ()):
+        yield from _decoders(each)
+
+
 def load_tokenizer(model_dir: Path, *, vocab_size: int) -> LocalTokenizer:
     """A tokenizer whose tokens are rows of the embedding and whose chat template can be read. Raises ConfigError."""
     with reading(model_dir):
         tokenizer = LocalTokenizer(model_dir)
         check_vocabulary(model_dir, tokenizer.backend, vocab_size)
+        decoder = json.loads(tokenizer.backend.to_str())["decoder"] or {}
+        if any(each.get("type") == "Strip" and each["stop"] for each in _decoders(decoder)):
+            raise ConfigError(
+                f"{model_dir}: the tokenizer's decoder strips the ends of tokens (Strip, stop), and its library "
+                "crashes on tokens shorter than that: set stop to 0 in tokenizer.json"
+            )
         tokenizer.decode(tokenizer.encode("hello"))
         try:
             tokenizer.encode_chat([{"role": "user", "content": "hello"}])

@@ -34,6 +34,7 @@ from serving.local.packed import Replaced, has_onednn, pack_linears, stored_byte
 from serving.local.ranking import Ranking
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
+from speculator.target_folder import reason_of
 from speculator.weights import read_layout, read_weights
 
 log = structlog.get_logger(__name__)
@@ -88,6 +89,7 @@ class Target:
         int8: bool = False,
         own_kernels: bool = True,
     ) -> None:
+        _check_device(device)
         for flag, is_asked in (("--compile-target", compile_threads), ("--int8-target", int8)):
             if is_asked and device != "cpu":
                 raise ConfigError(f"{flag} is for the CPU: leave it out")
@@ -249,6 +251,13 @@ class _HuggingFaceDecoder:
             slot_cache=cache,
         ).last_hidden_state
         return hidden_BTd, torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.zeros(1, device=name).tolist()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name} cannot be used ({reason_of(error)}): give cpu or cuda") from error
 
 
 def _check_compiler() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from serving.engine import Piece, Source
 from serving.local.detokenizer import Detokenizer
 from speculator.errors import ConfigError, RequestError
+from speculator.target_folder import reading
 
 _MOST_LOOKED_AHEAD = 64
 """Tokens that are decoded again to find a stop string in text that is held back; in more it is found once they end."""
@@ -23,13 +24,10 @@ class LocalTokenizer:
     """The model's own tokenizer; implements `serving.engine.Tokenizer`."""
 
     def __init__(self, model_dir: Path) -> None:
-        try:
+        with reading(model_dir):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 model_dir, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"cannot load a tokenizer from {model_dir} ({reason}): check --model") from error
         if not self._tokenizer.is_fast:
             raise ConfigError(f"{model_dir} has no tokenizer.json, which streaming needs: check --model")
         self.backend: Any = self._tokenizer.backend_tokenizer

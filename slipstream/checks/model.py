@@ -19,10 +19,10 @@ def check_model(name: str, *, local: bool) -> Iterator[Finding]:
 
 
 def _for_draft(model_dir: Path) -> Finding:
+    from slipstream.draft import check_target
     from speculator.model import aux_layer_ids
-    from speculator.target_folder import check_folder
 
-    config = check_folder(model_dir)
+    config = check_target(model_dir)
     layers = aux_layer_ids(config["num_hidden_layers"])
     return ok("draft for it", f"width {config['hidden_size']}, features of layers {', '.join(map(str, layers))}")
 

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from serving.local.loading import load_tokenizer
 from serving.local.target import Target
 from slipstream.checks.model import check_model
-from slipstream.draft import check_target
+from slipstream.draft import check_target, checked_fingerprint
 from slipstream.models import resolve_model
 from speculator.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftError
 from speculator.fresh import fresh_draft
+from speculator.store import DraftStore
 from tests.hostile.judge import FailureError, Outcome
 from tests.toy import make_toy_model
 
@@ -123,7 +124,7 @@ def attempt(path: Path, window: int = 48) -> Outcome:
     with _unprivileged(path):
         refusals = {
             "doctor": _refusal(path, lambda: list(check_model(str(path), local=True))),
-            "train": _refusal(path, lambda: target_fingerprint(resolve_model(str(path)))),
+            "train": _refusal(path, lambda: checked_fingerprint(resolve_model(str(path)), DraftStore(path / "none"))),
             "init": _refusal(path, lambda: (check_target(path), fresh_draft(path, seed=0, texts=["a text"]))),
             "serve": _refusal(path, lambda: _serve(path, window)),
         }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.models import BUNDLED_MODEL
+from speculator.store import DraftStore
 
 Refused = Callable[..., str]
 
@@ -63,6 +66,28 @@ def test_unwritable_store(refused: Refused, toy_model: Path, redis_url: str, tmp
     port = ("--port", 0) if command == "serve" else ("--state", tmp_path / "state")
     store = tmp_path / "file" / "drafts"
     assert str(store) in refused(command, "--model", toy_model, "--redis-url", redis_url, "--store", store, *port)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("serve", "--port", 0), "up_proj.weight is missing"),
+        (("train", "--state", "state"), "up_proj.weight is missing"),
+        (("serve", "--port", 0, "--device", "cuda:99"), "--device cuda:99 cannot be used"),
+    ],
+    ids=str,
+)
+def test_a_target_that_cannot_be_loaded_leaves_no_first_draft(
+    refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, words: tuple[object, ...], says: str
+) -> None:
+    target, store = shutil.copytree(toy_model, tmp_path / "target"), tmp_path / "drafts"
+    if "--device" not in words:
+        weights = load_file(target / "model.safetensors")
+        del weights["model.layers.3.mlp.up_proj.weight"]
+        save_file(weights, target / "model.safetensors")
+    words = tuple(tmp_path / word if word == "state" else word for word in words)
+    assert says in refused(*words, "--model", target, "--redis-url", redis_url, "--store", store)
+    assert DraftStore(store).latest() is None
 
 
 def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

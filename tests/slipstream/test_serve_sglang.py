@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import httpx
 import openai
 import pytest
 import redis
+from safetensors.torch import load_file, save_file
 
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.lineage import admit
@@ -54,6 +56,19 @@ def serve(
                 process.wait(30)
 
     return run
+
+
+def test_a_target_that_lacks_a_tensor_gets_no_first_draft(
+    serve: Serve, toy_model: Path, log: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(toy_model, tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, target / "model.safetensors")
+    with serve("--model", target) as process:
+        assert process.wait(60) == 2
+    assert "up_proj.weight is missing" in log.read_text().splitlines()[-1]
+    assert DraftStore(tmp_path / "drafts").latest() is None
 
 
 def test_from_an_empty_store_to_answers_and_back(

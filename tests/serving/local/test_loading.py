@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serving.local.loading import check_known_model, check_model, load_model, load_tokenizer
+from serving.local.target import Target
+from slipstream.checks import model
 from slipstream.draft import init_lineage
+from speculator.checkpoint import is_finite
 from speculator.errors import ConfigError
 from tests.toy import make_toy_model
 
@@ -41,6 +44,10 @@ def configure(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
+def doctor_for_sglang(folder: Path) -> None:
+    list(model.check_model(str(folder), local=False))
+
+
 def load(folder: Path) -> torch.nn.Module:
     return load_model(folder, dtype=torch.float32, attn_implementation="eager")  # type: ignore[no-any-return]
 
@@ -59,7 +66,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     folder: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], says: str
 ) -> None:
     edit(folder, change)
-    for command in (check_model, check_known_model, load):
+    for command in (check_model, check_known_model, load, doctor_for_sglang):
         with pytest.raises(ConfigError, match=says):
             command(folder)
     with pytest.raises(ConfigError, match=says):
@@ -100,6 +107,24 @@ def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    for shape in ((), (0, 3), (5, 7)):
+        assert is_finite(torch.ones(shape).to(dtype))
+    for number in ("nan", "inf", "-inf"):
+        numbers = torch.ones(5, 7)
+        numbers[3, 2] = float(number)
+        assert not is_finite(numbers.to(dtype))
+        assert not is_finite(torch.tensor(float(number)).to(dtype))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cud", "meta"])
+def test_a_device_that_is_not_there_is_named(folder: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device {device} cannot be used") as refused:
+        Target(folder, num_slots=1, context_length=8, cache_margin=1, device=device)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_quantised_model_is_refused_and_sglangs_affair(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "awq", "bits": 4})
     edit(folder, lambda weights: weights.pop(UP))
@@ -112,6 +137,15 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
     assert load_tokenizer(folder, vocab_size=47).encode("a")
     with pytest.raises(ConfigError, match="token id 46, vocab_size is 40"):
         load_tokenizer(folder, vocab_size=40)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    strips = {"type": "Strip", "content": " ", "start": 0, "stop": 1}
+    inner = {"type": "Sequence", "decoders": [{"type": "Fuse"}, strips]}
+    for decoder in (strips, inner, {"type": "Sequence", "decoders": [inner]}):
+        (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "decoder": decoder}))
+        with pytest.raises(ConfigError, match="set stop to 0"):
+            load_tokenizer(folder, vocab_size=47)
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "decoder": {**strips, "start": 1, "stop": 0}}))
+    load_tokenizer(folder, vocab_size=47)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}")
     with pytest.raises(ConfigError, match="chat template is broken"):
         load_tokenizer(folder, vocab_size=47)
