@@ -175,10 +175,10 @@ class Gate:
 
 
 def _usual(path: str) -> str:
-    """The path as the routes have it: without the server's address, and without slashes too many at its ends."""
+    """The path as the routes have it: without the server's address, and without slashes too many."""
     if not path.startswith("/"):
         path = path.partition("://")[2].partition("/")[2]
-    return "/" + path.strip("/")
+    return "/" + "/".join(filter(None, path.split("/")))
 
 
 def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:

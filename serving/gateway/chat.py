@@ -54,13 +54,11 @@ def chat_routes(gateway: Gateway) -> APIRouter:
         messages = [message.for_template() for message in body.messages]
         num_chars = sum(len(message.content) for message in body.messages)
         prompt = await encode(gateway.engine.tokenizer.encode_chat, messages, num_chars=num_chars)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         generation = plan(
             gateway,
             exchange_of(request),
             body,
             [prompt],
-            max_tokens=max_tokens,
             prompt_param="messages",
             route=ROUTE,
         )

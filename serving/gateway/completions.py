@@ -60,7 +60,6 @@ def completion_routes(gateway: Gateway) -> APIRouter:
             exchange_of(request),
             body,
             prompts,
-            max_tokens=body.max_tokens,
             prompt_param="prompt",
             route=ROUTE,
         )

@@ -67,7 +67,7 @@ class Routed(Capture):
 class ForwardedBody(Strict):
     """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
+    model_config = ConfigDict(extra="ignore")
 
     model: str
     n: Count = 1
@@ -121,10 +121,9 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
         raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
     # A null asks for nothing, and SGLang refuses some of them.
     fields = {name: value for name, value in fields.items() if value != _NULL}
-    for name in _NOT_FOR_CLIENTS & fields.keys():
-        raise RequestError(
-            f"{name}: no client may use this here; leave it out", param=name, code="unsupported_parameter"
-        )
+    if refused := sorted(_NOT_FOR_CLIENTS & fields.keys()):
+        message = f"{refused[0]}: no client may use this here; leave it out"
+        raise RequestError(message, param=refused[0], code="unsupported_parameter")
     fields.pop("slipstream", None)
     params = {**body.custom_params, POLICY_KEY: marks.policy}
     added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}

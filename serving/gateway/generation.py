@@ -136,7 +136,6 @@ def plan(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     *,
-    max_tokens: int | None,
     prompt_param: str,
     route: str,
 ) -> Generation:
@@ -149,7 +148,7 @@ def plan(
     policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        room = completion_tokens(len(prompt), max_tokens, gateway.engine.info, gateway.settings, prompt_param)
+        room = completion_tokens(len(prompt), body.limit, gateway.engine.info, gateway.settings, prompt_param)
         requests += [
             GenerateRequest(
                 request_id=f"{exchange.request_id}-{len(requests) + sample}",

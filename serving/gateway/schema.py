@@ -6,7 +6,7 @@ accepted where its value changes nothing about the answer, and refused by name w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import EllipsisType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -16,13 +16,14 @@ from pydantic_core import PydanticCustomError
 from serving.engine import CapturePolicy
 
 UNKNOWN = "this server knows no such parameter; leave it out"
+_CANNOT = "this server cannot honour this parameter; leave it out"
 MAX_STOP = 4
 MAX_STOP_CHARS = 1000
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 Neutral = Mapping[str, tuple[object, ...] | EllipsisType]
-"""Fields that a body has beside those of its model, each with the values that change nothing; `...`: all values."""
+"""Fields with the values that change nothing; `...`: all values. A model that has the field acts on the others."""
 
 
 def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
@@ -35,45 +36,51 @@ NEUTRAL: Neutral = {
         ..., "metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store user"
     ),
     **_all(..., "cache_prompt cache_salt data_parallel_rank id_slot keep_alive priority request_id rid routed_dp_rank"),
-    # Only of use with something that is refused: tools, reasoning, special tokens that are shown, logprobs.
+    **_all(..., "chat_id num_retries prompt_cache_options session_id timeout"),
+    # Only of use with something that is refused: tools, grammars, reasoning, special tokens that are shown, logprobs,
+    # penalties.
     **_all(..., "parallel_tool_calls separate_reasoning stream_reasoning spaces_between_special_tokens"),
-    **_all(..., "return_text_in_logprobs return_tokens_as_token_ids"),
+    **_all(..., "guided_decoding_backend include_reasoning return_text_in_logprobs return_tokens_as_token_ids"),
+    **_all(..., "mirostat_eta mirostat_tau repeat_last_n"),
     **_all(([],), "bad_words documents functions logits_processors stop_token_ids stop_regex tools"),
-    **_all(({},), "chat_template_kwargs custom_params extra_body logit_bias mm_processor_kwargs session_params"),
-    **_all(({},), "vllm_xargs"),
-    **_all((0,), "frequency_penalty min_new_tokens min_p min_tokens presence_penalty top_logprobs"),
+    **_all(({},), "chat_template_kwargs custom_params extra_body extra_headers mm_processor_kwargs reasoning"),
+    **_all(({},), "session_params vllm_xargs"),
+    **_all((0,), "frequency_penalty min_length min_new_tokens min_p min_tokens mirostat presence_penalty top_logprobs"),
+    # llama.cpp's way to say that there is none.
+    **_all((-1,), "max_completion_tokens max_tokens seed"),
     **_all((1,), "length_penalty repeat_penalty repetition_penalty typical_p"),
     **_all((False,), "continue_final_message early_stopping include_stop_str_in_output no_stop_trim use_beam_search"),
-    **_all((False,), "echo logprobs return_cached_tokens_details return_hidden_states return_routed_experts"),
-    **_all((False,), "return_spec_tokens_details return_token_ids"),
+    **_all((False,), "deferred echo logprobs return_cached_tokens_details return_hidden_states return_routed_experts"),
+    **_all((False,), "return_prompt_token_ids return_spec_tokens_details return_token_ids"),
     **_all((True,), "add_generation_prompt detokenize skip_special_tokens"),
     **_all(("none", "auto"), "function_call tool_choice"),
     **_all((), "allowed_token_ids chat_template custom_logit_processor ebnf grammar guided_choice guided_grammar"),
     **_all((), "guided_json guided_regex json_schema kv_transfer_params lora_path prompt_logprobs regex"),
     **_all((), "structured_outputs truncate_prompt_tokens"),
+    "reasoning_effort": ("medium",),
     "response_format": ({"type": "text"},),
+    "usage": ({}, {"include": False}, {"include": True}),
 }
 
 NEUTRAL_IN_CHAT: Neutral = {
     **NEUTRAL,
-    **_all(("medium",), "reasoning_effort verbosity"),
     **_all((), "audio web_search_options"),
     "add_special_tokens": (False,),
-    "best_of": (1,),
-    "modalities": (["text"],),
+    "modalities": ([], ["text"]),
+    "verbosity": ("medium",),
 }
 
 NEUTRAL_IN_COMPLETIONS: Neutral = {**NEUTRAL, "add_special_tokens": (True,), "suffix": ("",)}
 
 NEUTRAL_IN_MESSAGE: Neutral = {
     # What servers and libraries say of an answer, sent back with it.
-    **_all(..., "additional_kwargs annotations id provider_specific_fields reasoning reasoning_content"),
-    **_all(..., "reasoning_details response_metadata thinking_blocks usage_metadata"),
+    **_all(..., "additional_kwargs annotations finish_reason id index provider_specific_fields reasoning"),
+    **_all(..., "reasoning_content reasoning_details response_metadata thinking_blocks timestamp usage_metadata"),
     # For caches and fine-tuning.
     **_all(..., "cache_control metadata weight"),
-    **_all(([],), "images invalid_tool_calls tool_calls"),
+    **_all(([],), "files function_calls images invalid_tool_calls tool_calls"),
     **_all((), "audio function_call tool_call_id"),
-    "prefix": (False,),
+    **_all((False,), "partial prefix"),
     "refusal": ("",),
 }
 
@@ -98,14 +105,20 @@ def _changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) 
     return any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in neutral)
 
 
-def _asked(fields: Mapping[str, Any], neutral: Neutral, *within: str | int) -> dict[str, Any]:
+def _asked(fields: Mapping[str, Any], neutral: Neutral, acted_on: Container[str], *within: str | int) -> dict[str, Any]:
     """The fields that ask for something. Raises for one whose value would change the answer, and cannot here."""
     asked = _without_nulls(fields)
     for name in [name for name in asked if name in neutral]:
-        if not _changes_nothing(asked.pop(name), neutral[name]):
-            message = "this server cannot honour this parameter; leave it out"
-            raise invalid("unsupported_parameter", message, *within, name)
+        if _changes_nothing(asked[name], neutral[name]):
+            del asked[name]
+        elif name not in acted_on:
+            raise invalid("unsupported_parameter", _CANNOT, *within, name)
     return asked
+
+
+def _no_bias(value: object) -> None:
+    if not isinstance(value, dict) or not all(_changes_nothing(each, (0,)) for each in _without_nulls(value).values()):
+        raise invalid("unsupported_parameter", _CANNOT)
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
@@ -139,7 +152,7 @@ def _part_text(part: object, index: int) -> str:
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(_asked(part, _NEUTRAL_IN_PART, index).keys() - {"type", "text"}):
+    if unknown := sorted(_asked(part, _NEUTRAL_IN_PART, (), index).keys() - {"type", "text"}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text
@@ -216,6 +229,11 @@ Prompts = Annotated[
         {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA, TOKENS_SCHEMA, {"type": "array", "items": TOKENS_SCHEMA}]}
     ),
 ]
+NoBias = Annotated[
+    None,
+    PlainValidator(_no_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"enum": [0, None]}}),
+]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda top_k: max(top_k, 0))]
 """0 keeps every token, and so does vLLM's and SGLang's -1."""
@@ -229,7 +247,10 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
         if _NULL not in properties[name].get("anyOf", ()):
             properties[name] = {"anyOf": [properties[name], _NULL]}
     for name, values in model.neutral.items():
-        properties[name] = {} if values is ... else {"enum": [*values, None]}
+        taken = {} if values is ... else {"enum": [*values, None]}
+        properties[name] = {"anyOf": [properties[name], taken]} if name in properties else taken
+    if model.model_config.get("extra") == "ignore":
+        schema["additionalProperties"] = True
 
 
 class Strict(BaseModel):
@@ -243,7 +264,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_what_asks_for_nothing(cls, fields: object) -> object:
-        return _asked(fields, cls.neutral) if isinstance(fields, dict) else fields
+        return _asked(fields, cls.neutral, cls.model_fields) if isinstance(fields, dict) else fields
 
 
 class StreamOptions(Strict):
@@ -282,6 +303,14 @@ class Message(Strict):
     content: Content
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _let_an_answer_be_empty(cls, fields: object) -> object:
+        """A library keeps an answer without text as one without content."""
+        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
+            return {**fields, "content": ""}
+        return fields
+
     def for_template(self) -> dict[str, str]:
         # OpenAI renamed "system" to "developer"; chat templates know the old name.
         message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
@@ -293,11 +322,15 @@ class GenerationBody(Strict):
 
     model: str
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    """The newer name of the same."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: TopK = 0
     n: Count = 1
     """Samples of each prompt."""
+    best_of: Count | None = None
+    logit_bias: NoBias = None
     stop: Stop = ()
     seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     ignore_eos: bool = False
@@ -313,6 +346,20 @@ class GenerationBody(Strict):
             raise invalid("tokens", "only allowed where 'stream' is true", "slipstream", "tokens")
         return self
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            message = "give 'max_completion_tokens' or its old name 'max_tokens', not another number for each"
+            raise invalid("max_tokens", message, "max_tokens")
+        if self.best_of not in (None, self.n):
+            raise invalid("unsupported_parameter", "only supported where it equals 'n'; leave it out", "best_of")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer at most; None where the client names no limit."""
+        return self.max_tokens or self.max_completion_tokens
+
     @property
     def counts_usage_on(self) -> bool:
         """Whether each event of the stream has the usage so far."""
@@ -323,28 +370,12 @@ class ChatBody(GenerationBody):
     neutral = NEUTRAL_IN_CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Count | None = None
-
-    @model_validator(mode="after")
-    def _check_chat(self) -> Self:
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            message = "give 'max_completion_tokens' or its old name 'max_tokens', not another number for each"
-            raise invalid("max_tokens", message, "max_tokens")
-        return self
 
 
 class CompletionBody(GenerationBody):
     neutral = NEUTRAL_IN_COMPLETIONS
 
     prompt: Prompts
-    best_of: Count | None = None
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise invalid("unsupported_parameter", "only supported where it equals 'n'; leave it out", "best_of")
-        return self
 
 
 def request_body(model: type[BaseModel], *, served: str = "") -> dict[str, Any]:

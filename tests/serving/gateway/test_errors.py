@@ -57,7 +57,7 @@ def test_unknown_model() -> None:
     [
         ("GET", "/page/other.js", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
-        ("POST", "/v1/chat//completions", 404, "not_found"),
+        ("POST", "/v1/chat//completion", 404, "not_found"),
         ("GET", "/page/index.html", 404, "not_found"),
         ("GET", "/v1/models/org/other", 404, "model_not_found"),
         ("POST", "/update_weights_from_disk", 404, "not_found"),

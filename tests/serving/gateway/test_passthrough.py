@@ -16,6 +16,9 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel
 
+from serving.gateway.app import create_passthrough_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.upstream import Upstream
 from serving.marks import HEADER, Marks
 from tests.serving.gateway.client import error_of, openai_client
 from tests.serving.gateway.passage import HELLO, chat, complete, host, passing, post, talk
@@ -105,6 +108,17 @@ def test_a_null_asks_sglang_for_nothing() -> None:
     assert without["messages"] == [message]
     partly = complete(fake, slipstream={"capture": None, "group_id": None, "domain": None, "lineage": None})
     assert partly.status_code == 200
+
+
+def test_the_document_says_that_a_null_is_taken() -> None:
+    app = create_passthrough_app(
+        host(), Upstream("http://127.0.0.1:9"), settings=GatewaySettings(), registry=CollectorRegistry()
+    )
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        body = app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body["additionalProperties"] is True
+        for name in body["properties"].keys() - {"model"}:
+            assert {"type": "null"} in body["properties"][name]["anyOf"], name
 
 
 @pytest.mark.parametrize("how", [{}, {"stream": True}])

@@ -127,11 +127,36 @@ def test_the_document_declares_what_is_accepted_and_changes_nothing() -> None:
             "separate_reasoning": True,
             "cache_salt": "s",
         },
+        # llama.cpp, OpenRouter, Open WebUI and LiteLLM
+        {
+            "mirostat": 0,
+            "mirostat_tau": 5.0,
+            "repeat_last_n": 64,
+            "include_reasoning": True,
+            "reasoning": {},
+            "usage": {"include": True},
+            "chat_id": "c",
+            "session_id": "s",
+            "timeout": 600,
+            "num_retries": 2,
+            "extra_headers": {},
+            "modalities": [],
+        },
     ],
-    ids=["openai", "frameworks", "servers"],
+    ids=["openai", "frameworks", "servers", "others"],
 )
 def test_what_real_clients_send_by_default_changes_nothing(fields: dict[str, Any]) -> None:
     assert asked(CHAT, {**BODIES[CHAT], **fields}) == asked(CHAT, BODIES[CHAT])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_says_that_there_is_none_counts_as_absent(path: str) -> None:
+    plain = {name: value for name, value in BODIES[path].items() if name != "max_tokens"}
+    none = {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1, "logit_bias": {"50": 0, "7": 0.0}}
+    asked(path, {**plain, **none})
+    assert ENGINE.requests[0].seed is None
+    assert asked(path, {**plain, **none, "best_of": 3, "n": 3}) == asked(path, plain) * 3
+    assert asked(path, {**plain, **none, "max_completion_tokens": 4}) == asked(path, BODIES[path])
 
 
 def test_an_answer_is_sent_back_as_a_library_keeps_it() -> None:
@@ -146,11 +171,20 @@ def test_an_answer_is_sent_back_as_a_library_keeps_it() -> None:
         "reasoning_content": "let me think",
         "provider_specific_fields": {"refusal": None},
         "name": None,
+        "finish_reason": "stop",
+        "index": 0,
+        "timestamp": 1,
+        "partial": False,
+        "files": [],
+        "function_calls": [],
     }
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}, "annotations": None}
     asks = {"role": "user", "content": [part]}
     plain = asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, said, *HELLO]})
     assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, kept, asks]}) == plain
+    empty = asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, {**said, "content": ""}, asks]})
+    for silent in ({"role": "assistant"}, {**kept, "content": None}):
+        assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, silent, asks]}) == empty
     group = {"messages": [*HELLO, kept, asks], "top_k": -1, "max_tokens": 4}
     assert asked(ROLLOUTS, {"model": "double", "groups": [group]})[0][0] == plain[0][0]
 
@@ -220,10 +254,12 @@ def test_another_method_is_told_which_ones_there_are() -> None:
 def test_paths_as_proxies_and_base_urls_make_them() -> None:
     async def talk(client: httpx.AsyncClient) -> list[int]:
         got = [await client.get(path) for path in ("/health/", "/v1/models/", "/v1/models/double/", "/metrics/")]
-        got += [await client.post(path, json=BODIES[CHAT]) for path in (f"{CHAT}/", f"http://127.0.0.1/{CHAT}")]
+        doubled = ("/v1//chat/completions", "http://127.0.0.1//v1///chat//completions//")
+        paths = (f"{CHAT}/", f"http://127.0.0.1/{CHAT}", *doubled)
+        got += [await client.post(path, json=BODIES[CHAT]) for path in paths]
         return [response.status_code for response in got]
 
-    assert ask(APP, talk) == [200] * 6
+    assert ask(APP, talk) == [200] * 8
     body = json.dumps(BODIES[CHAT]).encode()
     length = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
     whole, waiting = on_a_socket(
