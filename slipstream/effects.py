@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings
 from speculator.errors import ConfigError
 
 _WITHOUT_EFFECT = "a setting has no effect here"
+_NO_ROUND_DRAFTS = "has no effect where no round drafts: --depth is 0"
 
 log = structlog.get_logger(__name__)
 
@@ -73,11 +74,12 @@ SERVE = (
         is_refused=False,
     ),
     Rule(
-        names=("control_share",),
-        needs=lambda values: values["depth"] or (_local(values) and values["suffix_depth"]),
-        otherwise="has no effect where no round drafts: --depth is 0",
+        names=("suffix_depth",),
+        needs=lambda values: values["depth"] or not values["suffix_depth"],
+        otherwise=_NO_ROUND_DRAFTS,
         is_refused=False,
     ),
+    Rule(names=("control_share",), needs=lambda values: values["depth"], otherwise=_NO_ROUND_DRAFTS, is_refused=False),
     _CAPTURE,
 )
 SGLANG = (_CAPTURE,)
@@ -212,7 +214,7 @@ def _apply(rule: Rule, values: Values, given: Mapping[str, str], *, is_refused: 
     if not named or rule.needs(values):
         return
     if is_refused:
-        raise ConfigError(f"{named[0]} {rule.otherwise}")
+        raise ConfigError(f"{', '.join(named)} {rule.otherwise}")
     for name in named:
         log.warning(_WITHOUT_EFFECT, setting=name, reason=f"{name} {rule.otherwise}")
 

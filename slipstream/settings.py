@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
 PREFIX = "SLIPSTREAM_"
-_SERVICE = "_SERVICE_HOST"
+_KUBERNETES_SERVICE = "_SERVICE_HOST"
 _MIB = 1024 * 1024
 _KINDS = {int: "integer", float: "number", str: "text", bool: "1 or 0", Path: "path", SecretStr: "text, a secret"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -95,7 +95,7 @@ def known_variables(app: typer.Typer) -> frozenset[str]:
 def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> dict[str, str | None]:
     """Variables with our prefix that nothing reads, each with the known name that looks most like it."""
     known = set(known)
-    services = [name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)]
+    services = [name.removesuffix(_KUBERNETES_SERVICE) for name in environment if name.endswith(_KUBERNETES_SERVICE)]
     # Kubernetes says so where each service of its namespace is.
     theirs = tuple(f"{service}_{kind}" for service in services for kind in ("SERVICE_", "PORT"))
     ours = (name for name in environment if name.startswith(PREFIX) and not name.startswith(theirs))

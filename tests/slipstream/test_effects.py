@@ -48,6 +48,10 @@ def warnings(text: str) -> dict[str, str]:
     [
         (("draft", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
         (("traces", "prune", "x.rec", "--older-than-hours", 1, "--lineage", "a"), "--lineage is of a stream"),
+        (
+            ("traces", "prune", "x.rec", "--older-than-hours", 1, "--lineage", "a", "--redis-url", "x"),
+            "--redis-url, --",
+        ),
         (("doctor", "--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
         (("replay", "x.rec", "--steps", 0, "--loss", "forward_kl=1"), "--loss has no effect with --steps 0"),
     ],
@@ -69,6 +73,13 @@ def test_of_capture_while_it_is_off_is_a_warning(
     assert found.keys() == {"SLIPSTREAM_CAPTURE_FLOOR", "--context-window"}
     assert "without --capture" in found["--context-window"]
     assert warned(*common, "--context-window", 64, "--capture") == {}
+
+
+def test_where_no_round_drafts_that_is_a_warning(warned: Warned, toy_model: Path, tmp_path: Path) -> None:
+    common = ("serve", "--model", toy_model, "--redis-url", NOWHERE, "--store", tmp_path, "--port", 0)
+    drafting = ("--suffix-depth", 8, "--control-share", 0.1)
+    assert warned(*common, *drafting) == warned(*common, "--depth", 0, "--suffix-depth", 0) == {}
+    assert warned(*common, "--depth", 0, *drafting).keys() == {"--suffix-depth", "--control-share"}
 
 
 def test_a_variable_for_another_engine_may_be_another_services(
