@@ -163,8 +163,9 @@ class RolloutClient:
 
     def _refusal(self, response: httpx.Response) -> str:
         message = _message(response)
-        group = re.search(r"\(groups\[(\d+)\]", message)
-        return message if group is None else f"{[*self._groups][int(group[1])]}: {message}"
+        group = re.search(r"\(groups\[(\d{1,9})\]", message)
+        where = group and dict(enumerate(self._groups)).get(int(group[1]))
+        return f"{where}: {message}" if where else message
 
     def _decoded(self, raw: bytes, kind: type[T]) -> T:
         try:

@@ -8,6 +8,7 @@ those ends escaped, for others that do.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from speculator.errors import ConfigError
 
 T = TypeVar("T")
 
+_HALF = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
+"""One of a pair of surrogates alone."""
 _OTHER_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\u0085\u2028\u2029")
 """JSON escapes those below U+0020 anyway."""
 
@@ -52,7 +55,8 @@ def _decoded(line: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise ValueError(f"does not fit ({error})") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from None
+        reason = "an escape that is half a character" if _HALF.search(line) else error
+        raise ValueError(f"is no JSON ({reason})") from None
 
 
 def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:

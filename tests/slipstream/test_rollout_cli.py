@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from typer.testing import CliRunner
 
 from serving.gateway.app import create_app
@@ -131,6 +131,17 @@ def test_a_server_of_another_kind_is_one_line(refused: Refused, groups: Path, co
     with running(other) as site:
         for model in ((), ("--model", "m")):
             assert "check --url" in refused("rollout", groups, "--url", site.url, *model)
+
+
+@pytest.mark.parametrize("number", ["7", "9" * 5000])
+def test_a_refusal_may_name_a_group_that_was_not_sent(refused: Refused, groups: Path, number: str) -> None:
+    async def answer(_: Request) -> Response:
+        return JSONResponse({"error": {"message": "no", "param": f"groups[{number}].n", "code": "x"}}, 400)
+
+    other = FastAPI()
+    other.add_route("/v1/rollouts", answer, methods=["POST"])
+    with running(other) as site:
+        assert f"groups[{number}].n" in refused("rollout", groups, "--url", site.url, "--model", "m")
 
 
 def test_a_connection_that_breaks_is_made_again_and_nothing_comes_twice(groups: Path) -> None:
