@@ -196,6 +196,7 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
             Path(order.folder),
             redis_url=order.redis_url,
             model_key=model_key(model_dir, target_fingerprint(model_dir)),
+            draft_vocab_size=16,
             checkpoint_interval_s=0.0,
             publish_interval_s=0.0,
             publish_min_tokens=200,
