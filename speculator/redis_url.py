@@ -67,6 +67,8 @@ _PATH, _WORD = _Option(_text, "a path"), _Option(_text, "text")
 _OPTIONS: Mapping[str, _Option] = MappingProxyType(
     {
         "db": _Option(_number, "a number"),
+        "username": _WORD,
+        "password": _WORD,
         "client_name": _Option(_client_name, "ASCII without spaces"),
         "sentinel_username": _WORD,
         "sentinel_password": _WORD,
@@ -79,6 +81,8 @@ _OPTIONS: Mapping[str, _Option] = MappingProxyType(
         "ssl_check_hostname": _Option(_boolean, "true or false"),
     }
 )
+# Options of redis-py that mean something else than the one of ours that they look like.
+_UNLIKE = ("ssl", "ssl_ca_data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +131,15 @@ class RedisUrl:
             raise ConfigError("the Redis URL names two databases: remove the option db or the path")
         if kind == "cluster" and options.pop("db", 0) != 0:
             raise ValueError("a cluster has database 0 alone")
-        options |= {name: value for name, value in (("username", username), ("password", password)) if value}
+        for name, value in (("username", username), ("password", password)):
+            if value and name in options:
+                raise ConfigError(f"the Redis URL names two {name}s: remove the option {name}")
+            options |= {name: value} if value else {}
         return cls(
             kind=kind,
             shown=f"{scheme}://{hosts}{path}",
-            username=username,
-            password=password,
+            username=options.get("username", ""),
+            password=options.get("password", ""),
             has_tls=has_tls,
             places=() if base == "unix" else tuple(_place(host, kind) for host in hosts.split(",")),
             path=socket,
@@ -147,7 +154,7 @@ def _options(query: str, kind: Kind, *, has_tls: bool) -> Iterator[tuple[str, An
     for name, value in parse_qsl(query, keep_blank_values=True):
         option = _OPTIONS.get(name)
         if option is None:
-            near = difflib.get_close_matches(name, _OPTIONS, 1)
+            near = [] if name in _UNLIKE else difflib.get_close_matches(name, _OPTIONS, 1)
             # What is no name is not quoted: it may be a piece of a secret.
             shown = name if _NAME.fullmatch(name) else "something unreadable"
             raise ConfigError(
@@ -171,7 +178,7 @@ def _place(text: str, kind: Kind) -> Place:
     parts = _HOST.fullmatch(text)
     if parts is None:
         raise ValueError("no host and port")
-    host = parts[1] or unquote(parts[2], errors="strict")
+    host = unquote(parts[1] or parts[2], errors="strict")
     if not host and kind != "server":
         raise ValueError("a host is missing")
     port = int(parts[3]) if parts[3] else 26379 if kind == "sentinel" else 6379

@@ -33,6 +33,19 @@ def test_sentinels() -> None:
     assert RedisUrl.parse("rediss+sentinel://a/m").has_tls
 
 
+def test_a_login_may_be_in_the_query_as_redis_py_writes_it() -> None:
+    url = RedisUrl.parse("unix:///run/redis.sock?db=0&username=engine&password=se%40cret")
+    assert url.options == {"db": 0, "username": "engine", "password": "se@cret"}
+    assert (url.username, url.password, url.shown) == ("engine", "se@cret", "unix:///run/redis.sock")
+    with pytest.raises(ConfigError, match="two usernames"):
+        RedisUrl.parse("unix://engine@/run/redis.sock?username=other")
+
+
+def test_an_ipv6_zone_may_be_quoted() -> None:
+    for zone in ("%25eth0", "%eth0"):
+        assert RedisUrl.parse(f"redis://[fe80::1{zone}]:7000").places == (("fe80::1%eth0", 7000),)
+
+
 def test_a_cluster() -> None:
     url = RedisUrl.parse("redis+cluster://:secret@a:7001,b:7002/0")
     assert (url.kind, url.places) == ("cluster", (("a", 7001), ("b", 7002)))
@@ -118,7 +131,10 @@ def test_every_option_of_redis_py_is_understood_or_refused_by_name(name: str, re
     """An option that a new redis-py brings is refused until it is understood."""
     socket = redis_url.partition("?")[0]
     value = quote(USABLE.get(name, "1"))
-    if name not in USABLE:
+    if name in ("username", "password"):
+        with pytest.raises(StreamError, match=r"127\.0\.0\.1:1"):
+            connect(f"redis://127.0.0.1:1/0?{name}={value}")
+    elif name not in USABLE:
         with pytest.raises(ConfigError, match=rf"sets {name}, ") as refused:
             connect(f"{socket}?{name}={value}")
         assert "\n" not in str(refused.value)
@@ -137,6 +153,8 @@ def test_every_option_of_redis_py_is_understood_or_refused_by_name(name: str, re
     [
         ("decode_response=true", "sets decode_response, "),
         ("ssl_ca_cert=/ca.pem", "write ssl_ca_certs"),
+        ("ssl=true", "remove it; the options are"),
+        ("ssl_ca_data=x", "remove it; the options are"),
         ("DB=1", "something unreadable"),
         ("db=1&db=1", "db twice"),
         ("db=first", "db in the Redis URL is not a number"),
