@@ -27,6 +27,7 @@ class RedisKeys:
             num_appended=self._key("num_appended"),
             accounts=self._key("accounts"),
             open=self._key("open"),
+            former_erased=self._key("erased"),
         )
 
     @property

@@ -33,7 +33,12 @@ from speculator.errors import StreamError
 _TRIM_STEP = 0.05
 MAX_DEAD_LETTERS = 100
 _SCAN_COUNT = 1000
+# Entries that are read at once, with their payloads.
+_MAX_ROWS = 16
 _ATTEMPTS = 50
+_MAX_MEMBERS = 10_000
+_MAX_SEQUENCE = 2**64 - 1
+LAST_ID = f"{_MAX_SEQUENCE}-{_MAX_SEQUENCE}"
 
 _R = TypeVar("_R")
 
@@ -78,9 +83,11 @@ class LedgerKeys:
     accounts: str
     """Hash: acked, lost, dead_lettered, erased, expired, redelivered, foreign (entries), bytes (payload of the entries
     in the stream), surplus (entries in the stream beyond those in `sizes`), position and next_index (the id that the
-    group has delivered last, and the index of what it delivers next)."""
+    group has delivered last, and the index of what it delivers next), adopted (see `Ledger.adopt`)."""
     open: str
     """Sorted set: entries that are neither acked nor lost nor erased, as `open_member`, by index."""
+    former_erased: str
+    """Of streams that were made without `open`; `Ledger.adopt` removes it."""
 
 
 def size_member(num_bytes: int, index: int) -> str:
@@ -105,6 +112,10 @@ def member_of(fields: Mapping[bytes, bytes]) -> bytes | None:
     return None if index is None else open_member(index, fields.get(b"trace_id", b""))
 
 
+def _index_of_member(member: bytes) -> int:
+    return int(member.partition(b":")[0])
+
+
 def _number(value: bytes | None, key: str) -> int:
     try:
         return int(value or 0)
@@ -127,13 +138,33 @@ class Ledger:
         self._group = group
         self._max_bytes = max_bytes
         self._members: dict[str, bytes | None] = {}
-        """Of the entries that were delivered here and not settled, by id; None for those of other clients."""
+        """Of the newest entries that were delivered here and not settled, by id; None for those of other clients."""
+        self._has_adopted = False
+
+    def adopt(self) -> None:
+        """Open, once for each stream, the waiting entries that were appended without `open`."""
+        if self._has_adopted:
+            return
+        keys = self._keys
+        if not self._redis.hget(keys.accounts, "adopted"):
+            end = self._end_index(self._redis, self._held()[1])
+            num_pending, last_delivered = self.group_state()
+            ids = self.pending_ids("-", "+", num_pending)
+            pending = (self._redis.xrange(keys.traces, min=entry_id, max=entry_id) for entry_id in ids)
+            for rows in itertools.chain(pending, self._rows_from(f"({last_delivered}")):
+                members = {member: _index_of_member(member) for _, fields in rows if (member := member_of(fields))}
+                if ours := {member: index for member, index in members.items() if index < end}:
+                    self._redis.zadd(keys.open, ours, nx=True)
+            self._redis.hset(keys.accounts, "adopted", 1)
+            self._redis.delete(keys.former_erased)
+        self._has_adopted = True
 
     def append(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         """Append one entry after making room for it; returns its id."""
-        if self._bytes() + num_bytes > self._max_bytes:
+        held, listed_end = self._held()
+        if held + num_bytes > self._max_bytes:
             self._make_room(num_bytes)
-        return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes))
+        return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes, listed_end))
 
     def expire(self, before_ms: int) -> None:
         """Remove every entry that was appended before, and count."""
@@ -165,17 +196,25 @@ class Ledger:
             **count,
         )
 
-    def open_members(self) -> set[bytes]:
-        return set(self._redis.zrange(self._keys.open, 0, -1))
+    def are_open(self, members: Sequence[bytes | None]) -> list[bool]:
+        with self._redis.pipeline(transaction=True) as transaction:
+            for member in members:
+                index = _index_of_member(member) if member else -1
+                transaction.zrange(self._keys.open, index, index, byscore=True)
+            return [member in found for member, found in zip(members, transaction.execute(), strict=True)]
 
     def delivered(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """Note what this consumer got, to settle it later."""
         self._members |= {entry_id.decode(): member_of(fields) for entry_id, fields in rows}
+        # Other consumers settle entries, too. What is in the stream can be read again.
+        while len(self._members) > _MAX_MEMBERS:
+            del self._members[next(iter(self._members))]
 
     def moved(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """Note the group's position after it delivered these, which spares others the look at the next entry."""
-        if rows and (index := index_of(rows[-1][1])) is not None:
-            self._note_position(rows[-1][0].decode(), index + 1)
+        # The index of another client's entry says nothing about the next one of ours.
+        if rows and (member := member_of(rows[-1][1])) and self.are_open([member])[0]:
+            self._note_position(rows[-1][0].decode(), _index_of_member(member) + 1)
 
     def _note_position(self, position: str, next_index: int) -> None:
         self._redis.hset(self._keys.accounts, mapping={"position": position, "next_index": next_index})
@@ -186,80 +225,100 @@ class Ledger:
         position, next_index = self._redis.hmget(self._keys.accounts, ["position", "next_index"])
         if position == last_delivered.encode():
             return _number(next_index, self._keys.accounts)
-        found = self._first_index(f"({last_delivered}")
+        _, found = self._first_of_ours(f"({last_delivered}")
         self._note_position(last_delivered, found)
         return found
 
-    def _first_index(self, start: str) -> int:
-        """The index of the first entry of ours from the id `start` on, or of the next append where there is none."""
-        # In this order: what is appended in between is found.
-        end = self._end_index(self._redis)
-        while rows := self._redis.xrange(self._keys.traces, min=start, count=1):
-            if (index := index_of(rows[0][1])) is not None:
-                return index
-            start = f"({rows[0][0].decode()}"
-        return end
+    def _rows_from(self, start: str) -> Iterator[list[tuple[bytes, Mapping[bytes, bytes]]]]:
+        """The entries from the id `start` on: one, and then more at once."""
+        count = 1
+        while start != f"({LAST_ID}" and (rows := self._redis.xrange(self._keys.traces, min=start, count=count)):
+            yield rows
+            start = f"({rows[-1][0].decode()}"
+            count = min(2 * count, _MAX_ROWS)
 
-    def _end_index(self, client: Any) -> int:
+    def _first_of_ours(self, start: str) -> tuple[str, int]:
+        """(id, index) of the first entry of ours from the id `start` on, or ("0", index of the next append)."""
+        # In this order: what is appended in between has an index that is not smaller.
+        end = self._end_index(self._redis, self._held()[1])
+        for rows in self._rows_from(start):
+            for entry_id, fields in rows:
+                if (index := index_of(fields)) is not None and index < end:
+                    return entry_id.decode(), index
+        return "0", end
+
+    def _end_index(self, client: Any, listed_end: int) -> int:
         """The index of the next append. Where somebody has set the counter back it goes on after the newest entry."""
-        counter = _number(client.get(self._keys.num_appended), self._keys.num_appended)
-        newest = client.lrange(self._keys.sizes, -1, -1)
-        return max(counter, _size_and_index(newest[0], self._keys.sizes)[1] + 1 if newest else 0)
+        counter = client.get(self._keys.num_appended)
+        if counter is None and client.xlen(self._keys.traces):
+            for _, fields in client.xrevrange(self._keys.traces, count=1):
+                # The index of another client's entry can be any.
+                if b"created_ms" in fields and (newest := index_of(fields)) is not None:
+                    return max(listed_end, newest + 1)
+        return max(listed_end, _number(counter, self._keys.num_appended))
 
-    def _append_once(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
+    def _append_once(self, fields: Mapping[str, bytes | str | int], num_bytes: int, listed_end: int) -> str:
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
             # The index must be exact: another producer's append in between makes this one start over.
             transaction.watch(keys.num_appended)
-            index = self._end_index(transaction)
+            index = self._end_index(transaction, listed_end)
+            size = size_member(num_bytes, index)
             member = open_member(index, str(fields["trace_id"]).encode())
             transaction.multi()
             transaction.xadd(keys.traces, {**fields, "index": index})
-            transaction.rpush(keys.sizes, size_member(num_bytes, index))
+            transaction.rpush(keys.sizes, size)
             transaction.zadd(keys.open, {member: index})
             transaction.hincrby(keys.accounts, "bytes", num_bytes)
             transaction.set(keys.num_appended, index + 1)
+            if index == 0:
+                transaction.hset(keys.accounts, "adopted", 1)
             entry_id = transaction.execute(raise_on_error=False)[0]
         if isinstance(entry_id, Exception):
             # Redis refuses an id, after one that another client set as far as ids go, and does the rest.
             self._redis.zrem(keys.open, member)
+            if self._redis.lrem(keys.sizes, -1, size):
+                self._redis.hincrby(keys.accounts, "bytes", -num_bytes)
             raise entry_id
         return str(entry_id.decode())
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove the oldest entries until `num_bytes` more fit under the cap."""
-
-        def fits() -> bool:
-            self.settle()
-            excess = self._bytes() + num_bytes - self._max_bytes
-            if excess > 0 and not self._trim_history(excess + int(self._max_bytes * _TRIM_STEP)):
-                self._trim_oldest(excess)
-            return excess <= 0
-
+        held, num_more = -1, 0
         for _ in range(_ATTEMPTS):
-            if fits():
+            self.settle()
+            before, (held, _) = held, self._held()
+            excess = held + num_bytes - self._max_bytes
+            if excess <= 0:
                 return
+            if held == before:
+                # What went is not in the list of sizes: entries of other clients, or of a list that was deleted.
+                first_id, _ = self._first_of_ours("-")
+                if self._redis.xtrim(self._keys.traces, minid=first_id, approximate=False):
+                    held = -1
+                    continue
+                num_more = 2 * num_more + 1
+            if not self._trim_history(self._num_oldest(excess + int(self._max_bytes * _TRIM_STEP)) + num_more):
+                self._trim_oldest(self._num_oldest(excess) + num_more)
         raise StreamError("the trace stream is trimmed by too many producers at once; try again")
 
-    def _trim_history(self, num_bytes: int) -> int:
-        """Remove up to `num_bytes` of the entries before the oldest unacked one; returns how many entries."""
+    def _trim_history(self, num_entries: int) -> int:
+        """Remove up to `num_entries` of those before the oldest unacked one; returns how many."""
         # In this order: where nothing is pending any more, everything up to the earlier position has been acked.
         _, last_delivered = self.group_state()
         if pending := self.pending_ids("-", "+", 1):
             oldest_unacked = pending[0]
         else:
             milliseconds, sequence = last_delivered.split("-")
-            oldest_unacked = f"{milliseconds}-{int(sequence) + 1}"
+            oldest_unacked = f"{milliseconds}-{min(int(sequence) + 1, _MAX_SEQUENCE)}"
         # LIMIT needs the approximate form, which removes whole nodes: one entry each, from 4 KiB of payload.
-        limit = self._num_oldest(num_bytes)
-        return int(self._redis.xtrim(self._keys.traces, minid=oldest_unacked, approximate=True, limit=limit))
+        return int(self._redis.xtrim(self._keys.traces, minid=oldest_unacked, approximate=True, limit=num_entries))
 
-    def _trim_oldest(self, num_bytes: int) -> None:
-        """Remove `num_bytes` of the oldest entries, acked or not."""
+    def _trim_oldest(self, num_entries: int) -> None:
+        """Remove the oldest entries, acked or not."""
         # Counted from the ledger, so that two producers that trim at once remove the same entries, not twice as many.
         _, num_listed, surplus = self._lengths()
-        num_left = num_listed + surplus - self._num_oldest(num_bytes)
-        self._redis.xtrim(self._keys.traces, maxlen=max(num_left, 0), approximate=False)
+        self._redis.xtrim(self._keys.traces, maxlen=max(num_listed + surplus - num_entries, 0), approximate=False)
 
     def _num_oldest(self, num_bytes: int) -> int:
         """How many of the oldest entries make up at least `num_bytes`."""
@@ -278,10 +337,10 @@ class Ledger:
             yield from (_size_and_index(member, self._keys.sizes) for member in chunk)
             start += _SCAN_COUNT
 
-    def settle(self) -> None:
+    def settle(self, *, looks: bool = False) -> None:
         """Bring ledger and accounts in line with the stream, counting the unacked entries that are gone."""
         length, num_listed, surplus = self._lengths()
-        if length - num_listed != surplus:
+        if looks or length - num_listed != surplus:
             self._drop_removed_pending()
             self._retry_when_raced(self._settle_removed)
 
@@ -314,9 +373,11 @@ class Ledger:
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.watch(keys.num_appended, keys.sizes, keys.open)
-            first_index = self._first_index("-")
+            # The length first: what is removed after it is found the next time.
+            length = transaction.xlen(keys.traces)
+            _, first_index = self._first_of_ours("-")
             sizes = [size for size, _ in itertools.takewhile(lambda entry: entry[1] < first_index, self._sizes())]
-            length, num_listed = transaction.xlen(keys.traces), transaction.llen(keys.sizes)
+            num_listed = transaction.llen(keys.sizes) - len(sizes)
             num_lost = transaction.zcount(keys.open, "-inf", f"({first_index}")
             transaction.multi()
             if sizes:
@@ -324,7 +385,7 @@ class Ledger:
             transaction.zremrangebyscore(keys.open, "-inf", f"({first_index}")
             transaction.hincrby(keys.accounts, "bytes", -sum(sizes))
             transaction.hincrby(keys.accounts, "lost", num_lost)
-            changed = {"surplus": length - num_listed + len(sizes), "position": ""}
+            changed = {"surplus": length - num_listed, "position": ""} | ({} if num_listed else {"bytes": 0})
             transaction.hset(keys.accounts, mapping=changed)
             transaction.execute()
 
@@ -353,13 +414,19 @@ class Ledger:
         num_closed = sum(results[1::2])
         changes = dict.fromkeys(accounts, num_closed - num_ours)
         found = list(zip(members, results[::2], results[1::2], strict=True))
-        changes["redelivered"] = sum(bool(member and taken and not closed) for member, taken, closed in found)
+        again = [_index_of_member(member) for member, taken, closed in found if member and taken and not closed]
+        end = self._end_index(self._redis, self._held()[1]) if again else 0
+        changes["redelivered"] = sum(index < end for index in again)
         changes["foreign"] = sum(taken for member, taken, _ in found if member is None)
+        changes["foreign"] += len(again) - changes["redelivered"]
         for account, change in changes.items():
             if change:
                 self._redis.hincrby(keys.accounts, account, change)
         for entry_id in ids:
             self._members.pop(entry_id, None)
+        if changes["foreign"]:
+            # Who appends may have removed as many, which leaves the lengths as they were.
+            self.settle(looks=True)
 
     def _member(self, entry_id: str) -> bytes | None:
         """Empty for an entry that is gone and was not delivered here."""
@@ -368,13 +435,16 @@ class Ledger:
         rows = self._redis.xrange(self._keys.traces, min=entry_id, max=entry_id)
         return member_of(rows[0][1]) if rows else b""
 
-    def _bytes(self) -> int:
-        """Payload of the entries in the stream. Fails, before anything is written, where a key is of another type."""
+    def _held(self) -> tuple[int, int]:
+        """(payload bytes, index after the newest of the list of sizes). Fails where a key is of another type."""
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.hget(self._keys.accounts, "bytes")
+            transaction.lrange(self._keys.sizes, -1, -1)
             transaction.xlen(self._keys.traces)
             transaction.zcount(self._keys.open, 0, 0)
-            return _number(transaction.execute()[0], self._keys.accounts)
+            num_bytes, newest, _, _ = transaction.execute()
+        end = _size_and_index(newest[0], self._keys.sizes)[1] + 1 if newest else 0
+        return _number(num_bytes, self._keys.accounts), end
 
     # -- group
 

@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 from speculator.codec import read_header
 from speculator.errors import TraceError
 from speculator.keys import RedisKeys
-from speculator.ledger import Ledger, LedgerKeys, index_of, member_of, size_member
+from speculator.ledger import LAST_ID, Ledger, LedgerKeys, index_of, member_of, size_member
 from speculator.redis_client import redis_errors
 from speculator.trace import TraceHeader
 
@@ -36,14 +36,6 @@ class Removed:
     dead_letters: int = 0
     unreadable: int = 0
     """Of both together."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    id: str
-    index: int
-    member: bytes | None
-    num_bytes: int
 
 
 class Remover:
@@ -66,17 +58,12 @@ class Remover:
         """
         counts = {"stream": 0, "dead_letters": 0, "unreadable": 0}
         for rows in self._chunks(self._books.traces):
-            entries = []
-            for entry_id, fields in rows:
-                if _goes(fields.get(b"payload", b""), chosen, counts, unreadable):
-                    entries.append(_entry(entry_id, fields))
-            counts["stream"] += len(entries)
-            if entries and not dry_run:
-                self._take_out(entries)
+            taken = [row for row in rows if _goes(row[1], chosen, counts, unreadable)]
+            counts["stream"] += len(taken)
+            if taken and not dry_run:
+                self._take_out(taken)
         for rows in self._chunks(self._keys.dead_letters):
-            ids = [
-                entry_id for entry_id, fields in rows if _goes(fields.get(b"payload", b""), chosen, counts, unreadable)
-            ]
+            ids = [entry_id for entry_id, fields in rows if _goes(fields, chosen, counts, unreadable)]
             counts["dead_letters"] += len(ids)
             if ids and not dry_run:
                 self._redis.xdel(self._keys.dead_letters, *ids)
@@ -125,48 +112,43 @@ class Remover:
 
     def _chunks(self, key: str) -> Iterator[list[Any]]:
         start = "-"
-        while rows := self._redis.xrange(key, min=start, count=_CHUNK):
+        while start != f"({LAST_ID}" and (rows := self._redis.xrange(key, min=start, count=_CHUNK)):
             yield rows
             start = f"({rows[-1][0].decode()}"
 
-    def _take_out(self, entries: Sequence[_Entry]) -> None:
+    def _take_out(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """In one transaction, with what is expected in the books; corrected by what the transaction found.
 
         A correction comes where the trainer took, or somebody trimmed, one of these entries in the milliseconds between
         the look and the transaction. Killed between both, `bytes` and `erased` stay off by those few; nothing of
         the tenant stays. WATCH would close that gap and never succeed on a stream that others append to all the time.
         """
-        keys, members = self._books, [entry.member or b"" for entry in entries]
-        expected = len(self._ledger.open_members().intersection(members))
-        num_bytes = sum(entry.num_bytes for entry in entries)
+        keys = self._books
+        members = [member_of(fields) or b"" for _, fields in rows]
+        sizes = [len(fields.get(b"payload", b"")) for _, fields in rows]
+        expected = sum(self._ledger.are_open(members))
         with self._redis.pipeline(transaction=True) as transaction:
-            for entry, member in zip(entries, members, strict=True):
-                transaction.xack(keys.traces, self._group, entry.id)
-                transaction.lrem(keys.sizes, 1, size_member(entry.num_bytes, entry.index))
+            for (entry_id, fields), member, size in zip(rows, members, sizes, strict=True):
+                index = index_of(fields)
+                transaction.xack(keys.traces, self._group, entry_id)
+                # An entry of another client is in no book.
+                transaction.lrem(keys.sizes, 1, size_member(size, -1 if index is None else index))
                 transaction.zrem(keys.open, member)
-            transaction.xdel(keys.traces, *(entry.id for entry in entries))
-            transaction.hincrby(keys.accounts, "bytes", -num_bytes)
+            transaction.xdel(keys.traces, *(entry_id for entry_id, _ in rows))
+            transaction.hincrby(keys.accounts, "bytes", -sum(sizes))
             transaction.hincrby(keys.accounts, "erased", expected)
             results = transaction.execute()
-        listed, closed = results[1 : 3 * len(entries) : 3], results[2 : 3 * len(entries) : 3]
+        listed, closed = results[1 : 3 * len(rows) : 3], results[2 : 3 * len(rows) : 3]
         # Others have trimmed, and counted, what the list of sizes does not hold any more.
-        missing = sum(entry.num_bytes for entry, found in zip(entries, listed, strict=True) if not found)
+        missing = sum(size for size, found in zip(sizes, listed, strict=True) if not found)
         for field, difference in (("bytes", missing), ("erased", sum(closed) - expected)):
             if difference:
                 self._redis.hincrby(keys.accounts, field, difference)
 
 
-def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
-    index = index_of(fields)
-    # An entry of another client is in no book.
-    return _Entry(
-        entry_id.decode(), -1 if index is None else index, member_of(fields), len(fields.get(b"payload", b""))
-    )
-
-
-def _goes(payload: bytes, chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
+def _goes(fields: Mapping[bytes, bytes], chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
     try:
-        return chosen(read_header(payload))
+        return chosen(read_header(fields.get(b"payload", b"")))
     except TraceError:
         counts["unreadable"] += unreadable
         return unreadable

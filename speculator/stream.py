@@ -93,6 +93,7 @@ class TraceStream:
         some that never arrived. Entries in hand can therefore come twice.
         """
         try:
+            self._ledger.adopt()
             self._expire_when_due()
             while self._resume_after is not None:
                 if entries := self._read_own_pending(self._resume_after, count):
@@ -110,6 +111,7 @@ class TraceStream:
 
         Also finds own entries in hand for that long.
         """
+        self._ledger.adopt()
         self._ledger.settle()
         entries: list[StreamEntry] = []
         cursor = "0-0"
@@ -146,12 +148,12 @@ class TraceStream:
         Dead-lettered entries that are still in the stream are among them; they fail to decode again.
         """
         _, last_delivered = self._ledger.group_state()
-        unacked = self._ledger.open_members()
         entries: list[StreamEntry] = []
         end = last_delivered
         while chunk := self._redis.xrevrange(self._traces, max=end, count=8):
-            for entry_id, fields in chunk:
-                if member_of(fields) in unacked:
+            unacked = self._ledger.are_open([member_of(fields) for _, fields in chunk])
+            for (entry_id, fields), is_unacked in zip(chunk, unacked, strict=True):
+                if is_unacked:
                     continue
                 entry = _entry(entry_id, fields)
                 max_bytes -= len(entry.payload)

@@ -23,7 +23,7 @@ GROUP = "trainer"
 
 
 class StreamMachine(RuleBasedStateMachine):
-    """The model knows each entry's size, whether it was ever delivered, and what was acked while pending."""
+    """The model knows each entry's size, what each consumer has in hand, and what was acked while pending."""
 
     client: redis.Redis
 
@@ -31,7 +31,7 @@ class StreamMachine(RuleBasedStateMachine):
         super().__init__()
         self.client.flushall()
         self.sizes: dict[str, int] = {}
-        self.delivered: dict[str, StreamEntry] = {}
+        self.in_hand: dict[str, dict[str, StreamEntry]] = {"one": {}, "two": {}}
         self.acked: set[str] = set()
         self.erased: set[str] = set()
         self.num_dead = 0
@@ -58,36 +58,36 @@ class StreamMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), consumer=CONSUMERS)
     def read(self, count: int, consumer: str) -> None:
-        self._deliver(self.streams[consumer].read(count, 0))
+        self._deliver(consumer, self.streams[consumer].read(count, 0))
 
     @rule(count=st.integers(1, 5), consumer=CONSUMERS)
     def reclaim(self, count: int, consumer: str) -> None:
-        self._deliver(self.streams[consumer].reclaim(0, count))
+        self._deliver(consumer, self.streams[consumer].reclaim(0, count))
 
-    def _deliver(self, entries: list[StreamEntry]) -> None:
+    def _deliver(self, consumer: str, entries: list[StreamEntry]) -> None:
         for entry in entries:
             assert len(entry.payload) == self.sizes[entry.id]
             assert entry.id not in self.acked
-            self.delivered[entry.id] = entry
+            self.in_hand[consumer][entry.id] = entry
 
     @rule(consumer=CONSUMERS)
     def restart(self, consumer: str) -> None:
-        self.streams[consumer] = self.open(consumer)
+        self.streams[consumer], self.in_hand[consumer] = self.open(consumer), {}
 
     @rule(data=st.data(), consumer=CONSUMERS)
     def ack(self, data: st.DataObject, consumer: str) -> None:
-        if self.delivered:
-            ids = data.draw(st.lists(st.sampled_from(sorted(self.delivered)), unique=True, max_size=6))
+        if in_hand := self.in_hand[consumer]:
+            ids = data.draw(st.lists(st.sampled_from(sorted(in_hand)), unique=True, max_size=6))
             self.acked |= set(self.still_pending(ids))
             self.streams[consumer].ack(ids)
 
-    @rule(data=st.data())
-    def dead_letter(self, data: st.DataObject) -> None:
-        if self.delivered:
-            entry_id = data.draw(st.sampled_from(sorted(self.delivered)))
+    @rule(data=st.data(), consumer=CONSUMERS)
+    def dead_letter(self, data: st.DataObject, consumer: str) -> None:
+        if in_hand := self.in_hand[consumer]:
+            entry_id = data.draw(st.sampled_from(sorted(in_hand)))
             self.acked |= set(self.still_pending([entry_id]))
             self.num_dead += entry_id in self.still_pending([entry_id])
-            self.streams["one"].dead_letter(self.delivered[entry_id], "reason")
+            self.streams[consumer].dead_letter(in_hand[entry_id], "reason")
 
     @rule(count=st.integers(1, 4))
     def operator_trims(self, count: int) -> None:
@@ -144,24 +144,24 @@ class OperatedMachine(StreamMachine):
         super().__init__()
         self.acked_when_gone: set[str] = set()
 
-    def _deliver(self, entries: list[StreamEntry]) -> None:
+    def _deliver(self, consumer: str, entries: list[StreamEntry]) -> None:
         for entry in entries:
             assert len(entry.payload) == self.sizes.get(entry.id, 0)
-            self.delivered[entry.id] = entry
+            self.in_hand[consumer][entry.id] = entry
 
     @rule(data=st.data(), consumer=CONSUMERS)
     def ack(self, data: st.DataObject, consumer: str) -> None:
-        if self.delivered:
-            ids = data.draw(st.lists(st.sampled_from(sorted(self.delivered)), unique=True, max_size=6))
+        if in_hand := self.in_hand[consumer]:
+            ids = data.draw(st.lists(st.sampled_from(sorted(in_hand)), unique=True, max_size=6))
             self._note_acked(ids)
             self.streams[consumer].ack(ids)
 
-    @rule(data=st.data())
-    def dead_letter(self, data: st.DataObject) -> None:
-        if self.delivered:
-            entry_id = data.draw(st.sampled_from(sorted(self.delivered)))
+    @rule(data=st.data(), consumer=CONSUMERS)
+    def dead_letter(self, data: st.DataObject, consumer: str) -> None:
+        if in_hand := self.in_hand[consumer]:
+            entry_id = data.draw(st.sampled_from(sorted(in_hand)))
             self._note_acked([entry_id])
-            self.streams["one"].dead_letter(self.delivered[entry_id], "reason")
+            self.streams[consumer].dead_letter(in_hand[entry_id], "reason")
 
     def _note_acked(self, ids: list[str]) -> None:
         ours, alive = set(ids) & set(self.sizes), set(self.alive())
@@ -199,6 +199,14 @@ class OperatedMachine(StreamMachine):
     @rule()
     def operator_deletes_the_stream(self) -> None:
         self.client.delete(TRACES)
+        # A new stream begins with ids of this millisecond, and the model tells entries by their ids.
+        begin = self._now_ms()
+        while self._now_ms() == begin:
+            pass
+
+    def _now_ms(self) -> int:
+        seconds, microseconds = self.client.time()
+        return 1000 * seconds + microseconds // 1000
 
     @rule(consumer=CONSUMERS)
     def look(self, consumer: str) -> None:
@@ -214,9 +222,9 @@ class OperatedMachine(StreamMachine):
 
     def teardown(self) -> None:
         """Whatever was done, what is left can be learnt, and then nothing waits."""
-        for stream in self.streams.values():
+        for consumer, stream in self.streams.items():
             while entries := stream.reclaim(0) + stream.read(10, 0):
-                self._deliver(entries)
+                self._deliver(consumer, entries)
                 self._note_acked([entry.id for entry in entries])
                 stream.ack([entry.id for entry in entries])
         self.look("one")

@@ -94,6 +94,10 @@ TOUCHED: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
         lambda client: client.xadd(TRACES, {"payload": b"x", "trace_id": "x", "index": 3}),
         {"acked": 12, "redelivered": 1},
     ),
+    "index beyond ours": (
+        lambda client: client.xadd(TRACES, {"payload": b"x", "trace_id": "x", "index": 5000}),
+        {"acked": 12, "foreign": 1},
+    ),
     "second group": (lambda client: client.xgroup_create(TRACES, "others", "0"), {"acked": 12}),
     "claimed by another": (
         lambda client: client.xclaim(
@@ -201,3 +205,80 @@ def test_a_stream_whose_ids_are_used_up_refuses_appends_and_says_so(redis_client
     append(stream, 1)
     assert check(stream.lag()) == {"appended": 3, "lost": 2, "undelivered": 1}
     assert stream.lag().bytes == len(PAYLOAD)
+    # At the cap, too: the refused entries are in no book.
+    tight = open_stream(redis_client, max_bytes=3 * len(PAYLOAD))
+    append(tight, 2)
+    redis_client.xadd(TRACES, {"hello": "world"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    learn(tight, 4)
+    for _ in range(3):
+        with pytest.raises(StreamError, match="last possible ID"):
+            append(tight, 1)
+    assert redis_client.llen(LEDGER.sizes) * len(PAYLOAD) == tight.lag().bytes
+
+
+def test_waiting_entries_of_the_version_before_are_in_the_books(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client)
+    append(stream, 40)
+    learn(stream, 10)
+    stream.read(5, 0)
+    redis_client.delete(LEDGER.open)
+    redis_client.hdel(LEDGER.accounts, "surplus", "position", "next_index", "adopted")
+    redis_client.zadd(LEDGER.former_erased, {"0": 0})
+    upgraded = open_stream(redis_client)
+    assert upgraded.reclaim(3_600_000) == []
+    assert check(upgraded.lag()) == {"appended": 40, "acked": 10, "pending": 5, "undelivered": 25}
+    assert not redis_client.exists(LEDGER.former_erased)
+    assert learn(upgraded, 5) + learn(upgraded, 40) == 30
+    assert check(upgraded.lag()) == {"appended": 40, "acked": 40}
+    # Once: what comes again is not open again.
+    redis_client.xgroup_setid(TRACES, GROUP, "0")
+    assert learn(open_stream(redis_client), 40) == 40
+    assert check(upgraded.lag()) == {"appended": 40, "acked": 40, "redelivered": 40}
+
+
+def test_entries_of_other_clients_at_the_head_make_way_alone(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client, max_bytes=5 * len(PAYLOAD))
+    for _ in range(300):
+        redis_client.xadd(TRACES, {"hello": "world"})
+    append(stream, 6)
+    assert check(stream.lag()) == {"appended": 6, "lost": 1, "undelivered": 5}
+
+
+def test_an_entry_with_an_index_beyond_ours_loses_none(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client)
+    redis_client.xadd(TRACES, {"payload": b"x", "trace_id": "x", "index": 5000})
+    append(stream, 3)
+    redis_client.xadd(TRACES, {"hello": "world"})
+    assert check(stream.lag()) == {"appended": 3, "undelivered": 3}
+    assert learn(stream, 5) == 5
+    assert check(stream.lag()) == {"appended": 3, "acked": 3, "foreign": 2}
+
+
+def test_what_others_trim_as_they_append_is_lost_once_that_is_read(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client)
+    append(stream, 15)
+    check(stream.lag())
+    for _ in range(10):
+        redis_client.xadd(TRACES, {"hello": "world"}, maxlen=15, approximate=False)
+    assert learn(stream, 20) == 15
+    assert check(stream.lag()) == {"appended": 15, "acked": 5, "lost": 10, "foreign": 10}
+
+
+def test_without_the_list_of_sizes_appends_at_the_cap_go_on(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client, max_bytes=10 * len(PAYLOAD))
+    append(stream, 10)
+    redis_client.delete(LEDGER.sizes)
+    append(stream, 25)
+    lag = stream.lag()
+    check(lag)
+    assert (lag.appended, lag.bytes) == (35, 10 * len(PAYLOAD))
+
+
+def test_indexes_go_on_after_the_stream_that_is_left_without_its_books(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client)
+    append(stream, 5)
+    redis_client.delete(LEDGER.sizes, LEDGER.num_appended, LEDGER.accounts, LEDGER.open)
+    append(stream, 2)
+    restarted = open_stream(redis_client)
+    assert learn(restarted, 10) == 7
+    assert check(restarted.lag()) == {"appended": 7, "acked": 7}
