@@ -38,6 +38,7 @@ _MAX_ROWS = 16
 _ATTEMPTS = 50
 _MAX_MEMBERS = 10_000
 _MAX_SEQUENCE = 2**64 - 1
+_FIELDS = {b"payload", b"trace_id", b"created_ms", b"index"}
 LAST_ID = f"{_MAX_SEQUENCE}-{_MAX_SEQUENCE}"
 
 _R = TypeVar("_R")
@@ -102,7 +103,7 @@ def open_member(index: int, trace_id: bytes) -> bytes:
 
 def index_of(fields: Mapping[bytes, bytes]) -> int | None:
     """None for an entry of another client; reading it makes it a dead letter."""
-    index = fields.get(b"index", b"")
+    index = fields.get(b"index", b"") if fields.keys() >= _FIELDS else b""
     return int(index) if index.isdigit() and len(index) < 16 else None
 
 
@@ -196,12 +197,9 @@ class Ledger:
             **count,
         )
 
-    def are_open(self, members: Sequence[bytes | None]) -> list[bool]:
-        with self._redis.pipeline(transaction=True) as transaction:
-            for member in members:
-                index = _index_of_member(member) if member else -1
-                transaction.zrange(self._keys.open, index, index, byscore=True)
-            return [member in found for member, found in zip(members, transaction.execute(), strict=True)]
+    def is_open(self, member: bytes | None) -> bool:
+        index = _index_of_member(member) if member else -1
+        return member in self._redis.zrange(self._keys.open, index, index, byscore=True)
 
     def delivered(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """Note what this consumer got, to settle it later."""
@@ -210,11 +208,11 @@ class Ledger:
         while len(self._members) > _MAX_MEMBERS:
             del self._members[next(iter(self._members))]
 
-    def moved(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
-        """Note the group's position after it delivered these, which spares others the look at the next entry."""
-        # The index of another client's entry says nothing about the next one of ours.
-        if rows and (member := member_of(rows[-1][1])) and self.are_open([member])[0]:
-            self._note_position(rows[-1][0].decode(), _index_of_member(member) + 1)
+    def moved(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]], count: int) -> None:
+        """Note the group's position after it delivered these of `count`, which spares others the look at the next."""
+        # At the end the look costs nothing, and finds out what was deleted there.
+        index = index_of(rows[-1][1]) if len(rows) == count else None
+        self._note_position("" if index is None else rows[-1][0].decode(), 0 if index is None else index + 1)
 
     def _note_position(self, position: str, next_index: int) -> None:
         self._redis.hset(self._keys.accounts, mapping={"position": position, "next_index": next_index})
@@ -252,8 +250,7 @@ class Ledger:
         counter = client.get(self._keys.num_appended)
         if counter is None and client.xlen(self._keys.traces):
             for _, fields in client.xrevrange(self._keys.traces, count=1):
-                # The index of another client's entry can be any.
-                if b"created_ms" in fields and (newest := index_of(fields)) is not None:
+                if (newest := index_of(fields)) is not None:
                     return max(listed_end, newest + 1)
         return max(listed_end, _number(counter, self._keys.num_appended))
 
@@ -414,11 +411,8 @@ class Ledger:
         num_closed = sum(results[1::2])
         changes = dict.fromkeys(accounts, num_closed - num_ours)
         found = list(zip(members, results[::2], results[1::2], strict=True))
-        again = [_index_of_member(member) for member, taken, closed in found if member and taken and not closed]
-        end = self._end_index(self._redis, self._held()[1]) if again else 0
-        changes["redelivered"] = sum(index < end for index in again)
+        changes["redelivered"] = sum(bool(member and taken and not closed) for member, taken, closed in found)
         changes["foreign"] = sum(taken for member, taken, _ in found if member is None)
-        changes["foreign"] += len(again) - changes["redelivered"]
         for account, change in changes.items():
             if change:
                 self._redis.hincrby(keys.accounts, account, change)

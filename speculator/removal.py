@@ -126,7 +126,7 @@ class Remover:
         keys = self._books
         members = [member_of(fields) or b"" for _, fields in rows]
         sizes = [len(fields.get(b"payload", b"")) for _, fields in rows]
-        expected = sum(self._ledger.are_open(members))
+        expected = sum(map(self._ledger.is_open, members))
         with self._redis.pipeline(transaction=True) as transaction:
             for (entry_id, fields), member, size in zip(rows, members, sizes, strict=True):
                 index = index_of(fields)

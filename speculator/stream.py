@@ -99,7 +99,7 @@ class TraceStream:
                 if entries := self._read_own_pending(self._resume_after, count):
                     return entries
             rows = self._read_group(">", count, min(block_ms, MAX_BLOCK_MS) or None)
-            self._ledger.moved(rows)
+            self._ledger.moved(rows, count)
             return self._take(rows)
         except (redis.RedisError, OSError):
             self._resume_after = "0"
@@ -151,9 +151,8 @@ class TraceStream:
         entries: list[StreamEntry] = []
         end = last_delivered
         while chunk := self._redis.xrevrange(self._traces, max=end, count=8):
-            unacked = self._ledger.are_open([member_of(fields) for _, fields in chunk])
-            for (entry_id, fields), is_unacked in zip(chunk, unacked, strict=True):
-                if is_unacked:
+            for entry_id, fields in chunk:
+                if self._ledger.is_open(member_of(fields)):
                     continue
                 entry = _entry(entry_id, fields)
                 max_bytes -= len(entry.payload)

@@ -78,6 +78,7 @@ TOUCHED: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
     "acked entries deleted": (_delete(0, 3), {"acked": 12}),
     "pending entries deleted": (_delete(5, 7), {"acked": 12}),
     "undelivered entries deleted": (_delete(8, 10), {"acked": 10, "skipped": 2}),
+    "newest entries deleted": (_delete(10, 12), {"acked": 10, "skipped": 2}),
     "trimmed": (lambda client: client.xtrim(TRACES, maxlen=3, approximate=False), {"acked": 8, "lost": 4}),
     "trimmed to nothing": (lambda client: client.xtrim(TRACES, maxlen=0), {"acked": 5, "lost": 7}),
     "stream deleted": (lambda client: client.delete(TRACES), {"acked": 5, "lost": 7}),
@@ -92,6 +93,10 @@ TOUCHED: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
     "last id set": (lambda client: client.execute_command("XSETID", TRACES, "99999999999999-0"), {"acked": 12}),
     "forged index": (
         lambda client: client.xadd(TRACES, {"payload": b"x", "trace_id": "x", "index": 3}),
+        {"acked": 12, "foreign": 1},
+    ),
+    "entry copied": (
+        lambda client: client.xadd(TRACES, client.xrange(TRACES, count=1)[0][1]),
         {"acked": 12, "redelivered": 1},
     ),
     "index beyond ours": (
@@ -244,14 +249,15 @@ def test_entries_of_other_clients_at_the_head_make_way_alone(redis_client: redis
     assert check(stream.lag()) == {"appended": 6, "lost": 1, "undelivered": 5}
 
 
-def test_an_entry_with_an_index_beyond_ours_loses_none(redis_client: redis.Redis) -> None:
+def test_entries_of_other_clients_with_an_index_lose_none_of_ours(redis_client: redis.Redis) -> None:
     stream = open_stream(redis_client)
-    redis_client.xadd(TRACES, {"payload": b"x", "trace_id": "x", "index": 5000})
+    for index in (2, 5000):
+        redis_client.xadd(TRACES, {"payload": b"x", "trace_id": "x", "index": index})
     append(stream, 3)
     redis_client.xadd(TRACES, {"hello": "world"})
     assert check(stream.lag()) == {"appended": 3, "undelivered": 3}
-    assert learn(stream, 5) == 5
-    assert check(stream.lag()) == {"appended": 3, "acked": 3, "foreign": 2}
+    assert learn(stream, 6) == 6
+    assert check(stream.lag()) == {"appended": 3, "acked": 3, "foreign": 3}
 
 
 def test_what_others_trim_as_they_append_is_lost_once_that_is_read(redis_client: redis.Redis) -> None:
