@@ -89,7 +89,6 @@ class Target:
         int8: bool = False,
         own_kernels: bool = True,
     ) -> None:
-        _check_device(device)
         for flag, is_asked in (("--compile-target", compile_threads), ("--int8-target", int8)):
             if is_asked and device != "cpu":
                 raise ConfigError(f"{flag} is for the CPU: leave it out")
@@ -98,6 +97,7 @@ class Target:
         if int8 and not (has_onednn() and is_exact()):
             raise ConfigError("--int8-target needs a PyTorch with oneDNN and a CPU with VNNI: leave it out")
         self.is_int8 = int8
+        _check_device(device)
         model = load_model(model_dir, dtype=dtype, attn_implementation=_ATTENTION)
         self._model = model.eval().requires_grad_(False).to(device)
         self._is_fused = fused and fusible(self._model)
