@@ -36,7 +36,7 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-_SIZES_OR_NONE = ("num_key_value_heads", "head_dim")
+_SIZES_OR_NONE = ("num_key_value_heads", "head_dim", "sliding_window")
 _MEASURES_OR_NONE = ("rms_norm_eps", "rope_theta")
 _LARGEST_SIZE = 2**24
 """Of layers, widths, vocabularies and windows; no model comes near it."""

@@ -41,6 +41,8 @@ def change(folder: Path, **values: object) -> None:
         ("num_attention_heads", 3),
         ("num_key_value_heads", 3),
         ("head_dim", 7),
+        ("sliding_window", [64]),
+        ("sliding_window", "576"),
         ("vocab_size", -1),
         ("max_position_embeddings", 10**9),
         ("max_position_embeddings", None),
