@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.faults.disk import filled, small_disk
 from serving.recorder import TraceRecorder
 from speculator.checkpoint import draft_config_json, draft_state
 from speculator.embedded_redis import EmbeddedRedis
@@ -17,6 +16,7 @@ from speculator.lifecycle import State
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
+from tests.small_disk import filled, small_disk
 from tests.toy import make_toy_model, random_draft
 from tests.traces import make_trace
 from tests.waiting import wait_until

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.faults.disk import small_disk
 from benchmarks.faults.load import Load, Window
 from slipstream.processes import Child
 from slipstream.scrape import Sample
@@ -24,6 +23,7 @@ from speculator.ports import free_port
 from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
+from tests.small_disk import small_disk
 
 MODEL = "toy"
 STREAM_MAX_BYTES = 16 << 20

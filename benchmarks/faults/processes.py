@@ -6,11 +6,11 @@ import os
 import signal
 import time
 
-from benchmarks.faults.disk import filled
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.load import BROKEN, CHANGED, CUT, OK
 from benchmarks.faults.loop import Loop
 from speculator.errors import SlipstreamError
+from tests.small_disk import filled
 
 GRACE_S = 30.0
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from benchmarks.faults.disk import filled
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.load import Window
 from benchmarks.faults.loop import Books, Loop
 from speculator.redis_client import connect
+from tests.small_disk import filled
 
 AWAY_S = 4.0
 _PROMISE = "serving goes on; nothing acknowledged is lost; both sides resume"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.panels import prometheus
 from slipstream.cli import main
 from speculator.ports import free_port
+from tests.prometheus import prometheus
 from tests.toy import make_toy_model
 
 TRAINER_ENV = {

@@ -16,7 +16,6 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.panels import answers, last_time_up, query, questions, recorded, rules, table
 from deploy.grafana.live import LIVE
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
@@ -26,6 +25,7 @@ from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from tests.moved import moved_model
+from tests.prometheus import answers, last_time_up, query, questions, recorded, rules
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
 from tests.waiting import url_in, wait_until
 
@@ -166,13 +166,10 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: make system-packages installs it")
 def test_every_query_of_the_live_dashboard_and_of_the_rules_has_data(watched_demo: WatchedDemo) -> None:
-    """`SLIPSTREAM_PANELS_OUT=panels.md` keeps the list of queries and values."""
     assert watched_demo.returncode == 0, watched_demo.stderr
     url = watched_demo.prometheus_url
     ended_s = last_time_up(url, ("gateway", "trainer"))
     found = answers(url, [*questions(LIVE), *recorded()], ended_s)
-    if (out := os.environ.get("SLIPSTREAM_PANELS_OUT")) is not None:
-        Path(out).write_text(table(found))
     assert len(found) > 50
     assert [one.asked for one in found if not one.has_data] == []
     by_source = query(url, "slipstream:acceptance_by_position:ratio_rate5m", ended_s)
