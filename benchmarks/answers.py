@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import engine_with
+from benchmarks.common.engines import engine_with
 from benchmarks.replayed import Answer
 from benchmarks.workloads import RecordOptions, workload_prompts
 from serving.engine import CapturePolicy, GenerateRequest

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import parser
+from benchmarks.common.report import parser
 from benchmarks.faults import drafts, processes, redis, requests, traces
 from benchmarks.faults.fault import Fault, Observed
 from benchmarks.faults.loop import STREAM_MAX_BYTES, Loop

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import serving.local
-from benchmarks.common import Target, fill_in, finish, parser
+from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.suffix import EDITS, asks_for
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.errors import ConfigError

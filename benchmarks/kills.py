@@ -31,12 +31,12 @@ import httpx
 import msgspec
 import numpy as np
 
-from benchmarks.common import Target, fill_in, finish, parser
+from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.faults.accounts import Accounts, accounts_at_the_end, acknowledged_in
 from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
 from benchmarks.faults.loop import MODEL
 from benchmarks.faults.traces import corrupted
-from benchmarks.services import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
+from benchmarks.faults.service import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace, encode_trace
 from speculator.embedded_redis import EmbeddedRedis

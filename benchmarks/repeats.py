@@ -37,7 +37,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
-from benchmarks.common import Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser
 from benchmarks.hour import PER_MINUTE, PLAIN_MS, POLL_S, ROUND_MS, SPREAD
 from benchmarks.live import as_examples, trained
 from benchmarks.replayed import Answer, Costs, ReplayEngine, Table

@@ -37,8 +37,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.common import Spread, Target, fill_in, finish, parser, pick_prompts
-from benchmarks.engines import answers_of, ask, engine_with
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser, pick_prompts
+from benchmarks.common.engines import answers_of, ask, engine_with
 from benchmarks.live import good_draft
 from benchmarks.versions import add_first, add_version
 from serving.hotswap import DraftFollower

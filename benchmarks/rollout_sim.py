@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser
 from benchmarks.rollout_model import Costs, Drafting, Outcome, Setup, engine_name, simulate
 from serving.rollout.division import Division
 from serving.rollout.order import ContextAware, Fifo, Order, Rank, urgency

@@ -42,8 +42,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import Spread, Target, fill_in, finish, parser
-from benchmarks.engines import add_target_options, engine_with, target_settings
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser
+from benchmarks.common.engines import add_target_options, engine_with, target_settings
 from benchmarks.equal_cost import at_equal_cost
 from benchmarks.live import good_draft, trained
 from benchmarks.llama import Generate, is_installed, llama_ways

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import sglang_cpu_phases as phases
-from benchmarks.common import Target, fill_in, finish, parser
+from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.sglang_cpu_phases import CLIENTS, TURN_TOKENS, Swaps, Turns, Unseen
 from benchmarks.sglang_cpu_scene import DEPTH, prepared
 

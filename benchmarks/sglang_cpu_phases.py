@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import Median, Spread
+from benchmarks.common.report import Median, Spread
 from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
 from slipstream.processes import running_child
 from slipstream.topics import Prompt

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.common import pick_prompts
+from benchmarks.common.report import pick_prompts
 from benchmarks.versions import add_version
 from slipstream.models import resolve_model
 from slipstream.topics import Prompt

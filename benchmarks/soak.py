@@ -47,7 +47,7 @@ import httpx
 import numpy as np
 import psutil
 
-from benchmarks.common import Target, fill_in, finish, parser
+from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
 from slipstream.models import resolve_model
 from slipstream.processes import Child, running_child

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.common import Target, finish, parser, pick_prompts
-from benchmarks.engines import local_engine
+from benchmarks.common.report import Target, finish, parser, pick_prompts
+from benchmarks.common.engines import local_engine
 from serving.engine import GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.models import resolve_model

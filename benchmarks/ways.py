@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import engine_with
+from benchmarks.common.engines import engine_with
 from benchmarks.equal_cost import Round
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.evidence import WatchedRound

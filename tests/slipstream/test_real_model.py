@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.engines import greedy, local_engine
+from benchmarks.common.engines import greedy, local_engine
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.topics import built_in_prompts, endless
 
