@@ -1,21 +1,21 @@
-"""Recorded greedy answers as traffic: recorded once, read back, and asked for with a shift and a burst."""
+"""Recorded greedy answers as traffic: recorded once, read back, and asked for in turn."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.engines import engine_with
 from benchmarks.replayed import Answer
-from benchmarks.workloads import RecordOptions, workload_prompts
 from serving.engine import CapturePolicy, GenerateRequest
+from serving.local.engine import LocalEngine
 from slipstream.models import cache_root
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.checkpoint import target_fingerprint
@@ -30,8 +30,6 @@ from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from trainer.batch import make_example
 
-BURST, BURST_SHARE = (0.55, 0.58), 0.8
-"""When one text comes over and over, and its share of the requests."""
 SHORTEST = 16
 """Tokens of an answer that is worth serving."""
 RECORDING_DEFAULTS = {"answers": (64, 480), "max_tokens": (64, 160)}
@@ -39,7 +37,65 @@ FEWEST = 48
 """Answers below which there is no traffic to speak of."""
 
 
-async def _ask_all(engine: Any, prompts: Sequence[Prompt], max_tokens: int) -> None:
+def add_recording_options(options: argparse.ArgumentParser) -> None:
+    """Where `recording` has its answers from; `RECORDING_DEFAULTS` fills in what is left out."""
+    options.add_argument("--traces", type=Path, metavar="FILE.rec", help="greedy answers, instead of recording some")
+    options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
+    options.add_argument("--answers", type=int, help="answers to record; default 480, quick 64")
+    options.add_argument("--max-tokens", type=int, help="of an answer that is recorded; default 160, quick 64")
+    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine that records")
+
+
+def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
+    """The path of a recording of greedy answers, decoded plainly; made now where the cache has none.
+
+    Raises ConfigError where the prompts have one domain only.
+    """
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    chosen, fingerprint = _from_both_halves(prompts, arguments.answers), target_fingerprint(model_dir)
+    # Nobody waits for a stream here, so prompts are read in long chunks.
+    settings = {
+        "depth": 0,
+        "control_share": 0.0,
+        "num_slots": 16,
+        "max_waiting": len(chosen),
+        "prefill_chunk": 256,
+    }
+    texts = [(prompt.domain, prompt.text) for prompt in chosen]
+    key = hashlib.sha256(repr((fingerprint, arguments.max_tokens, sorted(settings.items()), texts)).encode())
+    path: Path = arguments.cache / f"{key.hexdigest()[:16]}.rec"
+    if path.exists():
+        return path
+    print(f"recording {len(chosen)} answers", flush=True)
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    header = RecordingHeader(target_fingerprint=fingerprint, model=model_dir.name, created_ms=now_ms())
+    with RecordingWriter(temporary, header) as writer:
+
+        def keep(trace: Trace) -> None:
+            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
+
+        draft = fresh_draft(model_dir, seed=0)
+        with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as engine:
+            asyncio.run(_ask_all(engine, chosen, arguments.max_tokens))
+    temporary.rename(path)
+    return path
+
+
+def _from_both_halves(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Half of `count` prompts from each half of the domains, so that no large domain outnumbers all others."""
+    names = sorted({prompt.domain for prompt in prompts})
+    if len(names) < 2:
+        raise ConfigError("all prompts have one domain: use prompts of several")
+    middle, chosen = (len(names) + 1) // 2, list[Prompt]()
+    for half in (names[:middle], names[middle:]):
+        of_half = [prompt for prompt in prompts if prompt.domain in half]
+        chosen += random.Random(0).sample(of_half, min(count // 2, len(of_half)))
+    return chosen
+
+
+async def _ask_all(engine: LocalEngine, prompts: Sequence[Prompt], max_tokens: int) -> None:
     async def one(number: int, prompt: Prompt) -> None:
         tokens = engine.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
         request = GenerateRequest(
@@ -53,59 +109,6 @@ async def _ask_all(engine: Any, prompts: Sequence[Prompt], max_tokens: int) -> N
             pass
 
     await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-
-
-def add_recording_options(options: argparse.ArgumentParser) -> None:
-    """Where `recording` has its answers from; `RECORDING_DEFAULTS` fills in what is left out."""
-    options.add_argument("--traces", type=Path, metavar="FILE.rec", help="greedy answers, instead of recording some")
-    options.add_argument("--cache", type=Path, default=cache_root() / "recordings", metavar="DIR")
-    options.add_argument("--answers", type=int, help="answers to record; default 480, quick 64")
-    options.add_argument("--max-tokens", type=int, help="of an answer that is recorded; default 160, quick 64")
-    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine that records")
-
-
-def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
-    """Answers to as many prompts of either half of the domains, decoded plainly; made now where the cache has none."""
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
-    first, second = halves(prompt.domain for prompt in prompts)
-    chosen = workload_prompts(f"{'+'.join(first)}>{'+'.join(second)}", prompts, arguments.answers, seed=0)
-    # Nobody waits for a stream here, so prompts are read in long chunks.
-    settings = {
-        "depth": 0,
-        "control_share": 0.0,
-        "num_slots": 16,
-        "max_waiting": len(chosen),
-        "prefill_chunk": 256,
-    }
-    options = RecordOptions(
-        model_dir=model_dir,
-        max_tokens=arguments.max_tokens,
-        temperature=0.0,
-        num_threads=arguments.threads,
-        depth=0,
-        passes=0,
-        engine=settings,
-    )
-    path: Path = arguments.cache / f"{options.key(chosen)}.rec"
-    if path.exists():
-        return path
-    print(f"recording {len(chosen)} answers", flush=True)
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    header = RecordingHeader(
-        target_fingerprint=target_fingerprint(model_dir), model=model_dir.name, created_ms=now_ms()
-    )
-    with RecordingWriter(temporary, header) as writer:
-
-        def keep(trace: Trace) -> None:
-            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
-
-        draft = fresh_draft(model_dir, seed=0)
-        with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as engine:
-            asyncio.run(_ask_all(engine, chosen, arguments.max_tokens))
-    temporary.rename(path)
-    return path
 
 
 def read_answers(path: Path, draft: Eagle3Draft) -> list[Answer]:
@@ -125,36 +128,17 @@ def read_answers(path: Path, draft: Eagle3Draft) -> list[Answer]:
     return answers
 
 
-def halves(domains: Iterable[str]) -> tuple[list[str], list[str]]:
-    """A and B."""
-    names = sorted(set(domains))
-    if len(names) < 2:
-        raise ConfigError("the traffic has one domain and cannot shift: use prompts of several")
-    return names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]
-
-
 class Traffic:
-    """Which answer is asked for at a virtual time: of a domain of the phase one that was asked for least so far."""
+    """Which answer is asked for: of the domain of a random one, the answer that was asked for least so far."""
 
-    def __init__(self, answers: Sequence[Answer], *, end_s: float, seed: int) -> None:
-        first, second = halves(answer.trace.header.domain for answer in answers)
-        self._phases = [
-            [answer for answer in answers if answer.trace.header.domain in domains]
-            for domains in (first, second, first + second)
-        ]
-        self._end_s, self._rng = end_s, random.Random(seed)
-        self._poison = self._rng.choice(answers)
-        self.asked: Counter[int] = Counter()
-        """By the answer's number."""
+    def __init__(self, answers: Sequence[Answer], *, seed: int) -> None:
+        self._answers, self._rng = answers, random.Random(seed)
+        self._asked: Counter[int] = Counter()
 
-    def __call__(self, at_s: float) -> Answer:
-        share = min(at_s / self._end_s, 1.0)
-        phase = self._phases[min(int(3 * share), 2)]
-        answer = self._poison
-        if not (BURST[0] <= share < BURST[1] and self._rng.random() < BURST_SHARE):
-            domain = self._rng.choice(phase).trace.header.domain
-            candidates = [one for one in phase if one.trace.header.domain == domain]
-            fewest = min(self.asked[one.number] for one in candidates)
-            answer = self._rng.choice([one for one in candidates if self.asked[one.number] == fewest])
-        self.asked[answer.number] += 1
+    def __call__(self) -> Answer:
+        domain = self._rng.choice(self._answers).trace.header.domain
+        candidates = [one for one in self._answers if one.trace.header.domain == domain]
+        fewest = min(self._asked[one.number] for one in candidates)
+        answer = self._rng.choice([one for one in candidates if self._asked[one.number] == fewest])
+        self._asked[answer.number] += 1
         return answer

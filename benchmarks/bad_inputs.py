@@ -30,8 +30,8 @@ from typing import Any
 import httpx
 import structlog
 
-from benchmarks.common.report import Target, finish, parser
 from benchmarks.common.engines import engine_with, greedy
+from benchmarks.common.report import Target, finish, parser
 from speculator.checkpoint import expected_shapes
 from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import DraftError, StoreError

@@ -31,7 +31,7 @@ from typing import Any
 
 import serving.local
 from benchmarks.common.report import Target, fill_in, finish, parser
-from benchmarks.suffix import EDITS, asks_for
+from benchmarks.common.workloads import EDITS, asks_for
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.errors import ConfigError
 from speculator.ports import free_port

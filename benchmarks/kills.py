@@ -35,8 +35,8 @@ from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.faults.accounts import Accounts, accounts_at_the_end, acknowledged_in
 from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
 from benchmarks.faults.loop import MODEL
-from benchmarks.faults.traces import corrupted
 from benchmarks.faults.service import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
+from benchmarks.faults.traces import corrupted
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace, encode_trace
 from speculator.embedded_redis import EmbeddedRedis

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,14 +59,12 @@ class Answer:
 @dataclass(frozen=True, kw_only=True)
 class Chains:
     """What a draft proposes behind every token of an answer: `tokens` [N, K] int32 and `logprobs` [N, K] float16 up to
-    the first one that is rejected, −1 and 0 behind it; `accepted` [N]; `pace` [N + 1], the verifications until so many
-    tokens are committed, each spread evenly over what it commits.
+    the first one that is rejected, −1 and 0 behind it; `accepted` [N].
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     accepted: np.ndarray
-    pace: np.ndarray
 
 
 @torch.no_grad()
@@ -96,21 +93,7 @@ def decode_again(
             tokens_NK[chains, proposals.step] = draft.target_ids[likeliest_S.indices[verified_S]]
             logprobs_NK[chains, proposals.step] = likeliest_S.values[verified_S]
             accepted_N[chains] += proposals.hits[verified_S]
-    accepted = accepted_N.numpy()
-    return Chains(
-        tokens=tokens_NK.int().numpy(), logprobs=logprobs_NK.half().numpy(), accepted=accepted, pace=pace_of(accepted)
-    )
-
-
-def pace_of(accepted: np.ndarray) -> np.ndarray:
-    """See `Chains`. Example: [1, 0, 0] is a round of two tokens and one of one, so [0, 0.5, 1, 2]."""
-    num = len(accepted)
-    pace, at, rounds = np.zeros(num + 1), 0, 0
-    while at < num:
-        stop = min(at + int(accepted[at]) + 1, num)
-        pace[at : stop + 1] = rounds + np.arange(stop - at + 1) / (stop - at)
-        at, rounds = stop, rounds + 1
-    return pace
+    return Chains(tokens=tokens_NK.int().numpy(), logprobs=logprobs_NK.half().numpy(), accepted=accepted_N.numpy())
 
 
 @dataclass(frozen=True)
@@ -164,17 +147,6 @@ class Costs:
         return mean_ms / 1000 * math.exp(rng.gauss(-(self.spread**2) / 2, self.spread))
 
 
-class Step(NamedTuple):
-    """One verification: round `round` committed the answer's tokens `start` … `stop` − 1 (N of them, see above)."""
-
-    round: int
-    at_s: float
-    version: int
-    answer: Answer
-    start: int
-    stop: int
-
-
 @dataclass
 class _Running:
     request_id: str
@@ -188,7 +160,7 @@ class _Running:
 
 
 class ReplayEngine:
-    """Serves `traffic(clock)` to a number of clients; has what `DraftFollower` drives. For one thread.
+    """Serves `traffic()` to a number of clients; has what `DraftFollower` drives. For one thread.
 
     `clients` is the number of costs. A client asks as soon as its answer has ended, all of them together at most
     `per_minute` times a minute. An install takes as long as loading did, and meanwhile the rounds go on.
@@ -198,7 +170,7 @@ class ReplayEngine:
         self,
         load: Callable[[int], Eagle3Draft],
         version: int,
-        traffic: Callable[[float], Answer],
+        traffic: Callable[[], Answer],
         *,
         costs: Costs,
         per_minute: float,
@@ -213,8 +185,6 @@ class ReplayEngine:
         self.remembered = 0.0
         """Share of every answer's tokens that earlier text proposes; whoever likes may set it."""
         self.clock_s = 0.0
-        self.steps: list[Step] = []
-        """Verifications, for whoever takes them away."""
         self.num_requests = self.num_rounds = 0
         self.rounds_of: Counter[int] = Counter()
         self.seconds_of: Counter[int] = Counter()
@@ -247,7 +217,7 @@ class ReplayEngine:
 
     def _admit(self) -> None:
         while len(self._running) < self._clients and self._next_s <= self.clock_s:
-            self._running.append(_Running(f"replay-{self.num_requests}", self._traffic(self.clock_s)))
+            self._running.append(_Running(f"replay-{self.num_requests}", self._traffic()))
             self.num_requests += 1
             self._next_s = max(self._next_s + self._interval_s, self.clock_s)
 
@@ -278,8 +248,6 @@ class ReplayEngine:
                 verifications.append(Verification(one.request_id, stratum, accepted, DEPTH))
             one.at = min(start + accepted + 1, one.answer.length)
             committed += one.at - start
-            if drafted:
-                self.steps.append(Step(self.num_rounds, self.clock_s, version, one.answer, start, one.at))
         self._on_round(
             WatchedRound(
                 version=version,

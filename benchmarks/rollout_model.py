@@ -38,7 +38,7 @@ class Chain:
 
 
 class Costs:
-    """Seconds and acceptance from the table of benchmarks/rollout_costs.py, linear between its points."""
+    """Seconds and acceptance from the table of measured costs (`rollout_costs.json`), linear between its points."""
 
     def __init__(self, table: dict[str, Any]) -> None:
         self._widths = [float(width) for width in table["widths"]]

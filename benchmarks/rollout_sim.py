@@ -3,9 +3,9 @@
     python -m benchmarks.rollout_sim [--quick] [--json FILE] [--engines 1 4 16 64] [--costs FILE.json] …
 
 Nothing decodes here. serving/rollout/ decides what runs where, as it does in service; a round, reading a prompt and
-what a verification commits take what benchmarks/rollout_costs.py measured on the local engine (the table beside this
-file). Every engine of the simulation is such an engine on a machine of its own. Moving a sample costs reading its
-context again: there is no shared pool of keys and values.
+what a verification commits take what was measured on the local engine (rollout_costs.json; how is in
+benchmarks/results/rollout_costs.md). Every engine of the simulation is such an engine on a machine of its own. Moving a
+sample costs reading its context again: there is no shared pool of keys and values.
 
 The workload has the shape of Seer's (arXiv 2511.14617): 400 prompts of 8 samples for 32 GPUs, so 100 samples for each
 engine; a limit that a few samples reach; lengths alike within a group. Log-lengths are normal, the group having the
@@ -163,7 +163,7 @@ def _row(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> str:
 
 def options() -> argparse.ArgumentParser:
     found = parser("Groups of rollouts on many engines, simulated", has_prompts=False, has_model=False)
-    found.add_argument("--costs", type=Path, default=TABLE, metavar="FILE.json", help="of benchmarks.rollout_costs")
+    found.add_argument("--costs", type=Path, default=TABLE, metavar="FILE.json", help="a table like rollout_costs.json")
     found.add_argument("--engines", type=int, nargs="+", help="the targets hold at the last of them")
     found.add_argument("--seeds", type=int)
     found.add_argument("--group-size", type=int, default=8)

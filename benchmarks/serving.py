@@ -2,17 +2,16 @@
 
     python -m benchmarks.serving [--quick] [--json FILE] [--prompts FILE.jsonl] [--answers FILE] [--store DIR]
                                  [--parts workloads hugging_face llama_cpp shifting random wrong]
-                                 [--compile-target] [--int8-target]
 
 Every prompt is answered in all ways of benchmarks/ways.py in turn, in another order each time, and one request at a
 time by others with the same number of threads: by Hugging Face's `generate`, plain, with `prompt_lookup_num_tokens` and
 assisted, by the model's own first layers (`assistant_early_exit`), since there is no smaller model of this vocabulary;
 and by llama.cpp, where `make llama-cpp` has put it there, over the bundled model in bfloat16 and in its own 4 bits.
 
-Workloads as in benchmarks/suffix.py: chat, editing (long copies of the prompt), structured output, and groups of eight
-sampled answers to one prompt, which decode together. The learned draft is the last good one of `--store`, or trained
-here on answers to the first half of the prompts; figures are of the second half. Ratios are by prompt, their medians
-are over prompts. What the planner expected of its rounds is compared with what they took.
+Workloads are those of benchmarks/common/workloads.py: chat, editing (long copies of the prompt), structured output, and
+groups of eight sampled answers to one prompt, which decode together. The learned draft is the last good one of
+`--store`, or trained here on answers to the first half of the prompts; figures are of the second half. Ratios are by
+prompt, their medians are over prompts. What the planner expected of its rounds is compared with what they took.
 
 Two equal runs differ by more than the hybrid and its better part do, or groups and plain decoding, so the hybrid is
 compared with both once more with equal rounds at equal cost (benchmarks/equal_cost.py), and planning as measured;
@@ -42,13 +41,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common.drafts import last_good, trained
+from benchmarks.common.engines import engine_with
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.common.engines import add_target_options, engine_with, target_settings
+from benchmarks.common.workloads import Work, load_works
 from benchmarks.equal_cost import at_equal_cost
-from benchmarks.live import good_draft, trained
 from benchmarks.llama import Generate, is_installed, llama_ways
-from benchmarks.suffix import Answer, load_answers
-from benchmarks.ways import WAYS, Forecast, Run, Ways, Work, all_ways, answer
+from benchmarks.ways import WAYS, Forecast, Run, Ways, all_ways, answer
 from slipstream.models import resolve_model
 from speculator.fresh import fresh_draft
 from speculator.model import Eagle3Draft
@@ -92,16 +91,6 @@ class Rates:
         return Spread.of([rate / base for rate, base in zip(rates[kind], rates[other], strict=True)])
 
 
-def works(answers: Sequence[Answer]) -> list[Work]:
-    found: dict[tuple[str, tuple[int, ...]], int] = {}
-    limits: dict[str, int] = {}
-    for one in answers:
-        key = one.workload, tuple(one.prompt)
-        found[key] = found.get(key, 0) + 1
-        limits[one.workload] = one.limit
-    return [Work(workload, prompt, limits[workload], count) for (workload, prompt), count in found.items()]
-
-
 def _hugging_face(model_dir: Path) -> dict[str, Callable[[Work], int]]:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
 
@@ -134,7 +123,7 @@ def _llama_cpp(threads: int) -> dict[str, Callable[[Work], int]]:
 
 def _learnt(model_dir: Path, arguments: Any, taught: Sequence[Work]) -> Eagle3Draft:
     if arguments.store is not None:
-        return good_draft(arguments.store, model_dir, (), 0)[0]
+        return last_good(arguments.store, model_dir)
     traces: list[Trace] = []
     settings = {"depth": 0, "suffix_depth": 0, "control_share": 0.0, "prefill_chunk": 256}
     first = fresh_draft(model_dir, seed=0)
@@ -144,7 +133,7 @@ def _learnt(model_dir: Path, arguments: Any, taught: Sequence[Work]) -> Eagle3Dr
             await asyncio.gather(*(answer(engine, work, str(number)) for number, work in enumerate(taught)))
 
         asyncio.run(all_of_them())
-    return trained(model_dir, traces, arguments.train_steps)[0]
+    return trained(model_dir, traces, arguments.train_steps)
 
 
 def useless(kind: str, draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
@@ -228,7 +217,7 @@ def _beside_plain(ways: Ways, way: str, traffic: Sequence[Work], window_s: float
 
 def main() -> None:
     options = parser("Tokens a second by workload and source of proposals")
-    options.add_argument("--answers", type=Path, metavar="FILE", help="prompts as benchmarks.suffix wrote them")
+    options.add_argument("--answers", type=Path, metavar="FILE", help="take the works from here, or make and keep them")
     usual = [part for part in PARTS if part != "llama_cpp" or is_installed()]
     options.add_argument("--parts", nargs="+", choices=PARTS, default=usual, help="what to run; default all there is")
     options.add_argument("--store", type=Path, metavar="DIR", help="take its last good draft instead of training one")
@@ -236,7 +225,6 @@ def main() -> None:
     options.add_argument("--train-steps", type=int, help="default 300, quick 40")
     options.add_argument("--window", type=float, help="seconds, of useless drafts; default 30, quick 2")
     options.add_argument("--count", type=int, help="prompts of each workload that are timed; default 6, quick 1")
-    add_target_options(options)
     arguments = options.parse_args()
     if not {"hugging_face", "llama_cpp"}.isdisjoint(arguments.parts) and "workloads" not in arguments.parts:
         options.error("hugging_face and llama_cpp are timed beside workloads")
@@ -247,12 +235,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model_dir = resolve_model(arguments.model)
     by_workload: dict[str, list[Work]] = {}
-    for work in works(load_answers(arguments, quick=(4, 64))):
+    for work in load_works(arguments):
         by_workload.setdefault(work.workload, []).append(work)
     taught = [work for found in by_workload.values() for work in found[: len(found) // 2]]
     timed = {workload: found[len(found) // 2 :][:count] for workload, found in by_workload.items()}
     draft = _learnt(model_dir, arguments, taught)
-    target = target_settings(arguments)
     rates = Rates()
     forecasts: dict[tuple[str, int], Forecast] = {}
     beside = {}
@@ -260,16 +247,16 @@ def main() -> None:
         others = _hugging_face(model_dir) if "hugging_face" in arguments.parts else {}
         if "llama_cpp" in arguments.parts:
             others |= _llama_cpp(arguments.threads)
-        with all_ways(model_dir, draft, arguments.threads, target=target) as ways:
+        with all_ways(model_dir, draft, arguments.threads) as ways:
             _time(ways, others, timed, rates)
             forecasts = dict(ways.forecasts)
     if "shifting" in arguments.parts:
-        with all_ways(model_dir, draft, arguments.threads, target=target) as ways:
+        with all_ways(model_dir, draft, arguments.threads) as ways:
             beside["shifting"] = _beside_plain(ways, "hybrid", _shifting(taught), window_s)
     for kind in ("random", "wrong"):
         if kind in arguments.parts:
             one = useless(kind, draft, model_dir)
-            with all_ways(model_dir, one, arguments.threads, suffixes=False, target=target) as ways:
+            with all_ways(model_dir, one, arguments.threads, suffixes=False) as ways:
                 beside[kind] = _beside_plain(ways, "head", by_workload["chat"], window_s)
     _finish(rates, list(timed) if rates.runs else [], forecasts, beside, arguments)
 

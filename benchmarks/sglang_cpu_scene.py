@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from benchmarks.common.drafts import add_version
 from benchmarks.common.report import pick_prompts
-from benchmarks.versions import add_version
 from slipstream.models import resolve_model
 from slipstream.topics import Prompt
 from speculator.checkpoint import draft_state, model_key, target_fingerprint

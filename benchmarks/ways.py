@@ -19,12 +19,13 @@ import contextlib
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.engines import engine_with
+from benchmarks.common.workloads import Work
 from benchmarks.equal_cost import Round
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.evidence import WatchedRound
@@ -37,16 +38,6 @@ from speculator.sampling import SamplingParams
 from speculator.suffix import SuffixConfig, SuffixDrafter
 
 WAYS = ("plain", "head", "suffix", "hybrid", "chains")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is asked for at the same time: one prompt, or the samples of one prompt."""
-
-    workload: str
-    prompt: tuple[int, ...]
-    limit: int
-    num_samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -185,16 +176,9 @@ class Ways:
 
 
 @contextlib.contextmanager
-def all_ways(
-    model_dir: Path,
-    draft: Eagle3Draft,
-    threads: int,
-    *,
-    suffixes: bool = True,
-    target: Mapping[str, Any] | None = None,
-) -> Iterator[Ways]:
-    """Without `suffixes` nobody looks for them; `target` has further settings of `LocalEngineConfig`."""
-    settings: dict[str, Any] = {"control_share": 0.0, "capture": False, **(target or {})}
+def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: bool = True) -> Iterator[Ways]:
+    """Without `suffixes` nobody looks for them."""
+    settings: dict[str, Any] = {"control_share": 0.0, "capture": False}
     if not suffixes:
         settings["suffix_depth"] = 0
     forecasts: defaultdict[tuple[str, int], Forecast] = defaultdict(Forecast)

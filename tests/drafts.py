@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from speculator.checkpoint import draft_state
 from speculator.model import DraftConfig, Eagle3Draft
 
 CONFIG = DraftConfig(
@@ -28,3 +29,14 @@ def make_draft(seed: int = 0) -> Eagle3Draft:
     for parameter in draft.parameters():
         parameter.data.normal_()
     return draft
+
+
+def noise_like(draft: Eagle3Draft) -> dict[str, torch.Tensor]:
+    """The draft's tensors, with noise of the same spread in the place of its weights."""
+    generator = torch.Generator().manual_seed(1)
+    state = draft_state(draft)
+    for name, tensor in state.items():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+            state[name] = noise.to(tensor.dtype)
+    return state

@@ -113,12 +113,7 @@ def rules(url: str) -> list[dict[str, Any]]:
 
 def questions(board: Dashboard) -> list[Asked]:
     """Every query of a dashboard, with its panel's or annotation's name."""
-    asked = [
-        Asked(panel.title, query.expr)
-        for row in board.rows
-        for panel in row.panels
-        for query in panel.queries
-    ]
+    asked = [Asked(panel.title, query.expr) for row in board.rows for panel in row.panels for query in panel.queries]
     asked += [Asked(f"marks: {mark.name}", mark.expr) for mark in board.annotations]
     return [Asked(one.where, one.expr.replace("$__rate_interval", RATE_INTERVAL)) for one in asked]
 

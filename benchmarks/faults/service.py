@@ -28,16 +28,13 @@ TRAINER_ENVIRONMENT = {
 
 
 class Service:
-    """One service, life after life; an engine that `always_drafts` does so whether it pays or not."""
+    """One service, life after life."""
 
-    def __init__(self, folder: Path, name: str, words: list[str], *, always_drafts: bool = False) -> None:
+    def __init__(self, folder: Path, name: str, words: list[str]) -> None:
         self._notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
         self._words = words
         self._nursery = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.faults.witness", str(self._notes), str(self.log)),
-                *(("always",) if always_drafts else ()),
-            ],
+            [sys.executable, "-m", "benchmarks.faults.witness", str(self._notes), str(self.log)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,11 +1,10 @@
 """A service that writes down what it does with traces as it does it, and the process that forks one for each life.
 
-    python -m benchmarks.faults.witness NOTES LOG [always]
+    python -m benchmarks.faults.witness NOTES LOG
 
-With `always` the engine drafts as deep as it may in every round, whatever that costs. The process has everything
-imported, so that a service is there in no time. For each line that it reads, a JSON list of the words of a `slipstream`
-command, it forks a child that runs it; it says the child's process id, and how the child ended, before it reads the
-next. Notes are one line each, written with one call, so a kill leaves them whole:
+The process has everything imported, so that a service is there in no time. For each line that it reads, a JSON list of
+the words of a `slipstream` command, it forks a child that runs it; it says the child's process id, and how the child
+ended, before it reads the next. Notes are one line each, written with one call, so a kill leaves them whole:
 
     acknowledged ID     Redis has confirmed the append to the engine
     used ID             the trainer is done with a trace: learnt from, held out, or not needed
@@ -31,7 +30,6 @@ import torch
 import trainer.run
 import trainer.saving
 from slipstream.cli import main
-from speculator.fixed_planner import FixedPlanner
 from speculator.stream import StreamEntry, TraceStream
 from trainer.checkpoint import Progress
 from trainer.provenance import Stored
@@ -85,12 +83,8 @@ def watch(notes: int) -> None:
     trainer.saving.save_checkpoint = saved
 
 
-def _nursery(notes_path: str, log_path: str, how: str = "") -> None:
-    import serving.local.engine
+def _nursery(notes_path: str, log_path: str) -> None:
     import slipstream.serve  # noqa: F401 - so that a child has it
-
-    if how == "always":
-        serving.local.engine._planner = lambda _: FixedPlanner(0.0)
 
     torch.set_num_threads(1)
     gc.freeze()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.common.engines import greedy, local_engine
+from serving.engine import GenerateRequest
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.topics import built_in_prompts, endless
+from speculator.fresh import fresh_draft
+from tests.serving.local.harness import GREEDY, toy_engine
 
 
 def test_the_bundled_model_answers_with_and_without_speculation() -> None:
@@ -12,12 +14,13 @@ def test_the_bundled_model_answers_with_and_without_speculation() -> None:
     assert resolve_model(BUNDLED_MODEL) == model_dir
     assert len({path.stat().st_mode for path in model_dir.iterdir()}) == 1, "containers run as another user"
     for depth in (0, 3):
-        with local_engine(model_dir, depth=depth, num_threads=1) as engine:
+        draft = fresh_draft(model_dir, seed=0)
+        with toy_engine(model_dir, draft=draft, depth=depth, dtype="bfloat16") as harness:
             # The best token leads by a nat everywhere: CPUs whose sums round in different ways agree.
             question = "Name the capital of France in one sentence."
-            prompt = engine.tokenizer.encode_chat([{"role": "user", "content": question}])
-            answer = engine.tokenizer.decode(greedy(engine, [prompt], 8)[0])
-            assert answer.startswith("The capital of France is Paris.")
+            prompt = tuple(harness.engine.tokenizer.encode_chat([{"role": "user", "content": question}]))
+            request = GenerateRequest(request_id="1", prompt_token_ids=prompt, max_tokens=8, sampling=GREEDY)
+            assert harness.ask(request)[0].text.startswith("The capital of France is Paris.")
 
 
 def test_built_in_prompts_cover_several_domains_in_an_order_that_a_seed_fixes() -> None:

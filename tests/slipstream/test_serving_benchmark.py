@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.workloads import Work
 from benchmarks.equal_cost import Round
 from benchmarks.serving import Rates, useless, windows
-from benchmarks.ways import Run, Work
+from benchmarks.ways import Run
 from tests.toy import random_draft
 
 
@@ -25,7 +26,7 @@ def test_windows_are_of_the_other_engines_time() -> None:
 
 
 def test_ratios_are_by_prompt() -> None:
-    rates, work = Rates(), Work("chat", (1,), 10)
+    rates, work = Rates(), Work("chat", (1,), 10, 1)
     for plain, head in ((10, 20), (100, 100), (50, 150)):
         rates.add(work, "plain", plain, 1.0)
         rates.add(work, "head", head, 1.0)

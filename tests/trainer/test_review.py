@@ -14,9 +14,8 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from benchmarks.rollback import noisy
 from speculator.acceptance import Acceptance
-from speculator.checkpoint import draft_config_json, target_fingerprint
+from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.codec import encode_trace
 from speculator.errors import DraftFileError, StoreError, UnknownDraftError
 from speculator.lifecycle import Lifecycle, State
@@ -24,6 +23,7 @@ from speculator.lineage import admit
 from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
+from tests.drafts import noise_like
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import Pointer, accepted, partly_worse
@@ -439,10 +439,10 @@ def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
     for _ in range(40):
         trainer.step()
     learnt = trainer.learner.averaged
-    good = force(dict(noisy(learnt, 0.0)))
+    good = force(draft_state(learnt))
     store.lifecycle.move(good, State.PROMOTED, actor="engine:0")
     turn()
-    bad = force(noisy(learnt, float("inf")))
+    bad = force(noise_like(learnt))
     send("second")
     for _ in range(len(traces)):
         turn()

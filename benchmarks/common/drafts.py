@@ -1,0 +1,67 @@
+"""Drafts that a benchmark trains or finds, and versions that it puts into a store past the gate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.fresh import fresh_draft
+from speculator.labels import draft_ids_by_target_id
+from speculator.lineage import admit, begin, load_draft
+from speculator.model import Eagle3Draft
+from speculator.store import DraftStore
+from speculator.trace import Trace
+from trainer.batch import Example, cut, make_example, pack
+from trainer.config import load_config
+from trainer.step import Learner
+
+
+def trained(model_dir: Path, traces: Sequence[Trace], num_steps: int) -> Eagle3Draft:
+    """Train a fresh draft on these answers with the trainer's own step."""
+    unused = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
+    config = load_config(model_dir=model_dir, seed=0, **unused)
+    draft = fresh_draft(model_dir, draft_vocab_size=config.draft_vocab_size, seed=0)
+    examples = as_examples(draft, traces)
+    learner, rng = Learner(draft, config), random.Random(0)
+    for _ in range(num_steps):
+        windows = [cut(example, max_bases=config.max_bases, rng=rng) for example in rng.sample(examples, 2)]
+        learner.step(pack(windows, max_context=config.max_context))
+    return learner.averaged
+
+
+def as_examples(draft: Eagle3Draft, traces: Sequence[Trace]) -> list[Example]:
+    """What the trainer learns from these traces, in the vocabulary of the draft."""
+    draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
+    return [make_example(trace, draft_ids_V, feature_width=draft.fc.in_features) for trace in traces]
+
+
+def last_good(root: Path, model_dir: Path) -> Eagle3Draft:
+    """Load the last good draft of a store, or its newest one where none is promoted."""
+    store = DraftStore(root)
+    version = store.lifecycle.last_good() or store.latest() or 0
+    embed = fresh_draft(model_dir, seed=0).embed
+    return load_draft(store, version, embed=embed, target_fingerprint=target_fingerprint(model_dir))
+
+
+def add_version(store: DraftStore, state: Mapping[str, Tensor], like: Eagle3Draft, fingerprint: str) -> int:
+    """A version with these tensors, of the shape of `like`, that may be published."""
+    version = store.write(
+        dict(state),
+        draft_config_json(like.config),
+        parent=store.latest(),
+        target_fingerprint=fingerprint,
+        info={"origin": "benchmark"},
+    ).version
+    admit(store, version, target_fingerprint=fingerprint, actor="benchmark", reason="benchmark")
+    return version
+
+
+def add_first(store: DraftStore, draft: Eagle3Draft, fingerprint: str) -> int:
+    """The first version of a store, which is promoted: nothing can be compared with it."""
+    version = add_version(store, draft_state(draft), draft, fingerprint)
+    begin(store, version, target_fingerprint=fingerprint)
+    return version

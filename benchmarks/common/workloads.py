@@ -1,0 +1,76 @@
+"""Four workloads of `benchmarks.serving` and `benchmarks.demo`: chat, editing, structured output, groups of samples.
+
+Editing asks for a small change in a program that the model has written before, structured output for a JSON list, and a
+group for several sampled answers to one prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.common.engines import engine_with, greedy
+from benchmarks.common.report import pick_prompts
+from slipstream.models import resolve_model
+from speculator.fresh import fresh_draft
+from speculator.json_lines import read_json_lines
+
+SAMPLES = 8
+"""Of a group."""
+MAX_PROMPT = 700
+"""Tokens of a prompt that is taken."""
+EDITS = ("Rename the first function to `run`", "Add a docstring to every function", "Add a comment above each line")
+LIST_REQUEST = 'Answer with a JSON list of objects with the keys "title", "description" and "importance".'
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked for at the same time: one prompt, or the samples of one prompt. `limit` is its max_tokens."""
+
+    workload: str
+    prompt: tuple[int, ...]
+    limit: int
+    num_samples: int
+
+
+def asks_for(edit: str, program: str) -> str:
+    """The prompt of one small change in a program."""
+    return f"```python\n{program}\n```\n{edit} in this code and change nothing else. Answer with the whole code."
+
+
+def load_works(options: argparse.Namespace) -> list[Work]:
+    """Take the works from the file of `--answers` where it exists; make them, and write the file, where it does not."""
+    path: Path | None = options.answers
+    if path is not None and path.exists():
+        example = '{"workload": "chat", "prompt": [1], "limit": 8, "num_samples": 1}'
+        return [work for _, work in read_json_lines(path, Work, example=example)]
+    works = list(_make(options, *((4, 64) if options.quick else (24, 200))))
+    if path is not None:
+        path.write_text("".join(json.dumps(asdict(work)) + "\n" for work in works))
+    return works
+
+
+def _make(options: argparse.Namespace, count: int, limit: int) -> Iterator[Work]:
+    """`count` works of each workload, a quarter as many groups, with answers of about `limit` tokens."""
+    model_dir = resolve_model(options.model)
+    settings = {"depth": 0, "control_share": 0.0}
+    with engine_with(model_dir, fresh_draft(model_dir, seed=0), options.threads, settings=settings) as engine:
+        tokenizer = engine.tokenizer
+
+        def asked(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
+
+        texts = pick_prompts(options.prompts, 50 * count)
+        texts = [text for text in texts if len(tokenizer.encode(text.text)) < MAX_PROMPT]
+        others = [text.text for text in texts if text.domain != "code"]
+        programs = [asked(text.text) for text in texts if text.domain == "code"][:count]
+        written = greedy(engine, programs, limit, ignore_eos=False)
+        for edit, program in zip(itertools.cycle(EDITS), written, strict=False):
+            yield Work("editing", asked(asks_for(edit, tokenizer.decode(program))), limit + 60, 1)
+    yield from (Work("group", asked(text), limit, SAMPLES) for text in others[: count // 4])
+    yield from (Work("structured", asked(f"{text}\n{LIST_REQUEST}"), limit, 1) for text in others[count : 2 * count])
+    yield from (Work("chat", asked(text), limit, 1) for text in others[2 * count : 3 * count])
