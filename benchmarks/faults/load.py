@@ -58,16 +58,12 @@ class Window:
 
 class Load:
     """`num_clients` clients with a short pause between two questions. Every other question is asked again and again,
-    and its greedy answer must be the first one; the rest are new, for the trainer to learn from. With `questions` these
-    are asked again and again, and no others.
+    and its greedy answer must be the first one; the rest are new, for the trainer to learn from.
     """
 
-    def __init__(
-        self, url: str, model: str, *, num_clients: int, pause_s: float, questions: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, url: str, model: str, *, num_clients: int, pause_s: float) -> None:
         self.url, self.model = url, model
         self._num_clients, self._pause_s = num_clients, pause_s
-        self._asked_again, self._has_new = (questions, False) if questions else (_KNOWN, True)
         self._known: dict[str, str] = {}
         self._requests: list[Request] = []
         self._stopping = threading.Event()
@@ -114,9 +110,9 @@ class Load:
             await asyncio.sleep(self._pause_s)
 
     def _question(self, turn: int) -> str:
-        if self._has_new and turn % 2 == 0:
+        if turn % 2 == 0:
             return f"new question {time.monotonic_ns()}"
-        return self._asked_again[turn // (2 if self._has_new else 1) % len(self._asked_again)]
+        return _KNOWN[turn // 2 % len(_KNOWN)]
 
     async def _ask(self, client: openai.AsyncOpenAI, question: str) -> str:
         text, has_ended = "", False
@@ -134,5 +130,5 @@ class Load:
             return BROKEN
         if not has_ended:
             return CUT
-        is_known = question in self._asked_again
+        is_known = question in _KNOWN
         return OK if not is_known or self._known.setdefault(question, text) == text else CHANGED
