@@ -10,8 +10,8 @@ ARGS ?=
 # A process for each core, which takes whole files, so that what a file's tests share starts once; ARGS="-n 0" for one.
 IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 MINUTES ?= 10
-# Debian's; tests that need one are skipped where it is missing, and hey loads the gateway in a benchmark.
-SYSTEM_PACKAGES := chromium g++ hey prometheus redis-tools
+# Debian's; tests that need one are skipped where it is missing.
+SYSTEM_PACKAGES := chromium g++ prometheus redis-tools
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

@@ -14,7 +14,7 @@ Where the text may go on in several ways, the proposal is a tree (speculator/suf
 
 Why not `arctic_inference.suffix_decoding`: it is published as source only, and to install it takes a C++ compiler,
 CMake and a copy of PyTorch; it drops whole requests, not tokens; and its probabilities are plain frequencies: on the
-answers of benchmarks/suffix.py it needs more proposals for the same acceptance.
+answers of benchmarks/results/suffix.md it needs more proposals for the same acceptance.
 
 The engine's loop thread is the only user. Verification decides every token, so nothing here can change an answer.
 """

@@ -8,7 +8,7 @@ Where the window ends, `before` and `after` are −1, and a chain ends at the fi
 
 Why this and not a suffix tree or automaton: a window has to forget, which is one overwritten slot here; no token is an
 object of its own, so the garbage collector has nothing to walk; a token takes 36 bytes in the arrays and at most 150 in
-the dictionaries; and it costs nothing that only the newest few places are looked at (benchmarks/suffix.py).
+the dictionaries; and it costs nothing that only the newest few places are looked at.
 """
 
 from __future__ import annotations

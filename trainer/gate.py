@@ -18,7 +18,7 @@ Then ε is wider (`moved_epsilon`); what is promoted must still come out better 
 
 The golden set is old traffic, which a legitimate shift may serve a little worse; so it has a wider ε and only a veto,
 and a veto that lasts too long ends with a new golden set (trainer/golden.py).
-`benchmarks/gate.py` measures how often the gate is wrong.
+How often the gate is wrong: benchmarks/results/gate.md.
 """
 
 from __future__ import annotations

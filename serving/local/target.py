@@ -67,7 +67,7 @@ class Target:
     """A causal language model, frozen but for `install`, with `num_slots` × `context_length` positions of cache.
 
     `fused=False` keeps Hugging Face's modelling and oneDNN where our own pass and kernels would run: the reference of
-    tests and benchmarks.
+    tests.
     `compile_threads` compiles our own pass, on a CPU where kernels do not run it, for a thread that computes with so
     many: seconds to a minute the first time. `int8` keeps the weights of linear layers, and computes their products, in
     8 bits, on a CPU.

@@ -200,7 +200,7 @@ class Kernels:
     ) -> Tensor:
         """Store keys and values of the windows' tokens in a layer's part of `PanelSlots.storage`, then attend to all up
         to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
-        A pass does the same by itself; alone it is for tests and benchmarks.
+        A pass does the same by itself; alone it is for tests.
         """
         cos_Lh, sin_Lh = _checked(windows, rotation, qkv, cache)
         assert qkv.shape[1] == (heads.sharing + 2) * heads.groups * heads.size
