@@ -1,8 +1,7 @@
 """What the gateway tells the plugin about a request: in the body, and once more in a header.
 
-sglang-router reads a chat into the fields that it knows and writes those down again: `rid`, `cache_salt`,
-`custom_params` and `return_spec_tokens_details` are not among them. Of headers it passes some names, and whatever
-begins with `x-request-id-`.
+sglang-router reads a chat into the fields that it knows and writes those down again: `rid`, `cache_salt` and
+`custom_params` are not among them. Of headers it passes some names, and whatever begins with `x-request-id-`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,13 @@ POLICY_KEY = "slipstream"
 TARGET_KEY = "target"
 """In the policy: the fingerprint of the target that the gateway's drafts are for."""
 OTHER_TARGET = "This engine serves another target than its gateway's drafts are for."
-"""What the plugin answers then, with status 503: a router tries another engine, and a lineage counts as away."""
-ASK = "return_spec_tokens_details"
-"""SGLang's field that asks for what verifications committed."""
+"""What the plugin answers then, with status 503: a router tries another engine."""
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     rid: str
     cache_salt: str
     slipstream: dict[str, Any]
-    return_spec_tokens_details: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +34,14 @@ class Marks:
     """The tenant, or what begins with it: it keeps the prefix cache of one tenant out of another's reach."""
     policy: dict[str, Any]
     """The capture policy, and the span that the plugin's own spans join."""
-    measure: bool = False
-    """Whether SGLang is asked what the answer's verifications committed (serving/gateway/verified.py)."""
 
     def to_header(self) -> dict[str, str]:
         """JSON in ASCII: a few hundred characters, 8 KB where a client makes the most of its fields."""
-        written: dict[str, Any] = {"rid": self.rid, "cache_salt": self.cache_salt, POLICY_KEY: self.policy}
-        if self.measure:
-            written[ASK] = True
+        written = {"rid": self.rid, "cache_salt": self.cache_salt, POLICY_KEY: self.policy}
         return {HEADER: json.dumps(written, separators=(",", ":"))}
 
     @classmethod
     def of_header(cls, value: str) -> Marks:
         """Raises ValueError for what `to_header` cannot have written."""
         read = msgspec.json.decode(value, type=_Written)
-        return cls(
-            rid=read.rid,
-            cache_salt=read.cache_salt,
-            policy=read.slipstream,
-            measure=read.return_spec_tokens_details,
-        )
+        return cls(rid=read.rid, cache_salt=read.cache_salt, policy=read.slipstream)

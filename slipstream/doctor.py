@@ -52,7 +52,7 @@ def _checks(patient: Patient) -> Iterator[tuple[str, Check]]:
         yield "store", partial(store.check_store, root)
         yield "draft", partial(store.check_fit, patient.model, root)
     if patient.state:
-        yield "trainer", partial(store.check_trainer, patient.state, patient.store)
+        yield "trainer", partial(store.check_trainer, patient.state)
     if url and root:
         yield "stream", partial(store.check_stream, url, patient.model, root)
     yield "more", partial(_not_asked, patient)

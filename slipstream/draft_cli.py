@@ -10,32 +10,16 @@ import typer
 from slipstream.effects import DRAFT_INIT, check_options
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import AsJson, DraftVocab, Model, Store, VocabFrom
+from slipstream.options import AsJson, DraftVocab, Model, VocabFrom
 from slipstream.terminal import print_json, working
 from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
 
 
-@app.command()
-def fork(
-    name: Annotated[str, typer.Argument(help="Of the lineage: up to 32 of a-z, 0-9 and '-'.")],
-    store: Store = Path("drafts"),
-    version: Annotated[
-        int | None, typer.Option(min=1, help="Of the base's versions; default: the last good one.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Begin a lineage with a version of the base's and print its store, for the --store of its engines and trainer."""
-    configure_logs()
-    from speculator.fork import fork as fork_lineage
-    from speculator.store import DraftStore
-
-    written = fork_lineage(DraftStore(store), name, version=version).root
-    if as_json:
-        print_json({"store": str(written)})
-    else:
-        typer.echo(written)
+@app.callback()
+def _group() -> None:
+    """Keeps `init` a subcommand while it is the only one."""
 
 
 @app.command()

@@ -156,7 +156,7 @@ def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftD
             if model is None:
                 raise ConfigError("no Redis was asked: pass --model, the target that the engines serve")
             # The fingerprint is the newest draft's: reading a large target's weights takes minutes.
-            key = model_key(resolve_model(model), fingerprint, store.lineage)
+            key = model_key(resolve_model(model), fingerprint)
             return DraftPointer(opened.enter_context(connect(redis_url)), key)
 
         yield DraftDesk(store, pointer)

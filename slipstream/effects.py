@@ -102,7 +102,7 @@ REPLAY = (
 )
 PRUNE = (
     Rule(
-        names=("redis_url", "lineage"),
+        names=("redis_url",),
         needs=lambda values: values["model"],
         otherwise="is of a stream: pass --model, whose it is",
     ),
@@ -115,14 +115,7 @@ _KEYS = Rule(
     otherwise="has no effect without keys",
     is_refused=False,
 )
-GATEWAY_OF_LOCAL = (
-    Rule(
-        names=("lineages", "choose_lineages"),
-        needs=lambda _: False,
-        otherwise="is for a gateway in front of SGLang: unset it",
-    ),
-    _KEYS,
-)
+GATEWAY_OF_LOCAL = (_KEYS,)
 GATEWAY_IN_FRONT = (
     Rule(
         names=("default_max_tokens", "max_prompt_tokens", "targets_dir"),
@@ -140,11 +133,6 @@ GATEWAY_IN_FRONT = (
         ),
         needs=lambda _: False,
         otherwise="is for --engine local, which alone has rollouts: unset it",
-    ),
-    Rule(
-        names=("choose_lineages",),
-        needs=lambda values: values["lineages"],
-        otherwise="has nothing to choose from: set SLIPSTREAM_GATEWAY_LINEAGES",
     ),
     _KEYS,
 )

@@ -6,10 +6,8 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
-import structlog
-
 from serving.gateway.app import create_passthrough_app
-from serving.gateway.config import GatewaySettings, lineage_urls
+from serving.gateway.config import GatewaySettings
 from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer
@@ -18,32 +16,9 @@ from serving.metrics import TargetMetrics
 from serving.sglang.client import SglangClient
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
-from serving.sglang.router import check_router
 from serving.targets import TargetDesk
-from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.registry import process_registry
 from speculator.drafts import DraftDesk
-from speculator.errors import EngineDeadError
-
-log = structlog.get_logger(__name__)
-
-
-def check_settings(settings: GatewaySettings) -> None:
-    """Raises ConfigError for a setting that has no effect in front of SGLang."""
-    check_variables(settings, GATEWAY_IN_FRONT)
-
-
-def check_lineages(settings: GatewaySettings, model: str, target: str) -> None:
-    """Whether what the gateway says about a request reaches the engines of each lineage, and they serve the target with
-    the fingerprint `target`; a lineage that is away is let be.
-
-    Raises ConfigError.
-    """
-    for name, url in lineage_urls(settings.lineages).items():
-        try:
-            check_router(url, model, target)
-        except EngineDeadError as error:
-            log.warning("lineage not checked, the base answers while it is away", lineage=name, reason=str(error))
 
 
 async def serve_in_front(
@@ -67,16 +42,11 @@ async def serve_in_front(
     if isinstance(client, PoolClient):
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     upstream = Upstream(*urls, max_connections=settings.max_in_flight)
-    lineages = {
-        name: Upstream(address, max_connections=settings.max_in_flight)
-        for name, address in lineage_urls(settings.lineages).items()
-    }
     targets = TargetDesk(client, TargetMetrics(registry), folder=None)
     app = create_passthrough_app(
         client,
         upstream,
         settings=settings,
-        lineages=lineages,
         registry=registry,
         drafts=drafts,
         targets=targets,
@@ -90,5 +60,4 @@ async def serve_in_front(
             beside=beside,
         )
     finally:
-        for each in (upstream, *lineages.values()):
-            await each.close()
+        await upstream.close()

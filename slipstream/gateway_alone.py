@@ -27,8 +27,9 @@ from serving.sglang.pool import PoolClient, is_ready
 from serving.sglang.pooled import commonest
 from serving.sglang.report import EngineReport
 from serving.sglang.router import check_routers
+from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.exposure import check_exposure
-from slipstream.front import check_lineages, check_settings, serve_in_front
+from slipstream.front import serve_in_front
 from speculator.checkpoint import model_key
 from speculator.drafts import DraftDesk
 from speculator.errors import ConfigError
@@ -62,7 +63,7 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
 
     Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
     """
-    check_settings(settings)
+    check_variables(settings, GATEWAY_IN_FRONT)
     check_exposure(options.host, options.redis_url, settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as opened:
@@ -73,13 +74,12 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
             raise ConfigError(f"{options.store} holds no drafts: check --store, or run `slipstream draft init --store`")
         # The draft says which target it was made for: reading a large target's weights takes minutes.
         fingerprint = store.manifest(newest).target_fingerprint
-        key = model_key(options.model_dir, fingerprint, store.lineage)
+        key = model_key(options.model_dir, fingerprint)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         engine_id = options.engine_id
         client = _single(options, engine_id, pointer) if engine_id else _pool(options, pointer, fingerprint)
         opened.callback(client.stop)
         client.start()
-        check_lineages(settings, client.info.model, fingerprint)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         front = serve_in_front(
             options.sglang_urls, listener, client, settings=settings, drafts=drafts, target=fingerprint

@@ -37,9 +37,6 @@ def add(
     file: File,
     tenant: Annotated[str | None, typer.Option(help="Whose traffic it is; default: the key's name.")] = None,
     capture: Annotated[bool, typer.Option(help="Whether its requests may be recorded, where `serve` records.")] = True,
-    lineage: Annotated[
-        str | None, typer.Option(help="Whose engines answer, where a request names no lineage; default: the gateway's.")
-    ] = None,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="For models, metrics and the page's figures alone; it cannot generate.")
     ] = False,
@@ -57,7 +54,6 @@ def add(
         secret,
         tenant=tenant or name,
         capture=capture,
-        lineage=lineage,
         read_only=read_only,
         requests_per_minute=requests_per_minute,
         max_concurrent=max_concurrent,
@@ -115,7 +111,7 @@ def _shown(key: Any) -> dict[str, Any]:
 
 def _table(keys: list[dict[str, Any]]) -> Table:
     table = Table()
-    for column in ("name", "tenant", "may", "captured", "lineage", "a minute", "at once", "made", "expires"):
+    for column in ("name", "tenant", "may", "captured", "a minute", "at once", "made", "expires"):
         table.add_column(column)
     for key in keys:
         expires = "never" if key["expires_s"] is None else _day(key["expires_s"])
@@ -124,7 +120,6 @@ def _table(keys: list[dict[str, Any]]) -> Table:
             key["tenant"],
             "read" if key["read_only"] else "generate",
             "yes" if key["capture"] else "no",
-            key["lineage"] or "–",
             str(key["requests_per_minute"] or "–"),
             str(key["max_concurrent"] or "–"),
             _day(key["created_s"]),

@@ -92,7 +92,7 @@ class Site:
             opened=opened,
             store=store,
             fingerprint=fingerprint,
-            key=model_key(model_dir, fingerprint, store.lineage),
+            key=model_key(model_dir, fingerprint),
             registry=process_registry(),
         )
 

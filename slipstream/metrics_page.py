@@ -103,8 +103,6 @@ LABELS = {
     "code": "`api_key_missing`, `invalid_api_key`, `api_key_expired`, `key_is_read_only`, `key_is_not_read_only`, "
     "`admin_key_missing`, `admin_key_wrong`, `no_admin_key`, `not_declared`, `gateway_busy`, `engine_busy`, "
     "`concurrency_limit_exceeded`, `rate_limit_exceeded`, `host_not_allowed`",
-    "lineage": "`base`, and the names in SLIPSTREAM_GATEWAY_LINEAGES: 16 at most",
-    "chosen_by": "`request`, `key`, `measured`, `default`",
     "status": "HTTP status codes that the gateway sends; 499: the client left",
     "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
     "`sampled_stream`, `sampled_memory`, `sampled_trainer`, `personal_email`, `personal_card`, `personal_iban`, "

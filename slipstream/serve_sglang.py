@@ -22,8 +22,9 @@ from serving.gateway.server import bind
 from serving.sglang.client import SglangClient
 from serving.sglang.launcher import SglangProcess
 from slipstream.draft import checked_fingerprint, version_folder
+from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.exposure import check_exposure
-from slipstream.front import check_lineages, check_settings, serve_in_front
+from slipstream.front import serve_in_front
 from slipstream.sglang_start import SglangStart, verified_version
 from speculator.checkpoint import model_key
 from speculator.drafts import DraftDesk
@@ -50,7 +51,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
-    check_settings(settings)
+    check_variables(settings, GATEWAY_IN_FRONT)
     check_exposure(options.host, options.redis_url, settings)
     # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -59,7 +60,7 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         python = options.interpreter()
         store = DraftStore(options.store)
         fingerprint = checked_fingerprint(options.model_dir, store)
-        key = model_key(options.model_dir, fingerprint, store.lineage)
+        key = model_key(options.model_dir, fingerprint)
         pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
         newest = ensure_lineage(
             store,
@@ -88,7 +89,6 @@ def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) ->
         )
         opened.callback(client.stop)
         client.start()
-        check_lineages(settings, client.info.model, fingerprint)
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         ended = _until_ended(process)
         front = serve_in_front(

@@ -104,7 +104,7 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str) -
         python,
         version_folder(store, version),
         fingerprint=fingerprint,
-        key=model_key(start.model_dir, fingerprint, store.lineage),
+        key=model_key(start.model_dir, fingerprint),
         engine_id=engine_id,
     )
     # SGLang reads it while it starts; nobody is left to remove it.

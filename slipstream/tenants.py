@@ -69,6 +69,8 @@ class Eraser:
             left.append("Redis's append-only file: this user may not have it written anew, BGREWRITEAOF does")
         if not trainers and not self.state.is_dir():
             left.append(f"no trainer runs and {self.state} is not here: pass --state, or start the trainer")
+        if (forks := self.store.root / "lineages").is_dir():
+            left.append(f"{forks} has forks, whose traces only the Slipstream that made them erases; then remove it")
         document = {
             "tenant": self.tenant,
             "dry_run": False,

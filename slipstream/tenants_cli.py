@@ -40,12 +40,10 @@ def erase(
 ) -> None:
     """Remove a tenant's traces from stream, trainer, engines and recordings, and list the drafts that learnt from it.
 
-    With the base's store, from all lineages too. Exit code 1 where something is left to do, which the output names;
-    repeating it is safe.
+    Exit code 1 where something is left to do, which the output names; repeating it is safe.
     """
     from slipstream import tenants
     from speculator.checkpoint import model_key
-    from speculator.lineages import below, lineages_of
     from speculator.redis_client import connect
     from speculator.store import DraftStore
 
@@ -54,27 +52,21 @@ def erase(
     if newest is None:
         raise ConfigError(f"{store} holds no draft versions: check --store")
     fingerprint, model_dir = drafts.manifest(newest).target_fingerprint, resolve_model(model)
-    documents = {}
     with connect(redis_url) as client:
-        for each in (drafts, *(DraftStore(below(store, name)) for name in lineages_of(store))):
-            eraser = tenants.Eraser(
-                tenant=tenant,
-                client=client,
-                model_key=model_key(model_dir, fingerprint, each.lineage),
-                store=each,
-                state=below(state, each.lineage),
-                recordings=tuple(recording or ()) if each is drafts else (),
-                actor=operator(),
-                timeout_s=timeout_s,
-            )
-            documents[each.lineage] = eraser.erase() if yes else eraser.look()
-    document, *_ = documents.values()
-    lineages = {name: found for name, found in documents.items() if found is not document}
+        eraser = tenants.Eraser(
+            tenant=tenant,
+            client=client,
+            model_key=model_key(model_dir, fingerprint),
+            store=drafts,
+            state=state,
+            recordings=tuple(recording or ()),
+            actor=operator(),
+            timeout_s=timeout_s,
+        )
+        document = eraser.erase() if yes else eraser.look()
     if as_json:
-        print_json({**document, "lineages": lineages} if lineages else document)
+        print_json(document)
     else:
         typer.echo(tenants.sentences(document))
-        for name, found in lineages.items():
-            typer.echo(f"lineage {name}:\n{tenants.sentences(found)}")
-    if any(found.get("left") for found in documents.values()):
+    if document.get("left"):
         raise typer.Exit(1)

@@ -19,7 +19,6 @@ from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
 
-Lineage = Annotated[str, typer.Option(help="Of the stream, where it is not the base's.")]
 Recording = Annotated[Path, typer.Argument(help="A file that `slipstream traces record` wrote.")]
 
 
@@ -30,7 +29,6 @@ def record(
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     seconds: Annotated[float, typer.Option(min=0, callback=finite, help="Go on with new traces for so long.")] = 0,
     note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
-    lineage: Lineage = "",
     as_json: AsJson = False,
 ) -> None:
     """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
@@ -46,7 +44,7 @@ def record(
         target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=now_ms(), note=note
     )
     with connect(redis_url) as client, counting("traces") as bar:
-        source = traces.StreamCopy(client, model_key(model_dir, fingerprint, lineage))
+        source = traces.StreamCopy(client, model_key(model_dir, fingerprint))
         counts = traces.record(source, out, header, seconds=seconds, on_traces=lambda read: bar(read, None))
     if as_json:
         print_json(counts)
@@ -65,7 +63,6 @@ def prune(
         typer.Option(min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go."),
     ] = 0,
     model: Annotated[str | None, typer.Option(help="Target: prune its stream, too.")] = None,
-    lineage: Lineage = "",
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -81,21 +78,21 @@ def prune(
         raise ConfigError("nothing to prune: give recordings, or --model for its stream")
     removed = {str(path): traces.prune(path, older_than_hours) for path in recordings or ()}
     if model is not None:
-        removed["stream"] = _prune_stream(model, redis_url, older_than_hours, lineage)
+        removed["stream"] = _prune_stream(model, redis_url, older_than_hours)
     if as_json:
         print_json({"removed": removed})
     else:
         typer.echo("\n".join(f"{place}: {count} traces removed" for place, count in removed.items()))
 
 
-def _prune_stream(model: str, redis_url: str, hours: float, lineage: str) -> int:
+def _prune_stream(model: str, redis_url: str, hours: float) -> int:
     from speculator.checkpoint import model_key, target_fingerprint
     from speculator.redis_client import connect
     from speculator.stream import TraceStream
 
     model_dir = resolve_model(model)
     with connect(redis_url) as client:
-        stream = TraceStream(client, model_key(model_dir, target_fingerprint(model_dir), lineage), max_bytes=0)
+        stream = TraceStream(client, model_key(model_dir, target_fingerprint(model_dir)), max_bytes=0)
         before = stream.lag().expired
         stream.expire(3600 * hours)
         return stream.lag().expired - before

@@ -28,9 +28,7 @@ def train(
     store: Store = Path("drafts"),
     state: Annotated[
         Path,
-        typer.Option(
-            envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint; a lineage's is below it."
-        ),
+        typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint."),
     ] = Path("trainer-state"),
     metrics_port: Annotated[
         int | None,
@@ -67,20 +65,19 @@ def train(
         os.environ.setdefault(*_SPINNING)
     from slipstream.draft import checked_fingerprint
     from speculator.checkpoint import model_key
-    from speculator.lineages import below, name_of
     from speculator.store import DraftStore
     from trainer.config import load_config
     from trainer.run import run_trainer
 
-    model_dir, lineage = resolve_model(model), name_of(store)
+    model_dir = resolve_model(model)
     given = {"trace_ttl_hours": trace_ttl_hours, "pulse_dir": pulse_dir}
     config = load_config(
         **{name: value for name, value in given.items() if value is not None},
         model_dir=model_dir,
-        model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store)), lineage),
+        model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
         redis_url=redis_url,
         store_dir=store,
-        state_dir=below(state, lineage),
+        state_dir=state,
         metrics_port=metrics_port,
         num_threads=threads,
         seed=seed,

@@ -171,12 +171,11 @@ def model_name(model_dir: Path) -> str:
     return model_dir.parent.parent.name.removeprefix("models--").replace("--", "/")
 
 
-def model_key(model_dir: Path, target_fingerprint: str, lineage: str = "") -> str:
-    """The name of a target, and of a lineage of its drafts, in Redis keys: readable, and another for other weights."""
+def model_key(model_dir: Path, target_fingerprint: str) -> str:
+    """The name of a target in Redis keys: readable, and another for other weights."""
     # Without the organisation: an SGLang that was started with the id itself finds the same key.
     name = re.sub(r"[^a-z0-9]+", "-", model_name(model_dir).rpartition("/")[2].lower()).strip("-")
-    # No target's key has a dot.
-    return f"{name}-{target_fingerprint[:12]}{lineage and f'.{lineage}'}"
+    return f"{name}-{target_fingerprint[:12]}"
 
 
 def read_target_tensor(model_dir: Path, name: str) -> Tensor:

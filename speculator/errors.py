@@ -19,7 +19,6 @@ SlipstreamError
     ├── RequestError         this request can never be served (400)
     ├── EngineBusyError      the queue is full; try again (429)
     └── EngineDeadError      the engine stopped (503)
-        └── UnreachableError   nothing of the request has reached it
 """
 
 from __future__ import annotations
@@ -110,10 +109,6 @@ class EngineBusyError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine stopped and cannot generate."""
-
-
-class UnreachableError(EngineDeadError):
-    """There is no connection to the engine: the request may be sent elsewhere."""
 
 
 def type_and_place(error: BaseException) -> str:

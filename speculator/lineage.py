@@ -55,8 +55,6 @@ def ensure_lineage(
         return servable
     newest = latest
     if newest is None:
-        if store.lineage:
-            raise StoreError(f"{store.root} has no draft yet: repeat `slipstream draft fork {store.lineage}`")
         newest = FIRST
         draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
         # Engine and trainer may start on an empty store together, with another vocabulary each: one of them is first.

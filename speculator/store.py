@@ -37,11 +37,12 @@ from speculator.errors import DraftFileError, DraftMismatchError, StoreError, Un
 from speculator.files import sync, write_synced
 from speculator.folder import write_tensors
 from speculator.lifecycle import Lifecycle, State
-from speculator.lineages import name_of
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _VERSION_NAME = re.compile(r"\d{6,}")
 _TEMPORARY = ".tmp-"
+_FORK = "lineage.json"
+"""Is in the folder of a fork: an earlier Slipstream served several drafts for one target."""
 # A temporary folder of another host is a leftover for certain after this time.
 _ABANDONED_AFTER_S = 24 * 3600.0
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
@@ -68,17 +69,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftStore:
-    """Versions in one folder; reading needs no write access. Errors of the file system are StoreError."""
+    """Versions in one folder; reading needs no write access. A fork, and errors of the file system, are StoreError."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
+        with _store_errors(self.root):
+            if (self.root / _FORK).exists():
+                raise StoreError(
+                    f"{self.root} is a fork, and a target has one draft: pass the store it was forked from"
+                )
         self.lifecycle = Lifecycle(self.root)
         self._versions = self.root / "versions"
-
-    @property
-    def lineage(self) -> str:
-        """The name of the lineage whose versions these are; empty where it is the base. Raises StoreError."""
-        return name_of(self.root)
 
     def write(
         self,

@@ -152,7 +152,7 @@ class Gate:
             if key.read_only:
                 raise ApiError(403, "This key may read, and not generate.", code="key_is_read_only")
             exchange = exchange_of(request)
-            exchange.tenant, exchange.may_capture, exchange.lineage = key.tenant, key.capture, key.lineage
+            exchange.tenant, exchange.may_capture = key.tenant, key.capture
         return key
 
     def _key_of(self, request: Request) -> ApiKey | None:

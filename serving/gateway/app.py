@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -15,7 +15,6 @@ from serving.engine import DraftHost, Engine
 from serving.gateway.access import Gate
 from serving.gateway.admin import Drafts, admin_routes
 from serving.gateway.chat import chat_routes
-from serving.gateway.choice import Choice
 from serving.gateway.completions import completion_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
@@ -26,7 +25,6 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.openapi import declare_keys
 from serving.gateway.pages import page_routes
 from serving.gateway.passthrough import Passage, passthrough_routes
-from serving.gateway.pools import Pools
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
@@ -86,19 +84,15 @@ def create_passthrough_app(
     upstream: Upstream,
     *,
     settings: GatewaySettings,
-    lineages: Mapping[str, Upstream] | None = None,
     registry: CollectorRegistry = REGISTRY,
     drafts: Drafts | None = None,
     targets: Targets | None = None,
     target: str = "",
 ) -> FastAPI:
-    """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. The
-    engines of other `lineages` stand behind addresses of their own. All serve the target with the fingerprint `target`.
+    """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. It serves
+    the target with the fingerprint `target`.
     """
-    metrics, lineages = GatewayMetrics(registry), lineages or {}
-    choice = Choice(list(lineages)) if settings.choose_lineages else None
-    pools = Pools(upstream, lineages, metrics, choice=choice)
-    passage = Passage(host=host, pools=pools, settings=settings, metrics=metrics, target=target)
+    passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry), target=target)
     routers = [passthrough_routes(passage), *_admin(drafts, targets, settings)]
     return _assemble(routers, host, settings, passage.metrics, registry, drafts, shows_tokens=False)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.environment import unusable
 from speculator.errors import ConfigError
-from speculator.lineages import MAX_LINEAGES, check_name
 from speculator.secret import read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
@@ -37,9 +36,6 @@ class GatewaySettings(BaseSettings):
     """Requests to the model under way at once, those that wait included; more are refused with status 429."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
     """Share of these that one API key may have where it has no limit of its own."""
-    stream_interval_ms: int = Field(default=0, ge=0, le=10_000)
-    """Milliseconds between the events of a stream, so that they do not show which tokens were guessed right; 0 sends
-    text as it comes."""
     rollout_slots_share: float = Field(default=0.75, gt=0, le=1)
     """Of the engine's slots, what rollouts may hold (at least one slot), as far as other requests leave it free."""
     rollout_chunk_tokens: int = Field(default=128, ge=1)
@@ -52,11 +48,6 @@ class GatewaySettings(BaseSettings):
     """A rollout that no client has asked about for so long is cancelled."""
     rollout_keep_s: float = Field(default=600.0, ge=0)
     """For so long after its end a rollout can be read again, and rewarded; less where others need the room."""
-    lineages: str = ""
-    """Engines of lineages, `code=http://…,math=http://…`; requests choose among them, and --sglang is the base's."""
-    choose_lineages: bool = False
-    """1: a request that names no lineage, and whose key names none, goes where answers of its tenant and domain have
-    committed most tokens a verification; otherwise to the base."""
     keys_file: Path | None = None
     """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
     auth_elsewhere: bool = False
@@ -68,12 +59,6 @@ class GatewaySettings(BaseSettings):
     admin_key_file: Path | None = None
     """A file with that key, for deployments that keep secrets in files."""
 
-    @field_validator("lineages")
-    @classmethod
-    def _check_lineages(cls, text: str) -> str:
-        lineage_urls(text)
-        return text
-
     @property
     def max_connections(self) -> int:
         """Beside the requests under way: pages, probes, clients that keep one open, and those that are refused."""
@@ -83,22 +68,6 @@ class GatewaySettings(BaseSettings):
     def max_in_flight_of_key(self) -> int:
         """Of one that has no limit of its own."""
         return max(1, int(self.max_key_share * self.max_in_flight))
-
-
-def lineage_urls(text: str) -> dict[str, str]:
-    """The address of each lineage's engines, from `name=url,name=url`. Raises ConfigError."""
-    found: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
-        name, _, url = part.strip().partition("=")
-        check_name(name)
-        if name in found:
-            raise ConfigError(f"the lineage {name!r} has two addresses")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"the lineage {name!r} has no address that begins with http:// or https://")
-        found[name] = url
-    if len(found) > MAX_LINEAGES:
-        raise ConfigError(f"{len(found)} lineages, at most {MAX_LINEAGES}")
-    return found
 
 
 def load_settings() -> GatewaySettings:

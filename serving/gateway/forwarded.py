@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
-from serving.marks import ASK, POLICY_KEY, TARGET_KEY, Marks
+from serving.marks import POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import RequestError
 from speculator.spans import outgoing_headers
 
@@ -57,13 +57,6 @@ def _stop(value: object) -> object:
     return value
 
 
-class Routed(Capture):
-    """The `slipstream` object where several drafts may be served."""
-
-    lineage: Annotated[str, Field(max_length=32)] | None = None
-    """Whose engines answer; default: the API key's, or what the operator has set."""
-
-
 class ForwardedBody(Strict):
     """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
 
@@ -83,7 +76,7 @@ class ForwardedBody(Strict):
     custom_params: Annotated[dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": "object"})] = (
         Field(default_factory=dict)
     )
-    slipstream: Routed = Routed()
+    slipstream: Capture = Capture()
 
     @property
     def needs_seed(self) -> bool:
@@ -102,11 +95,11 @@ class ForwardedBody(Strict):
         return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
 
-def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, target: str, measure: bool) -> Marks:
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, target: str) -> Marks:
     # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
     salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
     policy_fields = {**asdict(policy), **({TARGET_KEY: target} if target else {}), **outgoing_headers()}
-    return Marks(rid=request_id, cache_salt=salt, policy=policy_fields, measure=measure)
+    return Marks(rid=request_id, cache_salt=salt, policy=policy_fields)
 
 
 def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
@@ -129,6 +122,4 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
     added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
     if max_tokens is not None:
         added["max_tokens"] = max_tokens
-    if marks.measure:
-        added[ASK] = True
     return msgspec.json.encode({**fields, **added})

@@ -114,10 +114,6 @@ class Generation:
             waited_s = time.perf_counter() - self._exchange.started_s
             self._gateway.metrics.first_token_s.labels(self._route).observe(waited_s)
 
-    @property
-    def settings(self) -> GatewaySettings:
-        return self._gateway.settings
-
     def usage(self) -> dict[str, object]:
         num_completion_tokens = sum(sample.num_tokens for sample in self.samples)
         return {

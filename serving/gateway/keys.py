@@ -20,7 +20,6 @@ from msgspec import Meta
 
 from speculator.errors import ConfigError
 from speculator.files import exclusive, sync, write_synced
-from speculator.lineages import NAME
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Of a key or a tenant. Tenants become labels of metrics."""
@@ -41,8 +40,6 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whose traffic it is, whatever a request says."""
     capture: bool = True
     """Without it, nothing is recorded of this key's requests and nothing is proposed from them to others."""
-    lineage: Annotated[str, Meta(pattern=rf"^(?:{NAME.pattern})\Z")] | None = None
-    """Whose engines answer its requests where they name no lineage, and the gateway has that one."""
     read_only: bool = False
     """It sees models, metrics and the page's figures, and generates nothing."""
     requests_per_minute: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -91,7 +88,9 @@ def read_keys(file: Path) -> tuple[ApiKey, ...]:
     try:
         keys = msgspec.json.decode(content, type=_KeyFile).keys
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no file with API keys ({error}): write it with `slipstream keys`") from None
+        raise ConfigError(
+            f"{file} is no file with API keys ({error}): remove what is named there, or write it with `slipstream keys`"
+        ) from None
     for what, values in (("name", [key.name for key in keys]), ("sha256", [key.sha256 for key in keys])):
         if len(set(values)) < len(values):
             raise ConfigError(f"{file} has the same {what} twice: remove one of the keys")
@@ -135,7 +134,6 @@ def make_key(
     *,
     tenant: str,
     capture: bool,
-    lineage: str | None = None,
     read_only: bool,
     requests_per_minute: int | None,
     max_concurrent: int | None,
@@ -148,7 +146,6 @@ def make_key(
         "sha256": digest(secret.encode()),
         "tenant": tenant,
         "capture": capture,
-        "lineage": lineage,
         "read_only": read_only,
         "requests_per_minute": requests_per_minute,
         "max_concurrent": max_concurrent,

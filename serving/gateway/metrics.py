@@ -36,19 +36,6 @@ class GatewayMetrics:
             "Requests whose answer is being generated now",
             registry=registry,
         )
-        self.lineage_requests = Counter(
-            "slipstream_gateway_lineage_requests_total",
-            "Requests by the lineage that was chosen for them, and by what: the request, its key, what was measured of "
-            "earlier answers, or the default",
-            ["lineage", "chosen_by"],
-            registry=registry,
-        )
-        self.lineage_fallbacks = Counter(
-            "slipstream_gateway_lineage_fallbacks_total",
-            "Requests for a lineage whose engines were away; the base was asked instead",
-            ["lineage"],
-            registry=registry,
-        )
         self.duration_s = Histogram(
             "slipstream_gateway_request_duration_seconds",
             "From the request's headers to the last byte of the answer",

@@ -1,16 +1,15 @@
 """The generating endpoints in front of a server that speaks the OpenAI protocol itself: what it answers passes through.
 
 A whole answer goes to the client byte for byte. So does a stream, event by event; only a stream that SGLang could not
-begin becomes an error response, and one that breaks off gets the last event that says so. What the gateway itself has
-asked SGLang to add (serving/gateway/verified.py) is taken out again.
+begin becomes an error response, and one that breaks off gets the last event that says so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import httpx
@@ -19,7 +18,6 @@ from fastapi import APIRouter, Request, Response
 from serving.engine import DraftHost, EngineInfo
 from serving.gateway import chat, completions
 from serving.gateway.body import parse, read_json
-from serving.gateway.cadence import paced
 from serving.gateway.config import GatewaySettings
 from serving.gateway.deadline import deadline
 from serving.gateway.disconnect import until_disconnect
@@ -27,13 +25,11 @@ from serving.gateway.errors import ApiError
 from serving.gateway.forwarded import ForwardedBody, marks_of, rewrite
 from serving.gateway.limits import check_completion_tokens, check_limits
 from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.pools import Pools
 from serving.gateway.schema import request_body
 from serving.gateway.sse import DONE, Emit, EventStream
 from serving.gateway.telemetry import Exchange, exchange_of
+from serving.gateway.upstream import Upstream
 from serving.gateway.upstream_errors import ERROR_EVENT, refusal_in, room_in
-from serving.gateway.verified import Verified, may_measure
-from serving.marks import Marks
 from speculator.errors import EngineError
 
 _DEFAULT_OF_COMPLETIONS = 16
@@ -49,7 +45,7 @@ class Passage:
     """What both endpoints share."""
 
     host: DraftHost
-    pools: Pools
+    upstream: Upstream
     settings: GatewaySettings
     metrics: GatewayMetrics
     target: str
@@ -67,14 +63,11 @@ def passthrough_routes(passage: Passage) -> APIRouter:
         check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
         check_completion_tokens(settings, body.completion_tokens or 0)
         policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
-        pools, domain = passage.pools, policy.domain
-        lineage = pools.pick(body.slipstream.lineage, of_key=exchange.lineage, tenant=exchange.tenant, domain=domain)
-        measure = pools.measures and may_measure(raw)
-        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=passage.target, measure=measure)
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=passage.target)
         rewritten = partial(rewrite, raw, body, marks)
         limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
         shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
-        asked = _Asked(passage, exchange, route, marks, rewritten(max_tokens=limit), shorter, lineage, domain)
+        asked = _Asked(passage, exchange, route, marks.to_header(), rewritten(max_tokens=limit), shorter)
         response: Response
         if body.stream:
             response = EventStream(exchange, asked.stream)
@@ -111,37 +104,23 @@ class _Asked:
     passage: Passage
     exchange: Exchange
     route: str
-    marks: Marks
+    headers: Mapping[str, str]
     body: bytes
     shorter: Callable[[int], bytes] | None
     """The body that asks for so many tokens; None where the client has said how many it wants."""
-    lineage: str
-    domain: str
-    verified: Verified = field(default_factory=Verified)
 
     async def whole(self) -> Response:
         with self.passage.metrics.in_flight.track_inprogress():
             async with self._answer() as response:
                 content = await response.aread()
-        if self.marks.measure:
-            content = self.verified.take_from(content)
-            self._learn()
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def stream(self, emit: Emit) -> bytes:
         """Emit the answer's events as they come; raises ApiError or EngineError where it cannot begin or breaks off."""
         is_done = has_begun = False
-
-        async def send(blocks: Sequence[bytes]) -> None:
-            await emit(b"".join(blocks))
-
         with self.passage.metrics.in_flight.track_inprogress():
-            async with (
-                # Outermost: what came before the deadline is sent before the error.
-                paced(self.passage.settings, send) as cadence,
-                self._answer() as response,
-            ):
-                async for block in self._own_events(response):
+            async with self._answer() as response:
+                async for block in whole_events(response):
                     if not has_begun:
                         if refused := refusal_in(block):
                             raise refused
@@ -149,40 +128,26 @@ class _Asked:
                         has_begun = True
                     self._note_failure(block)
                     is_done = block.endswith(DONE)
-                    await cadence.put(block)
+                    await emit(block)
         if not is_done:
             raise EngineError("the stream ended before it was done")
-        self._learn()
         return b""
-
-    async def _own_events(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        async for block in whole_events(response):
-            if kept := self.verified.take_from_events(block) if self.marks.measure else block:
-                yield kept
 
     @asynccontextmanager
     async def _answer(self) -> AsyncIterator[httpx.Response]:
-        async with deadline(self.passage.settings.max_request_s), AsyncExitStack() as opened:
-            yield await self._open(opened)
-
-    async def _open(self, opened: AsyncExitStack) -> httpx.Response:
         """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
-        try:
-            return await self._ask(opened, self.body)
-        except ApiError as refused:
-            room = room_in(refused)
-            if self.shorter is None or room is None:
-                raise
-        return await self._ask(opened, self.shorter(room))
+        async with deadline(self.passage.settings.max_request_s), AsyncExitStack() as opened:
+            try:
+                response = await self._ask(opened, self.body)
+            except ApiError as refused:
+                room = room_in(refused)
+                if self.shorter is None or room is None:
+                    raise
+                response = await self._ask(opened, self.shorter(room))
+            yield response
 
     async def _ask(self, opened: AsyncExitStack, body: bytes) -> httpx.Response:
-        answer = self.passage.pools.answer(self.lineage, self.route, body, self.marks.to_header())
-        # The base, where the lineage's engines are away: what follows is about whoever answers.
-        self.lineage, response = await opened.enter_async_context(answer)
-        return response
-
-    def _learn(self) -> None:
-        self.passage.pools.learn(self.exchange.tenant, self.domain, self.lineage, self.verified)
+        return await opened.enter_async_context(self.passage.upstream.answer(self.route, body, self.headers))
 
     def _note_first_event(self) -> None:
         waited_s = time.perf_counter() - self.exchange.started_s

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serving.engine import Chunk
 from serving.gateway.answer import Answer, Dialect
-from serving.gateway.cadence import merged, paced
 from serving.gateway.disconnect import until_disconnect
 from serving.gateway.generation import Generation
 from serving.gateway.reply import reply
@@ -38,15 +34,10 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
 
 def _streamed(answer: Answer) -> EventStream:
     async def produce(emit: Emit) -> bytes:
-        async def send(chunks: Sequence[tuple[int, Chunk]]) -> None:
-            await emit(_block(data for index, chunk in merged(chunks) for data in answer.events(index, chunk)))
+        async def send(index: int, chunk: Chunk) -> None:
+            await emit(b"".join(map(event, answer.events(index, chunk))))
 
-        async with paced(answer.generation.settings, send) as cadence:
-            await answer.generation.run(lambda index, chunk: cadence.put((index, chunk)))
-        return _block(answer.closing_events()) + DONE
+        await answer.generation.run(send)
+        return b"".join(map(event, answer.closing_events())) + DONE
 
     return EventStream(answer.exchange, produce)
-
-
-def _block(events: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(event(data) for data in events)

@@ -43,8 +43,6 @@ class Exchange:
     """Whose request it is; the gate knows it by the key."""
     may_capture: bool = True
     """Whether that key's requests may be recorded where they themselves do not object."""
-    lineage: str | None = None
-    """Whose engines answer that key's requests where they name no lineage."""
     limit: asyncio.Timeout | None = None
     """What ends the request when it takes too long; the gate sets it."""
 

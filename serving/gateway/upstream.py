@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 import httpx
 
 from serving.gateway.upstream_errors import refusal
-from speculator.errors import EngineBusyError, EngineDeadError, UnreachableError
+from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.spans import outgoing_headers
 
 _CONNECT_S = 5.0
@@ -43,8 +43,7 @@ class Upstream:
     async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         """The open response of status 200 to a POST; its body has not been read.
 
-        Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off,
-        UnreachableError where nothing was sent.
+        Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
         """
         headers = {**headers, **outgoing_headers()}
         try:
@@ -70,7 +69,7 @@ class Upstream:
                 # Several requests may find out at once, each with the order that it began with.
                 self._urls.remove(url)
                 self._urls.append(url)
-        raise UnreachableError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
+        raise EngineDeadError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -24,8 +24,6 @@ def mark(request: Any, header: str) -> None:
     marks = Marks.of_header(header)
     request.rid, request.cache_salt = marks.rid, marks.cache_salt
     request.custom_params = {**(request.custom_params or {}), POLICY_KEY: marks.policy}
-    if marks.measure:
-        request.return_spec_tokens_details = True
 
 
 def is_marked(custom_params: Mapping[str, Any] | None) -> bool:

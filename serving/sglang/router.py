@@ -16,12 +16,28 @@ _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 """A busy engine answers late."""
 
 
-def check_router(url: str, model: str, target: str) -> None:
-    """Ask for one token as the gateway does, of the router or engine at `url`, which is to serve the target with the
-    fingerprint `target`; an answer under another id than ours has lost both the header and the fields of the body.
+def check_routers(urls: tuple[str, ...], model: str, target: str) -> None:
+    """Check that routers in front of the same engines pass on what the gateway says of a request.
 
-    Without them no opt-out and no tenant would reach an engine. Raises ConfigError, or EngineDeadError where no engine
-    answers.
+    The engines behind them must serve the target with the fingerprint `target`. A router that is away is logged where
+    another answers. Raises ConfigError, or EngineDeadError where no engine answers through any.
+    """
+    away: list[EngineDeadError] = []
+    for url in urls:
+        try:
+            _check_router(url, model, target)
+        except EngineDeadError as error:
+            away.append(error)
+    if len(away) == len(urls):
+        raise away[0]
+    for each in away:
+        log.warning("router not checked, another answers", reason=str(each))
+
+
+def _check_router(url: str, model: str, target: str) -> None:
+    """Ask for one token as the gateway does; an answer under another id has lost the header and the fields of the body.
+
+    Without them no opt-out and no tenant would reach an engine.
     """
     rid = f"slipstream-{uuid4().hex}"
     marks = Marks(rid=rid, cache_salt="default", policy={"capture": False, TARGET_KEY: target})
@@ -44,17 +60,3 @@ def check_router(url: str, model: str, target: str) -> None:
             f"{url} loses what the gateway says about a request, its opt-out and its tenant: put sglang-router there, "
             "and behind it servers that were started with `slipstream sglang`"
         )
-
-
-def check_routers(urls: tuple[str, ...], model: str, target: str) -> None:
-    """`check_router` for several in front of the same engines: one that is away is let be where another answers."""
-    away: list[EngineDeadError] = []
-    for url in urls:
-        try:
-            check_router(url, model, target)
-        except EngineDeadError as error:
-            away.append(error)
-    if len(away) == len(urls):
-        raise away[0]
-    for each in away:
-        log.warning("router not checked, another answers", reason=str(each))

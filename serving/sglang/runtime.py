@@ -61,7 +61,7 @@ class EngineRuntime:
         self._is_writer = group.rank_in_group == 0
         manifest, store = version_of(args, settings), DraftStore(settings.store)
         self._engine_id = settings.engine_id or default_engine_id(args.port)
-        key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint, store.lineage)
+        key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint)
         self._pointer = LazyPointer(settings.redis_url, key) if self._is_writer else None
         self._rank_pointer = RankPointer()
         depths = depths_of(worker)

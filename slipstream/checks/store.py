@@ -69,18 +69,16 @@ def _is_writable(root: Path) -> bool:
         return False
 
 
-def check_trainer(state: Path, store_root: Path | None = None) -> Iterator[Finding]:
-    """The trainer's own checkpoint, of the store's lineage where it is one's. Raises StoreError where it is damaged."""
-    from speculator.lineages import below, name_of
+def check_trainer(state: Path) -> Iterator[Finding]:
+    """The trainer's own checkpoint. Raises StoreError where it is damaged."""
     from trainer.checkpoint import load_checkpoint
 
-    folder = below(state, name_of(store_root)) if store_root else state
-    found = load_checkpoint(folder)
+    found = load_checkpoint(state)
     if found is None:
-        yield ok("trainer", f"{folder} holds no checkpoint yet")
+        yield ok("trainer", f"{state} holds no checkpoint yet")
     else:
         progress = found[1]
-        yield ok("trainer", f"{folder}: {progress.num_traces} traces, version {progress.version}")
+        yield ok("trainer", f"{state}: {progress.num_traces} traces, version {progress.version}")
 
 
 def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
@@ -94,7 +92,7 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
         yield skipped(name, "the store does not say yet which target it is for")
         return
     try:
-        key = model_key(resolve_model(model), store.manifest(newest).target_fingerprint, store.lineage)
+        key = model_key(resolve_model(model), store.manifest(newest).target_fingerprint)
     except SlipstreamError as error:
         yield skipped(name, str(error))
         return

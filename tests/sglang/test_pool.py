@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.marks import ASK, OTHER_TARGET, TARGET_KEY, Marks
-from serving.sglang.router import check_router
+from serving.marks import OTHER_TARGET, TARGET_KEY, Marks
+from serving.sglang.router import check_routers
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.codec import decode_trace
 from speculator.embedded_redis import EmbeddedRedis
@@ -98,15 +98,6 @@ def test_requests_of_both_engines_are_in_one_stream_as_the_gateway_marked_them(
     assert {header.request_id for header in headers} <= asked
 
 
-def test_what_a_router_loses_of_a_question_about_verifications_reaches_sglang(pool: Pooled) -> None:
-    marks = Marks(rid="asked-for-figures", cache_salt="default", policy={"capture": False}, measure=True)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 4, ASK: True}
-    url = f"{pool.router_url}/v1/chat/completions"
-    assert "sglext" not in httpx.post(url, json=body, timeout=60, trust_env=False).json()
-    answer = httpx.post(url, json=body, headers=marks.to_header(), timeout=60, trust_env=False).json()
-    assert answer["sglext"]["spec_tokens_details"] is not None
-
-
 def test_engines_refuse_what_is_meant_for_another_target(pool: Pooled) -> None:
     marks = Marks(rid="for-another", cache_salt="default", policy={"capture": False, TARGET_KEY: "0" * 64})
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 4}
@@ -114,7 +105,7 @@ def test_engines_refuse_what_is_meant_for_another_target(pool: Pooled) -> None:
     answer = httpx.post(url, json=body, headers=marks.to_header(), timeout=60, trust_env=False)
     assert (answer.status_code, OTHER_TARGET in answer.text) == (503, True)
     with pytest.raises(ConfigError, match="another target"):
-        check_router(pool.router_url, MODEL, "0" * 64)
+        check_routers((pool.router_url,), MODEL, "0" * 64)
     answer = ask(pool, "Name a sea.", slipstream={"capture": False})
     assert answer.status_code == 200, "the gateway means theirs"
 

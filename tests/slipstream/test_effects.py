@@ -47,11 +47,7 @@ def warnings(text: str) -> dict[str, str]:
     ("words", "says"),
     [
         (("draft", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
-        (("traces", "prune", "x.rec", "--older-than-hours", 1, "--lineage", "a"), "--lineage is of a stream"),
-        (
-            ("traces", "prune", "x.rec", "--older-than-hours", 1, "--lineage", "a", "--redis-url", "x"),
-            "--redis-url, --",
-        ),
+        (("traces", "prune", "x.rec", "--older-than-hours", 1, "--redis-url", "x"), "--redis-url is of a stream"),
         (("doctor", "--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
         (("replay", "x.rec", "--steps", 0, "--loss", "forward_kl=1"), "--loss has no effect with --steps 0"),
     ],
@@ -128,10 +124,10 @@ def test_trainer_settings_that_need_another(
 
 
 def test_gateway_settings_of_the_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_GATEWAY_LINEAGES", "code=http://127.0.0.1:1")
-    effects.check_variables(load_settings(), effects.GATEWAY_IN_FRONT)
-    with pytest.raises(ConfigError, match="SLIPSTREAM_GATEWAY_LINEAGES is for a gateway in front of SGLang"):
-        effects.check_variables(load_settings(), effects.GATEWAY_OF_LOCAL)
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_MAX_PROMPT_TOKENS", "100")
+    effects.check_variables(load_settings(), effects.GATEWAY_OF_LOCAL)
+    with pytest.raises(ConfigError, match="SLIPSTREAM_GATEWAY_MAX_PROMPT_TOKENS is for --engine local"):
+        effects.check_variables(load_settings(), effects.GATEWAY_IN_FRONT)
 
 
 def test_every_rule_names_what_there_is() -> None:

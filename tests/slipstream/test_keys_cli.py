@@ -51,17 +51,7 @@ def test_a_key_is_made_listed_and_revoked(keys: Callable[..., str], tmp_path: Pa
 
 
 def test_every_option_is_in_the_file(keys: Callable[..., str]) -> None:
-    options = (
-        "--tenant",
-        "team",
-        "--no-capture",
-        "--requests-per-minute",
-        60,
-        "--max-concurrent",
-        4,
-        "--lineage",
-        "x-1",
-    )
+    options = ("--tenant", "team", "--no-capture", "--requests-per-minute", 60, "--max-concurrent", 4)
     made: dict[str, Any] = json.loads(keys("add", "bob", *options, "--expires-days", 1.5, "--json"))
     assert made.pop("key").startswith("sk-slipstream-")
     assert made["expires_s"] - made["created_s"] == 129_600
@@ -71,10 +61,8 @@ def test_every_option_is_in_the_file(keys: Callable[..., str]) -> None:
         "read_only": False,
         "requests_per_minute": 60,
         "max_concurrent": 4,
-        "lineage": "x-1",
     }
     assert expected.items() <= made.items()
-    assert "x-1" in keys("list")
     keys("add", "scraper", "--read-only", "--expires-days", 0)
     assert json.loads(keys("list", "--json"))[0] == made
     scraper = json.loads(keys("list", "--json"))[1]

@@ -313,6 +313,10 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     DraftPointer(deployment.client, deployment.key).report_engine("gone", {"version": 1})
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0.1)
     assert (code, done["left"]) == (1, ["engine gone has not answered"])
+    (forks := tmp_path / "store" / "lineages").mkdir()
+    code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
+    assert code == 1
+    assert done["left"][-1].startswith(f"{forks} has forks")
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0, "--state", tmp_path / "elsewhere")
     assert code == 1
     assert "pass --state" in done["left"][-1]

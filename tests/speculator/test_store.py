@@ -60,6 +60,16 @@ def test_an_empty_store_is_empty(store: DraftStore) -> None:
         store.load(7)
 
 
+def test_the_folder_of_a_fork_is_refused(tmp_path: Path) -> None:
+    """Its versions are others than those that Redis names by the same numbers."""
+    fork = tmp_path / "drafts" / "lineages" / "code"
+    fork.mkdir(parents=True)
+    (fork / "lineage.json").write_text('{"name": "code"}')
+    with pytest.raises(StoreError, match=f"{fork} is a fork.* pass the store it was forked from"):
+        DraftStore(fork)
+    assert DraftStore(tmp_path / "drafts").versions() == []
+
+
 def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
     info = {"num_traces": 40, "trained_tokens": 9_000, "scores": {"accept_length": 1.7}}
     first = write(store)

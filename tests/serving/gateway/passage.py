@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -33,27 +33,23 @@ async def passing(
     draft: DoubleEngine | None = None,
     registry: CollectorRegistry | None = None,
     urls: tuple[str, ...] = (),
-    lineages: Mapping[str, str] | None = None,
     target: str = "",
     grace_s: int = 5,
     **settings: Any,
 ) -> AsyncIterator[GatewayServer]:
-    """The gateway in front of `fake`, or of whatever is at `urls`, and of the addresses of `lineages`."""
+    """The gateway in front of `fake`, or of whatever is at `urls`."""
     async with serve(fake.app(), port=0, grace_s=0) as behind:
         upstream = Upstream(*(urls or (behind.url,)))
-        others = {name: Upstream(address) for name, address in (lineages or {}).items()}
         app = create_passthrough_app(
             draft or host(),
             upstream,
             settings=GatewaySettings(**settings),
-            lineages=others,
             registry=registry or CollectorRegistry(),
             target=target,
         )
         async with serve(app, port=0, grace_s=grace_s) as server:
             yield server
-        for each in (upstream, *others.values()):
-            await each.close()
+        await upstream.close()
 
 
 def talk(fake: FakeSglang, say: Callable[[httpx.AsyncClient], Awaitable[T]], **how: Any) -> T:

@@ -80,6 +80,7 @@ def test_a_file_that_others_can_write_is_not_trusted(tmp_path: Path, mode: int) 
         ({**GOOD, "capture": "no"},),
         ({**GOOD, "expires_s": 10**15},),
         ({**GOOD, "expires": 5},),
+        ({**GOOD, "lineage": "code"},),
         ({"name": "a"},),
         (GOOD, {**GOOD, "sha256": "1" * 64}),
         (GOOD, {**GOOD, "name": "b"}),

@@ -106,7 +106,7 @@ def test_a_null_asks_sglang_for_nothing() -> None:
     without, with_nulls = fake.bodies
     assert {**with_nulls, "rid": without["rid"]} == without
     assert without["messages"] == [message]
-    partly = complete(fake, slipstream={"capture": None, "group_id": None, "domain": None, "lineage": None})
+    partly = complete(fake, slipstream={"capture": None, "group_id": None, "domain": None})
     assert partly.status_code == 200
 
 

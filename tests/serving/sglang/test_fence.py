@@ -158,7 +158,7 @@ def scene(
     )
     switch_s = sys.getswitchinterval()
     runtime = EngineRuntime(worker, settings)
-    yield Scene(runtime, worker, DraftPointer(redis_client, model_key(model_dir, fingerprint, store.lineage)))
+    yield Scene(runtime, worker, DraftPointer(redis_client, model_key(model_dir, fingerprint)))
     runtime.close()
     sys.setswitchinterval(switch_s)
 

@@ -98,8 +98,6 @@ class FakeSglang:
     """Ends the connection after the last event, without the end of the body."""
     hold: bool = False
     """Sends the first event, or nothing of a whole answer, and then waits for the client to leave."""
-    accept_length: float = 0.0
-    """What it says of ten verifications of every answer, to whoever wants to know; 0 says nothing."""
     status: int = 200
     heeds_marks: bool = False
     """Answers under the id of the gateway's header, as the plugin has it."""
@@ -158,29 +156,11 @@ class FakeSglang:
         if self.heeds_marks:
             marks = Marks.of_header(self.headers[-1][HEADER])
             return JSONResponse({**json.loads(WHOLE), "id": marks.rid})
-        return Response(self._with_details(WHOLE), media_type="application/json")
-
-    @property
-    def _details(self) -> dict[str, Any] | None:
-        if not (self.accept_length and self.bodies[-1].get("return_spec_tokens_details")):
-            return None
-        return {"spec_tokens_details": {"spec_accept_length": self.accept_length, "spec_verify_ct": 10}}
-
-    def _with_details(self, whole: bytes) -> bytes:
-        details = self._details
-        return whole if details is None else json.dumps({**json.loads(whole), "sglext": details}).encode()
-
-    def _events_with_details(self) -> list[bytes]:
-        """An event of its own, before the last one."""
-        details = self._details
-        if details is None:
-            return self.events
-        extra = {"id": "abc", "object": "chat.completion.chunk", "choices": [], "sglext": details}
-        return [*self.events[:-1], b"data: " + json.dumps(extra).encode() + b"\n\n", self.events[-1]]
+        return Response(WHOLE, media_type="application/json")
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
-            for event in self._events_with_details():
+            for event in self.events:
                 yield event
                 # Each event is a write of its own, as SGLang's are.
                 await asyncio.sleep(0.001)

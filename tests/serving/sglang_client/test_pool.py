@@ -12,14 +12,12 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from serving.gateway.config import GatewaySettings
 from serving.marks import HEADER, OTHER_TARGET
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.sglang.pooled import MOST_SILENT, Pool, commonest
 from serving.sglang.report import EngineReport
-from serving.sglang.router import check_router, check_routers
-from slipstream.front import check_lineages
+from serving.sglang.router import check_routers
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.pointer import DraftPointer
 from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang, flat_error, in_background
@@ -250,7 +248,7 @@ def test_a_moved_target_is_announced_to_every_process(scene: Scene) -> None:
 def test_a_router_that_keeps_the_header_is_taken() -> None:
     fake = FakeSglang(heeds_marks=True)
     url, stop = in_background(fake)
-    check_router(url, MODEL, TARGET)
+    check_routers((url,), MODEL, TARGET)
     stop()
     assert f'"capture":false,"target":"{TARGET}"' in fake.headers[0][HEADER]
 
@@ -258,7 +256,7 @@ def test_a_router_that_keeps_the_header_is_taken() -> None:
 def test_an_engine_of_another_target_is_refused_at_the_start() -> None:
     url, stop = in_background(FakeSglang(refusal=flat_error(503, OTHER_TARGET)))
     with pytest.raises(ConfigError, match=f"{url} serves another target"):
-        check_lineages(GatewaySettings(lineages=f"code={url}"), MODEL, TARGET)
+        check_routers((url,), MODEL, TARGET)
     stop()
 
 
@@ -278,15 +276,3 @@ def test_every_router_that_answers_is_tried() -> None:
         check_routers((good, bad), MODEL, TARGET)
     stop_good()
     stop_bad()
-
-
-def test_one_that_loses_it_is_refused() -> None:
-    url, stop = in_background(FakeSglang())
-    with pytest.raises(ConfigError, match="loses"):
-        check_router(url, MODEL, TARGET)
-    with pytest.raises(ConfigError, match="loses"):
-        check_lineages(GatewaySettings(lineages=f"away={AWAY},code={url}"), MODEL, TARGET)
-    stop()
-    check_lineages(GatewaySettings(lineages=f"code={url}"), MODEL, TARGET)
-    with pytest.raises(EngineDeadError):
-        check_router(AWAY, MODEL, TARGET)
