@@ -317,6 +317,7 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
     assert code == 1
     assert done["left"][-1].startswith(f"{forks} has forks")
+    forks.rmdir()
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0, "--state", tmp_path / "elsewhere")
     assert code == 1
     assert "pass --state" in done["left"][-1]
