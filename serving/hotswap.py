@@ -5,14 +5,14 @@ service and asks again with growing pauses, while a version on trial is judged a
 
 A published version goes its way (states as in speculator/lifecycle.py):
 
-    waits until the version in service is known well enough (serving/watch.py), and this engine may try it (place.py)
-    installed ─▶ live, on trial ─▶ kept ─▶ promoted, once it is confirmed for all engines; alone, at once
+    waits until the version in service is known well enough (serving/watch.py), and this engine may try it (canary.py)
+    installed ─▶ live, on trial ─▶ kept ─▶ promoted: all engines install it
                                └─▶ the version before is installed again ─▶ rolled back, quarantined, pointer moved
 
-One that is published meanwhile waits for the verdict. A version that the operator has pinned, or that is promoted
-already, is taken at once and not tried; a version that is barred while it is in service is left at once. A version
-whose file is refused is quarantined, remembered and not tried again. An engine that may not try the desired version
-takes the one that was promoted last, if it has missed that.
+One that is published meanwhile waits for the verdict. Engines that are not the canary wait for it, too. A version that
+the operator has pinned, or that is promoted already, is taken at once and not tried; a version that is barred while it
+is in service is left at once. A version whose file is refused is quarantined, remembered and not tried again. An engine
+that has missed the version promoted last takes it before it tries another.
 
 Here is where the way leads; the trial and its end are in trials.py, a single installation in installer.py.
 """
@@ -21,19 +21,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+from serving.canary import Canary, HoldsCanarySlot
 from serving.engine import SwapReport
 from serving.installer import Installer, SwapsDrafts
-from serving.place import Alone, InWaves
 from serving.reporter import Reporter, Status, TakesReports
 from serving.trials import Trials
-from serving.turn import Turn
 from serving.versions import Replaces, VersionRecord
 from serving.watch import LiveWatch
 from speculator.errors import SlipstreamError, StreamError, type_and_place
-from speculator.fleet import ChangesSpread
 from speculator.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4
 
 
-class Pointer(Replaces, TakesReports, Protocol):
+class Pointer(Replaces, TakesReports, HoldsCanarySlot, Protocol):
     """Where the desired version stands and engines report theirs; implemented by `speculator.pointer`."""
 
     def desired(self) -> int | None: ...
@@ -54,8 +53,7 @@ class DraftFollower:
     """Drives one engine towards the pointer's version.
 
     `on_swap` is told of each swap; `status` adds to what the engine reports. Without a `watch` every version is taken
-    as it comes; without a `lifecycle` its state is not asked for and not written; without a `fleet` this engine tries
-    versions whatever others do.
+    as it comes; without a `lifecycle` its state is not asked for and not written. `clock` times the canary, in seconds.
     """
 
     def __init__(
@@ -69,19 +67,16 @@ class DraftFollower:
         status: Callable[[], Status] = dict,
         watch: LiveWatch | None = None,
         lifecycle: Lifecycle | None = None,
-        fleet: ChangesSpread | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         every_s = _REPORT_EVERY_POLLS * poll_s
         self._pointer, self._poll_s = pointer, poll_s
         self._record = record = VersionRecord(lifecycle, pointer, engine_id=engine_id)
         self._installer = Installer(engine, record, on_swap=on_swap)
-        self._place = Alone(record)
-        if fleet is not None and watch is not None:
-            turn = Turn(fleet, record, engine_id=engine_id, look_s=every_s)
-            self._place = InWaves(record, turn, watch, lambda: engine.draft_version)
-        self._trials = Trials(self._installer, watch, record, self._place)
+        self._canary = Canary(pointer, self._installer, record, watch, engine_id=engine_id, look_s=every_s, clock=clock)
+        self._trials = Trials(self._installer, watch, record, self._canary)
         self._reporter = Reporter(
-            pointer, self._installer, watch, self._place, engine_id=engine_id, every_s=every_s, more=status
+            pointer, self._installer, watch, self._canary, engine_id=engine_id, every_s=every_s, more=status
         )
         self._pinned: int | None = None
         self._turned_away: set[int] = set()
@@ -93,11 +88,11 @@ class DraftFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and give the place back that this engine has."""
+        """End, and give the canary's slot back where this engine has it."""
         self._stop.set()
         self._thread.join()
         try:
-            self._place.leave()
+            self._canary.leave()
         except StreamError as error:
             log.warning("others were not told that this engine stops: %s", error)
 
@@ -120,28 +115,18 @@ class DraftFollower:
         nothing and the next may succeed.
         """
         try:
-            self._follow()
-        except StreamError:
-            self._place.lost_contact()
-            raise
-
-    def _follow(self) -> None:
-        try:
             self._record.flush()
             self._trials.look(self._pinned)
             self._leave_barred()
-            self._leave_what_is_anothers()
+            self._release_lost_slot()
             self._pinned = self._pointer.pinned()
             desired = self._pointer.desired()
             if desired not in (None, self._installer.in_service) and desired not in self.log.refused:
-                if not self._reporter.is_known:
-                    # Or others would take it for dead while it loads the first version that it has a place for.
-                    self._reporter.send()
-                self._towards(desired)
+                self._move_to_desired(desired)
             else:
-                self._place.want_nothing()
+                self._canary.stop_waiting()
         finally:
-            # Also where it came to nothing: an engine that falls silent would pass for dead.
+            # Also where this look came to nothing: an engine that falls silent would pass for dead.
             if self._reporter.is_due:
                 self._reporter.send()
 
@@ -153,33 +138,33 @@ class DraftFollower:
         if self._trials.go_back(version, "barred while in service"):
             self._record.barred(version, self._installer.in_service, "barred while in service")
 
-    def _leave_what_is_anothers(self) -> None:
-        version = self._place.look()
+    def _release_lost_slot(self) -> None:
+        version = self._canary.look()
         if version:
-            self._trials.go_back(version, "its place is another's")
+            self._trials.go_back(version, "another engine tries it")
 
-    def _towards(self, desired: int) -> None:
+    def _move_to_desired(self, desired: int) -> None:
         if not self._record.may_serve(desired):
             self._turn_away(desired)
             return
         if not self._trials.are_held or desired == self._pinned or self._record.is_promoted(desired):
             self._trials.take(desired)
             return
-        version = self._place.may_try(desired) if self._trials.is_ready() else 0
-        if version and version not in self.log.refused:
-            self._trials.begin(version)
-        else:
-            self._catch_up(desired)
-
-    def _catch_up(self, desired: int) -> None:
-        """What other engines have confirmed, while this one was away or had no traffic, is taken without a trial."""
-        in_service = self._installer.in_service
+        may_try = self._trials.is_ready() and self._canary.may_try(desired)
         # With the report, as the store is read for it.
-        if not (self._place.may_catch_up and self._reporter.is_due and self._record.is_promoted(in_service)):
-            return
+        missed = self._missed(desired) if may_try or self._reporter.is_due else None
+        if missed is not None:
+            self._trials.take(missed)
+        elif may_try:
+            self._trials.begin(desired)
+
+    def _missed(self, desired: int) -> int | None:
+        """The version that others have confirmed while this engine was away, waited, or had no traffic."""
+        in_service = self._installer.in_service
+        if not self._record.is_promoted(in_service):
+            return None
         good = self._record.last_good(other_than=desired)
-        if good not in (None, in_service) and good not in self.log.refused:
-            self._trials.take(good)
+        return None if good == in_service or good in self.log.refused else good
 
     def _turn_away(self, version: int) -> None:
         """Barred, and whoever barred it has perhaps not come to the pointer; or nobody has verified it yet."""

@@ -42,7 +42,7 @@ class SwapLog:
     watched: int = 0
     """The version on trial; 0 where none is."""
     role: str = ""
-    """canary, wave N, waiting, settled; empty where engines do not wait for each other."""
+    """canary, waiting, settled; empty where versions are not tried."""
     accept_length: float | None = None
     """Tokens a verification of the version in service, lately."""
 

@@ -386,7 +386,7 @@ def verdict_metrics(
     )
     roles = GaugeMetricFamily(
         "slipstream_engine_role",
-        "1 for this engine's part in how a draft version spreads: canary, wave N, waiting for its turn, settled",
+        "1 for this engine's part in the trial of a draft version: canary, waiting for the canary's verdict, settled",
         labels=["role"],
     )
     if role:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from serving.canary import Canary
 from serving.installer import Installer
-from serving.place import Alone
 from serving.watch import LiveWatch
 
 Status = Mapping[str, str | int | float]
@@ -27,20 +27,15 @@ class Reporter:
         pointer: TakesReports,
         installer: Installer,
         watch: LiveWatch | None,
-        place: Alone,
+        canary: Canary,
         *,
         engine_id: str,
         every_s: float,
         more: Callable[[], Status],
     ) -> None:
-        self._pointer, self._installer, self._watch, self._place = pointer, installer, watch, place
+        self._pointer, self._installer, self._watch, self._canary = pointer, installer, watch, canary
         self._engine_id, self._every_s, self._more = engine_id, every_s, more
         self._sent_s, self._num_attempts_told = float("-inf"), 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether others have heard of this engine."""
-        return self._sent_s > float("-inf")
 
     @property
     def is_due(self) -> bool:
@@ -63,11 +58,9 @@ class Reporter:
             "last_verdict": log.last_verdict,
         }
         if self._watch is not None:
+            log.role = status["role"] = self._canary.role
             status["baseline_verifications"] = self._watch.baseline_verifications
             log.accept_length = self._watch.accept_length
             if log.accept_length is not None:
                 status["draft_accept_length"] = round(log.accept_length, 4)
-        if self._place.role:
-            log.role = status["role"] = self._place.role
-            status |= self._place.status()
         return status

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from serving.canary import Canary
 from serving.installer import Installer
 from serving.judgement import Outcome, Verdict
-from serving.place import Alone
 from serving.versions import VersionRecord
 from serving.watch import LiveWatch
 
@@ -19,8 +19,8 @@ class Trials:
     What installs a version raises StoreError or EngineError when a later attempt may succeed.
     """
 
-    def __init__(self, installer: Installer, watch: LiveWatch | None, record: VersionRecord, place: Alone) -> None:
-        self._installer, self._watch, self._record, self._place = installer, watch, record, place
+    def __init__(self, installer: Installer, watch: LiveWatch | None, record: VersionRecord, canary: Canary) -> None:
+        self._installer, self._watch, self._record, self._canary = installer, watch, record, canary
         self._log = installer.log
         self._incumbent = installer.in_service
         self._verdict: Verdict | None = None
@@ -49,7 +49,7 @@ class Trials:
         if verdict.outcome is Outcome.PROMOTED:
             watch.settle(verdict)
             self._log.end_trial(version, "promoted", verdict.reason)
-            self._place.keep(version, verdict)
+            self._canary.keep(version, verdict)
             log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
         elif verdict.outcome is Outcome.ROLLED_BACK:
             self._verdict = verdict
@@ -70,7 +70,7 @@ class Trials:
             self._log.watched = version
             self._record.live(version)
         else:
-            self._place.give_up()
+            self._canary.give_up()
 
     def take(self, version: int) -> None:
         """Without a trial."""
@@ -101,7 +101,7 @@ class Trials:
         else:
             watch.restart(good)
         self._log.end_trial(version, "rolled_back", verdict.reason)
-        self._place.give_up()
+        self._canary.give_up()
         self._record.barred(version, good, verdict.reason, {**verdict.numbers, "back_to": good})
 
     def _look_back(self, watch: LiveWatch) -> None:
@@ -133,5 +133,5 @@ class Trials:
         if self._log.watched:
             self._verdict = None
             self._log.end_trial(self._log.watched, "withdrawn", why)
-        # Also where the trial has ended well: the verdict was about another target, or another has the place.
-        self._place.give_up()
+        # Also where the trial has ended well: the verdict was about another target, or another engine tries it.
+        self._canary.give_up()

@@ -78,25 +78,15 @@ class VersionRecord:
         good: int,
         reason: str,
         numbers: Mapping[str, Number] | None = None,
-        *,
-        then: Callable[[], object] | None = None,
     ) -> None:
-        """The version is to serve nowhere, and the good one is published in its place; done already is done.
-
-        `then` waits until the store has it; where there is none, for nothing.
-        """
-
-        def write(states: Lifecycle) -> None:
-            if states.state(version) is None:
-                self._move(states, version, State.WRITTEN, "unknown to the store")
-            states.bar(version, actor=self._actor, reason=reason, numbers=numbers)
-            if then is not None:
-                self._owed.append(then)
-
-        self._note(write)
-        if then is not None and self._lifecycle is None:
-            self._owed.append(then)
+        """The version is to serve nowhere, and the good one is published in its place; done already is done."""
+        self._note(lambda states: self._bar(states, version, reason, numbers))
         self._owe(lambda: self._pointer.replace(version, good))
+
+    def bar(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
+        """The version is to serve nowhere; the pointer stays. Raises StoreError, and nothing is owed then."""
+        if self._lifecycle is not None:
+            self._bar(self._lifecycle, version, reason, numbers)
 
     def event(self, kind: str, **fields: Number) -> None:
         self._note(lambda states: states.events.append(kind, actor=self._actor, **fields))
@@ -124,6 +114,11 @@ class VersionRecord:
             log.warning("not noted yet, tried again: %s", error)
             return False
         return True
+
+    def _bar(self, states: Lifecycle, version: int, reason: str, numbers: Mapping[str, Number] | None) -> None:
+        if states.state(version) is None:
+            self._move(states, version, State.WRITTEN, "unknown to the store")
+        states.bar(version, actor=self._actor, reason=reason, numbers=numbers)
 
     def _move(
         self,

@@ -110,7 +110,7 @@ LABELS = {
     "`inconsistent`, `target_moved`; of rollouts the words in the help text; of the plugin types of errors",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`, `rewards`",
-    "role": "`canary`, `wave 1` and so on (2ⁿ engines in wave n), `waiting`, `settled`; one at a time",
+    "role": "`canary`, `waiting`, `settled`; one at a time",
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",

@@ -37,7 +37,6 @@ from slipstream.local_site import (
     open_sharing,
 )
 from speculator.errors import EngineDeadError
-from speculator.fleet import Fleet
 from speculator.pointer import DraftPointer
 
 _LOOK_S = 1.0
@@ -81,7 +80,6 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             status=partial(_status, engine, guard, recorder, privacy),
             watch=watch,
             lifecycle=site.store.lifecycle,
-            fleet=Fleet(client, site.key),
         )
         site.registry.register(VerdictCollector(lambda: follower.log))
         follower.start()

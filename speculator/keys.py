@@ -65,9 +65,18 @@ class RedisKeys:
         return self._key(f"engine:{engine_id}")
 
     @property
-    def spread(self) -> str:
-        """String: how far a version has come among the engines (speculator/fleet.py)."""
-        return self._key("spread")
+    def canary(self) -> str:
+        """String: the engine that may try a version before it is confirmed; expires where it is not renewed."""
+        return self._key("canary")
+
+    @property
+    def canary_awaited(self) -> str:
+        """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
+        return self._key("canary_awaited")
+
+    def canary_trials(self, version: int) -> str:
+        """Sorted set: processes that began to try a version and have not ended in order, by time in milliseconds."""
+        return self._key(f"canary_trials:{version}")
 
     def depth(self, engine_id: str) -> str:
         return self._key(f"depth:{engine_id}")

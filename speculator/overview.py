@@ -38,7 +38,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     version: int | None
     role: str
-    """Its part in how a version spreads over the engines: canary, wave N, waiting, settled."""
+    """Its part in the trial of a version: canary, waiting, settled."""
     accept_length: float | None
     """Tokens a verification of the version in service, lately."""
     target_version: int | None

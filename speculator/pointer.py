@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import redis
 
 from speculator.clock import now_ms
@@ -14,10 +15,36 @@ from speculator.redis_client import redis_errors
 
 ENGINE_TTL_S = 30
 ANNOUNCEMENT_TTL_S = 3600
+AWAITED_S = 10.0
+"""An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
+CRASHES_KEPT_S = 24 * 3600
+
+_ATTEMPTS = 5
+
+
+class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has the canary's slot, and for which draft version."""
+
+    engine_id: str
+    process: str
+    """Names the process among those that have, or had, this engine id."""
+    version: int
+
+
+class CanarySlot(NamedTuple):
+    """The canary's slot as it is after an engine asked for it."""
+
+    is_held: bool
+    """By the one that asked."""
+    is_awaited: bool
+    """Whether another engine has asked in vain lately."""
+    num_crashed: int
+    """Other processes that began to try the version within a day and neither gave the slot back nor outlasted their
+    probation; told to the holder only."""
 
 
 class DraftPointer:
-    """Which draft version the engines should run and how deep they may draft, and what each says about itself."""
+    """Which draft version the engines should run, which of them tries it first, and what each says about itself."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -92,6 +119,53 @@ class DraftPointer:
         }
 
     @redis_errors
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        """Take the canary's slot for `ttl_s` seconds, or renew it.
+
+        Only one engine has it. An engine may take it over from its own process of before. A process that ends
+        `on_probation` without `release_canary` counts as a crash. Raises StreamError.
+        """
+        for _ in range(_ATTEMPTS):
+            with self._redis.pipeline(transaction=True) as transaction:
+                transaction.watch(self._keys.canary)
+                found = self._holder(transaction.get(self._keys.canary))
+                transaction.multi()
+                is_held = found is None or found.engine_id == holder.engine_id
+                if is_held:
+                    self._hold(transaction, holder, ttl_s, on_probation)
+                else:
+                    transaction.set(self._keys.canary_awaited, holder.engine_id, px=int(AWAITED_S * 1000))
+                try:
+                    results = transaction.execute()
+                except redis.WatchError:
+                    continue
+                if not is_held:
+                    return CanarySlot(is_held=False, is_awaited=True, num_crashed=0)
+                processes, waiting = results[-2:]
+                others = set(processes) - {holder.process.encode()}
+                return CanarySlot(True, waiting not in (None, holder.engine_id.encode()), len(others))
+        raise StreamError("the canary's slot changes too often: asked for again")
+
+    @redis_errors
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        """Give the slot back, where it is the holder's, and count its process as one that ended in order.
+
+        `forget_crashes` forgets the other processes, too, that ended as they tried the version. Raises StreamError.
+        """
+        trials = self._keys.canary_trials(holder.version)
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.watch(self._keys.canary)
+            found = self._holder(transaction.get(self._keys.canary))
+            transaction.multi()
+            if found == holder:
+                transaction.delete(self._keys.canary)
+            if forget_crashes:
+                transaction.delete(trials)
+            else:
+                transaction.zrem(trials, holder.process)
+            transaction.execute()
+
+    @redis_errors
     def set_depth(self, engine_id: str, depth: int) -> None:
         """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
         self._redis.set(self._keys.depth(engine_id), depth)
@@ -116,6 +190,25 @@ class DraftPointer:
         """The depth last asked of an engine; None where none was."""
         key = self._keys.depth(engine_id)
         return _number(self._redis.get(key), key)
+
+    def _hold(self, transaction: Any, holder: CanaryHolder, ttl_s: float, on_probation: bool) -> None:
+        trials = self._keys.canary_trials(holder.version)
+        transaction.set(self._keys.canary, msgspec.json.encode(holder), px=int(ttl_s * 1000))
+        if on_probation:
+            transaction.zadd(trials, {holder.process: now_ms()})
+            transaction.pexpire(trials, CRASHES_KEPT_S * 1000)
+        else:
+            transaction.zrem(trials, holder.process)
+        transaction.zrange(trials, 0, -1)
+        transaction.get(self._keys.canary_awaited)
+
+    def _holder(self, document: bytes | None) -> CanaryHolder | None:
+        try:
+            return None if document is None else msgspec.json.decode(document, type=CanaryHolder)
+        except msgspec.MsgspecError as error:
+            raise StreamError(
+                f"Redis has something at {self._keys.canary} that Slipstream did not write ({error}): delete that key"
+            ) from error
 
 
 def _number(value: bytes | None, key: str) -> int | None:

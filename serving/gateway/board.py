@@ -75,18 +75,14 @@ def _version(row: Mapping[str, Any], overview: Mapping[str, Any]) -> dict[str, A
         "is_desired": row["version"] == (overview["pinned"] or overview["published"]),
         "is_damaged": bool(row["damage"]),
         "num_engines": len(row["engines"]),
-        "wave": _wave(row["version"], overview["engines"]),
+        "has_canary": _has_canary(row["version"], overview["engines"]),
         "gate": _gate(row["gate"]),
     }
 
 
-def _wave(version: int, engines: Sequence[Mapping[str, Any]]) -> str:
-    """How far it has come among the engines: canary, wave N; empty where it is not spreading, or to no others."""
-    if len(engines) < 2:
-        return ""
-    roles = {row["role"] for row in engines if row["version"] == version}
-    waves = [int(role[5:]) for role in roles if role.startswith("wave ") and role[5:].isdecimal()]
-    return f"wave {max(waves)}" if waves else "canary" if "canary" in roles else ""
+def _has_canary(version: int, engines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of several engines tries it while the others wait."""
+    return len(engines) > 1 and any(row["version"] == version and row["role"] == "canary" for row in engines)
 
 
 def _gate(gate: object) -> dict[str, Any] | None:

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 
 from speculator.erasures import Erasures
 from speculator.errors import ConfigError, StreamError
-from speculator.fleet import Change, Fleet
-from speculator.pointer import DraftPointer
+from speculator.pointer import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis_client import connect
-from speculator.waves import Spread
 
 
 class LazyPointer:
@@ -21,7 +19,6 @@ class LazyPointer:
         self._redis_url, self._model_key = redis_url, model_key
         self._pointer: DraftPointer | None = None
         self._erasures: Erasures | None = None
-        self._fleet: Fleet | None = None
 
     def desired(self) -> int | None:
         return self._connected().desired()
@@ -44,11 +41,11 @@ class LazyPointer:
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         self._connected().report_engine(engine_id, status)
 
-    def change_spread(self, change: Change) -> Spread | None:
-        """How far a version has come among the engines (speculator/fleet.py)."""
-        self._connected()
-        assert self._fleet is not None
-        return self._fleet.change_spread(change)
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        return self._connected().hold_canary(holder, ttl_s=ttl_s, on_probation=on_probation)
+
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        self._connected().release_canary(holder, forget_crashes=forget_crashes)
 
     def orders(self) -> dict[str, int]:
         """Tenants to be forgotten (speculator/erasures.py)."""
@@ -71,7 +68,6 @@ class LazyPointer:
         if self._pointer is None:
             client = connect(self._redis_url)
             self._erasures = Erasures(client, self._model_key)
-            self._fleet = Fleet(client, self._model_key)
             self._pointer = DraftPointer(client, self._model_key)
         return self._pointer
 
@@ -91,6 +87,12 @@ class RankPointer:
 
     def replace(self, old: int, new: int) -> bool:
         return False
+
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        raise StreamError("only the first rank tries versions")
+
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        return
 
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         return

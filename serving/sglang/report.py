@@ -54,7 +54,7 @@ class EngineReport:
     failures: Mapping[str, int]
     """Parts of the plugin that are off, as "part:type of the error"."""
     role: str
-    """Its part in how a version spreads: canary, wave N, waiting, settled."""
+    """Its part in the trial of a version: canary, waiting, settled."""
     draft_accept_length: float | None
     """Of the version in service, lately."""
     target_version: int | None

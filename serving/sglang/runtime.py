@@ -323,8 +323,6 @@ class EngineRuntime:
             status=self._status,
             watch=watch,
             lifecycle=store.lifecycle if self._is_writer else None,
-            # Of a tensor-parallel group the first rank stands for the engine.
-            fleet=self._pointer,
         )
 
     # -- on the follower's thread; what a meeting finds is told on the scheduler's ----------------------------------

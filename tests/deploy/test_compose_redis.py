@@ -20,17 +20,15 @@ from slipstream.traces import StreamCopy
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.erasures import Erasures, TrainerReport
 from speculator.errors import StreamError
-from speculator.fleet import Fleet
 from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.keys import RedisKeys
 from speculator.lineage import ensure_lineage
-from speculator.pointer import DraftPointer
+from speculator.pointer import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
 from speculator.removal import Remover
 from speculator.rewards import START, GroupRewards, RewardStream
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
-from speculator.waves import EngineView, begin
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
 from tests.toy import make_toy_model
@@ -183,14 +181,14 @@ def test_the_engine_reports_and_the_others_read(login: As) -> None:
     assert DraftPointer(login("engine"), MODEL).depth_limit("sglang") == 2
 
 
-def test_engines_agree_on_how_far_a_version_may_spread(login: As) -> None:
-    engine = Fleet(login("engine"), MODEL)
-    report = {"version": 1, "wants": 2, "trial_target": 0, "trial_verifications": 3}
-    DraftPointer(login("engine"), MODEL).report_engine("a", report)
-    assert engine.views() == {"a": EngineView(draft=1, wants=2, verifications=3)}
-    spread = begin(2, "a", target=0, now_s=0)
-    assert engine.change_spread(lambda found, engines: spread) == spread
-    assert engine.spread() == spread
+def test_engines_agree_on_a_canary(login: As) -> None:
+    engine, first = DraftPointer(login("engine"), MODEL), CanaryHolder(engine_id="a", process="p", version=2)
+    second = CanaryHolder(engine_id="b", process="p", version=2)
+    assert engine.hold_canary(first, ttl_s=30, on_probation=True) == CanarySlot(True, False, 0)
+    assert not engine.hold_canary(second, ttl_s=30, on_probation=True).is_held
+    assert engine.hold_canary(first, ttl_s=30, on_probation=False) == CanarySlot(True, True, 0)
+    engine.release_canary(first, forget_crashes=True)
+    assert engine.hold_canary(second, ttl_s=30, on_probation=True).is_held
 
 
 def test_the_gateway_announces_a_target_and_the_engine_hears_of_it(login: As) -> None:

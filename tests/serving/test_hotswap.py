@@ -17,6 +17,7 @@ from serving.sglang.status import of_swaps
 from serving.watch import LiveWatch
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.lifecycle import Lifecycle, State
+from speculator.pointer import CanaryHolder, CanarySlot
 from tests.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
 from tests.waiting import wait_until
@@ -45,6 +46,13 @@ class FakePointer:
             return False
         self.version = new
         return True
+
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        self._reach()
+        return CanarySlot(is_held=True, is_awaited=False, num_crashed=0)
+
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        self._reach()
 
     def report_engine(self, engine_id: str, status: dict[str, str]) -> None:
         self.status = status

@@ -102,12 +102,12 @@ def test_the_overview_says_what_engines_say_of_themselves(
     desk: DraftDesk, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
-    said = {"version": 2, "role": "wave 1", "draft_accept_length": 1.75, "target_version": 3, "last_verdict": "kept"}
+    said = {"version": 2, "role": "canary", "draft_accept_length": 1.75, "target_version": 3, "last_verdict": "kept"}
     pointer.report_engine("b", said)
     pointer.report_engine("a", {"version": "two", "draft_accept_length": "long"})
     a, b = desk.overview().engines
     assert (a.engine_id, a.version, a.role, a.accept_length, a.target_version) == ("a", None, "", None, None)
-    assert (b.version, b.role, b.accept_length, b.target_version, b.last_verdict) == (2, "wave 1", 1.75, 3, "kept")
+    assert (b.version, b.role, b.accept_length, b.target_version, b.last_verdict) == (2, "canary", 1.75, 3, "kept")
 
 
 def test_the_overview_survives_damage_and_the_loss_of_redis(store: DraftStore) -> None:

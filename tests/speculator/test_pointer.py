@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import redis
 
 from speculator import pointer as pointer_module
+from speculator.errors import StreamError
 from speculator.keys import RedisKeys
-from speculator.pointer import DraftPointer
+from speculator.pointer import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis_client import connect
 from tests.waiting import wait_until
 
@@ -67,6 +70,54 @@ def test_a_replacement_loses_to_what_is_published_meanwhile(
     monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
     assert not pointer.replace(3, 2)
     assert pointer.published() == 4
+
+
+def holder(engine_id: str, *, process: str = "first", version: int = 2) -> CanaryHolder:
+    return CanaryHolder(engine_id=engine_id, process=process, version=version)
+
+
+def test_one_engine_has_the_canarys_slot_until_it_expires_or_gives_it_back(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    assert pointer.hold_canary(holder("a"), ttl_s=60, on_probation=True) == CanarySlot(True, False, 0)
+    assert not pointer.hold_canary(holder("b"), ttl_s=60, on_probation=True).is_held
+    assert DraftPointer(redis_client, "other").hold_canary(holder("b"), ttl_s=60, on_probation=True).is_held
+    pointer.release_canary(holder("b"))
+    assert pointer.hold_canary(holder("a"), ttl_s=0.02, on_probation=True) == CanarySlot(True, True, 0)
+    wait_until(lambda: pointer.hold_canary(holder("b"), ttl_s=60, on_probation=True).is_held)
+    pointer.release_canary(holder("b"))
+    assert pointer.hold_canary(holder("a"), ttl_s=60, on_probation=True).is_held
+
+
+def test_the_slot_is_given_once_however_many_ask_together(redis_client: redis.Redis) -> None:
+    pointer, start = DraftPointer(redis_client, MODEL), threading.Barrier(8)
+
+    def ask(name: str) -> bool:
+        start.wait()
+        return pointer.hold_canary(holder(name), ttl_s=60, on_probation=True).is_held
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(ask, map(str, range(8)))) == 1
+
+
+def test_processes_that_end_on_probation_are_counted(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+
+    def crashed_before(process: str, *, version: int = 2, on_probation: bool = True) -> int:
+        one = holder("a", process=process, version=version)
+        return pointer.hold_canary(one, ttl_s=60, on_probation=on_probation).num_crashed
+
+    assert [crashed_before(process) for process in ("1", "1", "2", "3")] == [0, 0, 1, 2]
+    assert crashed_before("4", version=3) == 0
+    pointer.release_canary(holder("a", process="3"))
+    assert crashed_before("2", on_probation=False) == 1, "neither one that ended in order, nor one that outlasted it"
+    pointer.release_canary(holder("a", process="5"), forget_crashes=True)
+    assert crashed_before("5") == 0
+
+
+def test_a_canary_that_slipstream_did_not_write_is_named(redis_client: redis.Redis) -> None:
+    redis_client.set(KEYS.canary, b"[1, 2")
+    with pytest.raises(StreamError, match="delete that key"):
+        DraftPointer(redis_client, MODEL).hold_canary(holder("a"), ttl_s=60, on_probation=True)
 
 
 def test_each_engine_has_its_own_depth(redis_client: redis.Redis) -> None:

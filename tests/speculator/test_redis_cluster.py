@@ -93,6 +93,7 @@ def test_all_keys_of_a_model_share_one_slot(cluster: Cluster) -> None:
         *(getattr(keys.ledger, name) for name in ("traces", "sizes", "num_appended", "accounts", "open")),
         *(keys.dead_letters, keys.desired_draft, keys.pinned_draft, keys.erasures, keys.rewards, keys.trainers),
         *(keys.engines, keys.engine("e"), keys.depth("e"), keys.target_version("h:1")),
+        *(keys.canary, keys.canary_awaited, keys.canary_trials(2)),
         *(keys.group_texts, keys.group_text(GroupKey("t", "g}{x").member)),
     ]
     slots = {cluster.clients[0].execute_command("CLUSTER", "KEYSLOT", name) for name in names}

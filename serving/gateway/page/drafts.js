@@ -75,7 +75,7 @@ function versionRow(row) {
   const gate = row.gate;
   const tags = [];
   if (row.num_engines) tags.push(row.num_engines > 1 ? `in service on ${row.num_engines}` : "in service");
-  if (row.wave) tags.push(row.wave);
+  if (row.has_canary) tags.push("canary");
   if (row.is_pinned) tags.push("pinned");
   else if (row.is_desired && !row.num_engines) tags.push("published");
   if (row.is_last_good && !row.num_engines) tags.push("last good");

@@ -228,7 +228,7 @@ class DeskDouble:
             "pinned": None,
             "engines": [
                 {"engine_id": f"secret-host-{role}", "version": 60, "role": role}
-                for role in ("canary", "wave 2", "wave x")
+                for role in ("canary", "waiting", "wave 2")
             ],
             "no_redis": "redis://:secret@host:6379 does not answer",
         }
@@ -252,8 +252,8 @@ class DeskDouble:
         ]
 
 
-@pytest.mark.parametrize(("num_engines", "wave"), [(1, ""), (2, "canary")])
-def test_a_canary_is_marked_where_there_are_other_engines(num_engines: int, wave: str) -> None:
+@pytest.mark.parametrize(("num_engines", "has_canary"), [(1, False), (2, True)])
+def test_a_canary_is_marked_where_there_are_other_engines(num_engines: int, has_canary: bool) -> None:
     engines = [
         {"engine_id": "a", "version": 60, "role": "canary"},
         {"engine_id": "b", "version": 59, "role": "waiting"},
@@ -270,7 +270,7 @@ def test_a_canary_is_marked_where_there_are_other_engines(num_engines: int, wave
         drafts=Desk(),  # type: ignore[arg-type]
     )
     newest = get(app, "/slipstream/drafts").json()["versions"][0]
-    assert (newest["num_engines"], newest["wave"]) == (1, wave)
+    assert (newest["num_engines"], newest["has_canary"]) == (1, has_canary)
 
 
 def test_versions_and_events_without_a_key_and_without_secrets() -> None:
@@ -287,7 +287,7 @@ def test_versions_and_events_without_a_key_and_without_secrets() -> None:
     assert [row["version"] for row in board["versions"]] == list(range(60, 10, -1))
     newest = board["versions"][0]
     assert (newest["num_engines"], newest["is_desired"], newest["gate"]["change"]) == (1, True, 0.1)
-    assert [row["wave"] for row in board["versions"][:2]] == ["wave 2", ""]
+    assert [row["has_canary"] for row in board["versions"][:2]] == [True, False]
     pinned, rolled_back, quarantined, judged = board["events"]
     assert (pinned["kind"], pinned["by"], pinned["version"]) == ("pin", "operator", 2)
     assert (rolled_back["reason"], rolled_back["change"], rolled_back["upper"]) == (

@@ -19,12 +19,10 @@ from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled
 from speculator.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
-from speculator.fleet import Fleet
 from speculator.lineage import ensure_lineage
-from speculator.pointer import DraftPointer
+from speculator.pointer import CanaryHolder, DraftPointer
 from speculator.redis_client import connect
 from speculator.store import DraftStore
-from speculator.waves import begin
 from tests.toy import make_toy_model
 
 
@@ -254,10 +252,13 @@ def test_redis_may_be_away_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StreamError):
         pointer.desired()
     with pytest.raises(StreamError):
-        pointer.change_spread(lambda spread, engines: None)
+        pointer.hold_canary(CanaryHolder(engine_id="e", process="p", version=2), ttl_s=1, on_probation=True)
 
 
 def test_the_plugin_agrees_with_other_engines(redis_url: str, redis_client: redis.Redis) -> None:
-    spread = begin(2, "engine", target=0, now_s=0)
-    assert LazyPointer(redis_url, "m").change_spread(lambda found, engines: spread) == spread
-    assert Fleet(redis_client, "m").spread() == spread
+    ours, theirs = (CanaryHolder(engine_id=name, process="p", version=2) for name in ("ours", "theirs"))
+    plugin, others = LazyPointer(redis_url, "m"), DraftPointer(redis_client, "m")
+    assert plugin.hold_canary(ours, ttl_s=30, on_probation=True).is_held
+    assert not others.hold_canary(theirs, ttl_s=30, on_probation=True).is_held
+    plugin.release_canary(ours)
+    assert others.hold_canary(theirs, ttl_s=30, on_probation=True).is_held

@@ -53,7 +53,7 @@ REPORT: dict[str, str | int | float] = {
     "target_ok": 1,
     "failures": "capture:OutOfMemoryError=1",
     "watched": 7,
-    "role": "wave 2",
+    "role": "canary",
     "draft_accept_length": 2.25,
     "verdicts": "promoted=4,rolled_back=1,withdrawn=0",
     "last_verdict": "version 6 rolled back: accepts less than the incumbent",
@@ -251,7 +251,7 @@ def test_what_the_watch_says_is_in_the_report(scene: Scene) -> None:
     scene.client.look()
     report = scene.client.report
     assert report is not None
-    assert (report.role, report.draft_accept_length) == ("wave 2", 2.25)
+    assert (report.role, report.draft_accept_length) == ("canary", 2.25)
     assert (report.watched, report.verdicts) == (7, {"promoted": 4, "rolled_back": 1, "withdrawn": 0})
     assert report.last_verdict == "version 6 rolled back: accepts less than the incumbent"
     assert (report.speedup_lower, report.speedup_upper, report.speedup_estimated) == (1.2, 1.42, 1.4)

@@ -1,0 +1,198 @@
+"""Lets one engine at a time, the canary, try a draft version that nothing has confirmed yet.
+
+    ready for a trial ─▶ takes the slot ─▶ trial ─▶ kept: promoted, and every other engine installs it
+                              │              └────▶ rolled back: barred, and no engine installs it
+                              └─▶ no verdict: the slot is free, and another engine tries the version
+
+The slot is a key in Redis (`speculator/pointer.py`). It expires: the canary renews it every few seconds while it runs
+the version, so the slot of an engine that has died is free after `SLOT_S`. An engine alone is its own canary.
+
+A process that takes the slot and ends soon afterwards may have ended because of the version. One such crash is
+forgiven. After the second one the next engine that takes the slot bars the version instead of trying it. A process that
+gives the slot back in order, or runs the version for `PROBATION_S`, is not counted.
+
+While Redis is away the canary goes on, and its trial may end: states of versions are in the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from serving.installer import Installer
+from serving.judgement import Verdict
+from serving.versions import VersionRecord
+from serving.watch import LiveWatch
+from speculator.pointer import CanaryHolder, CanarySlot
+
+log = logging.getLogger(__name__)
+
+SLOT_S = 30.0
+"""The slot of a canary that renews it no more is free after this time."""
+INSTALL_S = 60.0
+"""How long an engine may take to put the version into service once it has the slot."""
+PROBATION_S = 60.0
+"""A canary that ends within this time of service may have ended because of the version."""
+MOST_CRASHES = 2
+"""Processes that may end so before the version is barred."""
+PATIENCE_S = 120.0
+"""A canary gives the slot back to a waiting engine when it learns too little: fewer than `ENOUGH` comparable
+verifications in each such period. The period doubles each time the engine gave the slot back for the same version."""
+ENOUGH = 300
+YIELD_S = 60.0
+"""An engine that gave the slot back without a verdict leaves it to others for this time."""
+
+_MOST_DOUBLINGS = 5
+
+
+class HoldsCanarySlot(Protocol):
+    """The part of the pointer that keeps the canary's slot; see `speculator.pointer.DraftPointer`."""
+
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot: ...
+
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None: ...
+
+
+class Canary:
+    """One engine's claim on the canary's slot. Used by the follower's thread.
+
+    The engine asks for the slot, and renews it, every `look_s` seconds. `clock` gives seconds, of any origin.
+    """
+
+    def __init__(
+        self,
+        slots: HoldsCanarySlot,
+        installer: Installer,
+        record: VersionRecord,
+        watch: LiveWatch | None,
+        *,
+        engine_id: str,
+        look_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots, self._installer, self._record, self._watch = slots, installer, record, watch
+        self._engine_id, self._look_s, self._clock = engine_id, look_s, clock
+        self._process = secrets.token_hex(8)
+        self._held: CanaryHolder | None = None
+        self._to_release: tuple[CanaryHolder, bool] | None = None
+        """And whether the crashes that were counted are to be forgotten."""
+        self._is_leaving = self._is_waiting = False
+        self._asked_s = self._looked_s = self._yields_until_s = float("-inf")
+        self._held_since_s = 0.0
+        self._in_service_since_s: float | None = None
+        self._num_yields: Counter[int] = Counter()
+        """By version: how often this engine gave the slot back because it learned too little."""
+
+    @property
+    def role(self) -> str:
+        """`canary`; `waiting` for another engine's trial to end; or `settled`."""
+        if self._held is not None:
+            return "canary"
+        return "waiting" if self._is_waiting else "settled"
+
+    def may_try(self, desired: int) -> bool:
+        """Whether this engine may try the desired version now; asks for the slot where it has none.
+
+        Bars the version where processes have ended as they tried it. Raises StreamError or StoreError.
+        """
+        if self._held is not None and self._held.version == desired:
+            return True
+        self.give_up()
+        now_s = self._clock()
+        if now_s < self._yields_until_s or now_s - self._asked_s < self._look_s:
+            return False
+        self._asked_s = now_s
+        self._release_owed()
+        holder = CanaryHolder(engine_id=self._engine_id, process=self._process, version=desired)
+        slot = self._slots.hold_canary(holder, ttl_s=INSTALL_S, on_probation=True)
+        self._is_waiting = not slot.is_held
+        if not slot.is_held:
+            return False
+        if slot.num_crashed >= MOST_CRASHES:
+            self._bar(holder, slot.num_crashed)
+            return False
+        if not self._record.is_on_trial(desired):
+            # The canary before has judged it since this engine last looked.
+            self._to_release = holder, False
+            self._release_owed()
+            return False
+        self._held, self._held_since_s, self._is_leaving = holder, now_s, False
+        self._in_service_since_s, self._asked_s, self._looked_s = None, float("-inf"), float("-inf")
+        return True
+
+    def look(self) -> int:
+        """Renew the slot; returns the version that this engine has to leave, or 0. Raises StreamError or StoreError."""
+        held, now_s = self._held, self._clock()
+        is_installed = held is not None and self._installer.in_service == held.version
+        if held is not None and not is_installed and now_s - self._held_since_s >= INSTALL_S:
+            self._is_leaving = True
+            self.give_up()
+        self._release_owed()
+        if held is None or not is_installed:
+            return 0
+        if self._is_leaving:
+            # The slot is not renewed meanwhile: ranks that are idle cannot swap, and serve nobody.
+            return held.version
+        if now_s - self._looked_s < self._look_s:
+            return 0
+        if self._in_service_since_s is None:
+            self._in_service_since_s = now_s
+        on_probation = now_s - self._in_service_since_s < PROBATION_S
+        slot = self._slots.hold_canary(held, ttl_s=SLOT_S, on_probation=on_probation)
+        self._looked_s = now_s
+        if not slot.is_held:
+            if self._record.is_promoted(held.version):
+                self.give_up()
+                return 0
+            log.warning("draft version %d is left: another engine has become its canary", held.version)
+            self._is_leaving = True
+        elif slot.is_awaited and self._learns_too_little(held.version, now_s):
+            log.info("draft version %d is left to another engine: too little traffic to judge it", held.version)
+            self._num_yields[held.version] += 1
+            self._is_leaving = True
+        return held.version if self._is_leaving else 0
+
+    def keep(self, version: int, verdict: Verdict) -> None:
+        """The trial of this version has ended well: it is promoted, so all engines install it."""
+        self._record.promoted(version, verdict.reason, verdict.numbers)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """This engine has no use for the slot any more; Redis is told at the next look."""
+        if self._held is not None:
+            if self._is_leaving:
+                self._yields_until_s = self._clock() + YIELD_S
+            self._held, self._to_release = None, (self._held, False)
+
+    def stop_waiting(self) -> None:
+        """No version is desired that is not in service."""
+        self._is_waiting = False
+
+    def leave(self) -> None:
+        """The engine stops: give the slot back now. Raises StreamError."""
+        self.give_up()
+        self._release_owed()
+
+    def _release_owed(self) -> None:
+        if self._to_release is not None:
+            holder, forget_crashes = self._to_release
+            self._slots.release_canary(holder, forget_crashes=forget_crashes)
+            self._to_release = None
+
+    def _learns_too_little(self, version: int, now_s: float) -> bool:
+        patience_s = PATIENCE_S * 2 ** min(self._num_yields[version], _MOST_DOUBLINGS)
+        periods = (now_s - self._held_since_s) / patience_s
+        num_compared = 0 if self._watch is None else self._watch.trial_compared
+        return periods >= 1 and num_compared < ENOUGH * periods
+
+    def _bar(self, holder: CanaryHolder, num_crashed: int) -> None:
+        """The count is forgotten once the store has it, so a version that an operator releases is tried again."""
+        log.error("draft version %d barred: %d engines ended as they tried it", holder.version, num_crashed)
+        numbers = {"engines_that_ended": num_crashed, "within_s": PROBATION_S}
+        self._record.bar(holder.version, "engines ended as they tried it", numbers)
+        self._to_release = holder, True
+        self._release_owed()
