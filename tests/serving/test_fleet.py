@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -30,9 +30,10 @@ WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 
 
 class Line(DraftPointer):
-    """One engine's connection to Redis, which may be cut."""
+    """One engine's connection to Redis, which may be cut; `on_hold` is called before the canary's slot is asked for."""
 
     is_cut = False
+    on_hold: Callable[[], None] = staticmethod(lambda: None)
 
     def desired(self) -> int | None:
         self._reach()
@@ -52,6 +53,7 @@ class Line(DraftPointer):
 
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
         self._reach()
+        self.on_hold()
         return super().hold_canary(holder, ttl_s=ttl_s, on_probation=on_probation)
 
     def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
@@ -210,6 +212,14 @@ def test_a_bad_version_never_leaves_the_canary(scene: Scene) -> None:
     scene.pointer.publish(3)
     scene.follow()
     assert sorted(scene.drafts) == [1, 1, 1, 3], "the next one has its canary at once"
+
+
+def test_a_version_that_is_judged_just_before_an_engine_takes_the_slot_is_not_tried(scene: Scene) -> None:
+    (a,) = scene.start("a")
+    scene.pointer.publish(2)
+    a.line.on_hold = lambda: scene.states.bar(2, actor="engine:b", reason="worse")
+    scene.follow()
+    assert (a.installed, scene.canary) == ([], None)
 
 
 @pytest.mark.parametrize("is_promoted", [True, False])
