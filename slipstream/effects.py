@@ -138,12 +138,6 @@ GATEWAY_IN_FRONT = (
 )
 TRAIN = (
     Rule(
-        names=("serving_budget", "idle_threads"),
-        needs=lambda values: values["pulse_dir"],
-        otherwise="has no effect without SLIPSTREAM_PULSE_DIR",
-        is_refused=False,
-    ),
-    Rule(
         names=("metrics_host",),
         needs=lambda values: values["metrics_port"] is not None,
         otherwise="has no effect without --metrics-port",

@@ -37,7 +37,6 @@ from speculator.erasures import Erasures
 from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.pointer import DraftPointer
-from speculator.pulse import Pulse
 from speculator.redis_client import connect
 from speculator.rewards import RewardStream
 from speculator.store import DraftStore
@@ -65,7 +64,6 @@ class ServeOptions:
     drop_personal_data: bool = False
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
-    pulse_dir: Path | None = None
 
     @property
     def trace_ttl_s(self) -> float:
@@ -126,14 +124,6 @@ def open_sharing(site: Site, *, vocab_size: int) -> GroupSharing | None:
     sharing = GroupSharing(texts, vocab_size=vocab_size, metrics=GroupTextMetrics(site.registry))
     site.opened.callback(sharing.close, timeout_s=5)
     return sharing
-
-
-def open_pulse(site: Site) -> Pulse | None:
-    if site.options.pulse_dir is None:
-        return None
-    pulse = Pulse(site.options.pulse_dir)
-    site.opened.callback(pulse.close)
-    return pulse
 
 
 def open_app(
@@ -209,7 +199,6 @@ def open_engine(
     recorder: TraceRecorder | None,
     watch: LiveWatch,
     sharing: GroupSharing | None,
-    pulse: Pulse | None,
 ) -> LocalEngine:
     store, fingerprint = site.store, site.fingerprint
     draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint).to(target.embed.dtype)
@@ -231,7 +220,6 @@ def open_engine(
         on_trace=recorder.submit if recorder else None,
         on_round=watch.observe,
         sharing=sharing,
-        pulse=pulse,
     )
     estimate = engine.estimated_speedup.ratio
     site.registry.register(ServingCollector(meter, recorder.stats if recorder else None, estimate))

@@ -114,7 +114,7 @@ LABELS = {
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
-    "part": "`used`, `free`; of the plugin `capture`, `depth`, `swap`, `pulse`",
+    "part": "`used`, `free`; of the plugin `capture`, `depth`, `swap`",
     "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`, `expired`, `skipped`, "
     "`redelivered`, `foreign`; of rollouts `waiting`, `running`, `paused`",
 }

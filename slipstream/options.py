@@ -39,12 +39,5 @@ VocabFrom = Annotated[
     Path | None,
     typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
 ]
-PulseDir = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="SLIPSTREAM_PULSE_DIR",
-        help="Folder in memory, as /dev/shm/slipstream, by which the trainer gives way to the engines of its machine.",
-    ),
-]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

@@ -32,7 +32,6 @@ from slipstream.local_site import (
     open_app,
     open_engine,
     open_privacy,
-    open_pulse,
     open_recorder,
     open_sharing,
 )
@@ -62,7 +61,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         version = first_version(site)
         watch = LiveWatch(version)
         sharing = open_sharing(site, vocab_size=target.embed.shape[0])
-        engine = open_engine(site, target, version, recorder, watch, sharing, open_pulse(site))
+        engine = open_engine(site, target, version, recorder, watch, sharing)
         guard = TargetGuard(
             target.weights,
             on_change=partial(_target_changed, engine, recorder),
@@ -112,6 +111,7 @@ def _status(
     return {
         "target_ok": int(guard.look_at_times()),
         "target_version": engine.target_version,
+        **engine.load.report(),
         **({"capture_share": round(recorder.stats().share, 4)} if recorder else {}),
         **privacy.look(),
     }

@@ -13,7 +13,7 @@ from slipstream.effects import warn_of_unread_variables
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import Depth, DraftVocab, Model, PulseDir, RedisUrl, Store, SuffixDepth, VocabFrom
+from slipstream.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom
 from speculator.spans import configure_spans
 
 
@@ -31,7 +31,6 @@ def serve(
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
     drop_personal_data: options.DropPersonalData = False,
-    pulse_dir: PulseDir = None,
     depth: Depth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
@@ -88,7 +87,6 @@ _EITHER = (
     "trace_ttl_hours",
     "drop_personal_data",
     "capture_floor",
-    "pulse_dir",
 )
 """Options that mean the same to both engines; the names of the fields that take them."""
 

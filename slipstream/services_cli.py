@@ -13,7 +13,7 @@ from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import Model, PulseDir, RedisUrl, Store
+from slipstream.options import Model, RedisUrl, Store
 from speculator.errors import ConfigError
 from speculator.spans import configure_spans
 
@@ -40,7 +40,6 @@ def sglang(
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
     drop_personal_data: options.DropPersonalData = False,
-    pulse_dir: PulseDir = None,
     depth: Depth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
@@ -76,7 +75,6 @@ def sglang(
             capture=capture,
             trace_ttl_hours=trace_ttl_hours,
             drop_personal_data=drop_personal_data,
-            pulse_dir=pulse_dir,
             control_share=control_share,
             context_window=context_window,
             capture_bytes_per_s=capture_bytes_per_s,

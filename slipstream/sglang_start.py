@@ -41,7 +41,6 @@ class SglangStart:
     trace_ttl_hours: float = 0
     drop_personal_data: bool = False
     capture_floor: float = DEFAULT_FLOOR
-    pulse_dir: Path | None = None
     store: Path
     redis_url: str
     stream_max_bytes: int
@@ -75,7 +74,6 @@ class SglangStart:
             trace_ttl_hours=self.trace_ttl_hours,
             drop_personal_data=self.drop_personal_data,
             capture_floor=self.capture_floor,
-            pulse_dir=self.pulse_dir,
             stream_max_bytes=self.stream_max_bytes,
             extra=self.extra,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +11,11 @@ from slipstream.effects import TRAIN, check_variables, warn_of_unread_variables
 from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.options import Model, PulseDir, RedisUrl, Store, finite
+from slipstream.options import Model, RedisUrl, Store, finite
 from speculator.spans import configure_spans
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
 """Of the trainer's settings: an option stands before its variable."""
-_SPINNING = ("GOMP_SPINCOUNT", "10000")
-"""For 0.1 ms a second thread waits awake for its share of the next operation, of which a step has hundreds: to wake it
-takes as long as it would save. There is one only while no engine works. Read when PyTorch is imported."""
 
 
 def train(
@@ -49,7 +45,6 @@ def train(
             help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
         ),
     ] = None,
-    pulse_dir: PulseDir = None,
     seed: Annotated[
         int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of the order of learning and of a fresh draft.")
     ] = 0,
@@ -60,9 +55,6 @@ def train(
     """
     configure_logs()
     configure_spans("slipstream-trainer")
-    yields = pulse_dir is not None or f"{_PREFIX}PULSE_DIR" in os.environ
-    if yields and threads == 1:
-        os.environ.setdefault(*_SPINNING)
     from slipstream.draft import checked_fingerprint
     from speculator.checkpoint import model_key
     from speculator.store import DraftStore
@@ -70,9 +62,9 @@ def train(
     from trainer.run import run_trainer
 
     model_dir = resolve_model(model)
-    given = {"trace_ttl_hours": trace_ttl_hours, "pulse_dir": pulse_dir}
+    given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
     config = load_config(
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
         model_dir=model_dir,
         model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
         redis_url=redis_url,

@@ -144,13 +144,9 @@ class TrainerConfig(BaseSettings):
     """Added to the process's niceness: serving goes first. At 19 one process runs only where nobody else wants the core
     (SCHED_IDLE)."""
 
-    pulse_dir: Path | None = None
-    """Folder in memory where the engines of this machine say when they compute: the trainer then gives way to them
-    (trainer/sharing.py), and runs where nobody else wants the core. SLIPSTREAM_PULSE_DIR says it for every service."""
-    serving_budget: float = Field(default=0.03, ge=0)
-    """With a `pulse_dir`: by how much training may slow the steps of an engine, relatively, before it pauses."""
-    idle_threads: int | None = Field(default=None, ge=1)
-    """With a `pulse_dir`: CPU threads while all engines rest; as many as the process has cores where unset."""
+    busy_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of its time in which the trainer computes while an engine of its machine is always busy; the less busy the
+    engine, the larger the share. At 1 the trainer never rests."""
 
     @field_validator("loss")
     @classmethod

@@ -38,7 +38,7 @@ class TrainerMetrics:
         self._declare_learning(registry)
         self._declare_replay(registry)
         self._declare_drift(registry)
-        self._declare_sharing(registry)
+        self._declare_throttle(registry)
         self._declare_health(registry)
         self._declare_gate(registry)
         self._declare_review(registry)
@@ -150,22 +150,14 @@ class TrainerMetrics:
             registry=registry,
         )
 
-    def _declare_sharing(self, registry: CollectorRegistry) -> None:
-        self.trainer_threads = Gauge(
-            "slipstream_trainer_threads", "CPU threads that training has now; 0 = it waits for serving",
-            registry=registry,
-        )  # fmt: skip
-        self.yielded = Counter(
-            "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine",
-            registry=registry,
-        )  # fmt: skip
-        self.serving_slowdown = Gauge(
-            "slipstream_trainer_serving_slowdown_ratio",
-            "How much longer an engine's step takes beside training than alone, as last concluded",
+    def _declare_throttle(self, registry: CollectorRegistry) -> None:
+        self.time_share = Gauge(
+            "slipstream_trainer_time_share_ratio",
+            "Share of its time in which training computes, by how busy the engines of its machine are",
             registry=registry,
         )
-        self.slice_seconds = Gauge(
-            "slipstream_trainer_slice_seconds", "How long training may compute beside a busy engine before it rests",
+        self.yielded = Counter(
+            "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine",
             registry=registry,
         )  # fmt: skip
 

@@ -38,6 +38,7 @@ from trainer.shares import share_of
 from trainer.shelf import Shelf, shelf_folder
 from trainer.source import TraceSource, consumer_name
 from trainer.training import Training
+from trainer.yielding import Throttle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class Parts:
     intake: Intake
     candidates: Candidates
     saver: Saver
+    throttle: Throttle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,12 @@ def assemble(
     source = _source(ground, to_example, progress, shelf, forgetting)
     ranks.lead(partial(_tidy, source, shelf, progress))
     intake = _intake(ground, source, replay, to_example, progress, forgetting)
+    pointer = DraftPointer(client, config.model_key)
     candidates = Candidates(
         training,
         intake,
         store,
-        DraftPointer(client, config.model_key),
+        pointer,
         config,
         metrics,
         ranks,
@@ -134,6 +137,7 @@ def assemble(
         intake=intake,
         candidates=candidates,
         saver=saver,
+        throttle=Throttle(pointer.engines, ranks, metrics, busy_share=config.busy_share),
     )
 
 

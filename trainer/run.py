@@ -18,7 +18,7 @@ from trainer.device import choose_device, local_rank
 from trainer.distributed import Ranks, join_ranks
 from trainer.loop import train_until
 from trainer.service import Trainer
-from trainer.yielding import give_way_as_a_session, give_way_in_the_kernel, yielding
+from trainer.yielding import give_way_as_a_session, give_way_in_the_kernel
 
 log = structlog.get_logger()
 
@@ -36,8 +36,7 @@ def run_trainer(config: TrainerConfig) -> None:
     says that one was killed.
 
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
-    takes more from the engine beside it than training does. (Where the trainer yields, slipstream/train_cli.py lets the
-    second thread spin for a moment: it runs while no engine works.)
+    takes more from the engine beside it than training does.
     Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError when it cannot start, and
     StoreError when it cannot save its checkpoint.
     """
@@ -69,19 +68,17 @@ def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: thre
         port = config.metrics_port and config.metrics_port + local_rank()
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
-    if (config.pulse_dir is not None or config.nice == LOWEST) and ranks.size == 1:
+    if config.nice == LOWEST and ranks.size == 1:
         # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
         # Several ranks stay at their niceness: on a busy machine one would stand still, and the others give it up.
         give_way_in_the_kernel()
-    with yielding(config, trainer.metrics, device, stop, num_ranks=ranks.size):
-        train_until(stop, trainer)
+    train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
 
 
 def stop_on_signals() -> threading.Event:
     """Set at the first SIGTERM or SIGINT, by a thread of its own. Python's handlers run on the main thread: one that
-    comes while that waits for the event would wait for the lock held there, for ever, and none comes while a backward
-    pass on a GPU, whose operations give way on another thread, keeps it. Call from the main thread.
+    comes while that waits for the event would wait for the lock held there, for ever. Call from the main thread.
     """
     stop, (woken, waking) = threading.Event(), os.pipe()
     os.set_blocking(waking, False)

@@ -55,7 +55,7 @@ class Trainer:
         self._redis, self._rewards, self._replay = parts.client, parts.rewards, parts.replay
         self._training, self._forgetting, self._shelf = parts.training, parts.forgetting, parts.shelf
         self._source, self.intake = parts.source, parts.intake
-        self._candidates, self._saver = parts.candidates, parts.saver
+        self._candidates, self._saver, self.throttle = parts.candidates, parts.saver, parts.throttle
         self.metrics.healthy.set(self._training.guard.healthy)
         self._source.observe_lag()
         self._forgetting.report()

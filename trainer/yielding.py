@@ -1,36 +1,33 @@
-"""The trainer gives way to serving on its machine, in the middle of a step.
+"""The trainer gives way to the engines of its machine: it rests between steps, and the kernel runs it last.
 
-Each module that the trainer's thread runs, forward and backward, in training, a review or the gate's comparison, and
-the optimiser, first asks `Sharing` whether there is room, and waits where there is none. None of the code that computes
-knows of it. (To ask before every operation, with a TorchDispatchMode, made steps 10 to 40% longer.)
+`Throttle` makes the trainer's share of its time fall as the load of the engines rises:
 
-Beneath that the kernel gives way too: under SCHED_IDLE a thread runs where no other thread wants the core, and loses it
-at once. That alone is not enough: two threads on two cores still share caches and memory.
+    share = 1 − busy · (1 − busy_share)
+
+`busy` is the share of time in steps of this machine's busiest engine (speculator/load.py). A turn of the loop that took
+t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
+
+Under SCHED_IDLE a thread runs where no other thread wants the core, and loses it at once. That alone is not enough: two
+threads on two cores still share caches and memory.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
 
 import structlog
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from speculator.cores import num_cores
-from speculator.pulse import EngineStep, PulseBoard, Serving
-from trainer.config import TrainerConfig
+from speculator.errors import StreamError
+from speculator.load import busiest_here
+from trainer.distributed import Ranks
 from trainer.metrics import TrainerMetrics
-from trainer.sharing import SHORTEST_SLICE_S, Sharing
 
 log = structlog.get_logger()
 
@@ -39,12 +36,62 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUPS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
-POLL_S = 0.005
-"""How long idle cores may go unnoticed."""
-_LOOK_EVERY_NS = 300_000
-_MERGE_NS = 1_000_000
-_REMEMBERED_S = 30.0
-"""Longer than any step of an engine."""
+LOOK_S = 1.0
+"""Between two looks at the engines' reports, during a rest too: a rest ends when they become idle."""
+LONGEST_REST_S = 30.0
+"""Even after a long turn: traces and orders to erase wait meanwhile."""
+
+
+class Throttle:
+    """Rests after each turn of the training loop. Used by one thread.
+
+    Several ranks rest together, as the machine of rank 0 asks for: otherwise one would wait for the other, count that
+    as its own turn and rest the longer.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[str, Mapping[str, str]]],
+        ranks: Ranks,
+        metrics: TrainerMetrics,
+        *,
+        busy_share: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`engines` gives the engines' reports or raises StreamError; `busy_share` is the trainer's share of its time
+        beside an engine that is always busy, above 0 and at most 1. `clock` gives seconds.
+        """
+        self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
+        self._busy_share, self._share = busy_share, 1.0
+        self._looked_s = -math.inf
+        metrics.time_share.set(1.0)
+
+    def rest(self, worked_s: float, stop: threading.Event) -> None:
+        """Rest after a turn of `worked_s` seconds; not once `stop` is set."""
+        if self._busy_share == 1:
+            return
+        began_s, rested_s = self._clock(), 0.0
+        while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
+            # Ranks go on in the same order where one is told to stop: it does not wait, and asks as often.
+            stop.wait(pause_s)
+            rested_s += pause_s
+        self._metrics.yielded.inc(self._clock() - began_s)
+
+    def _pause_ms(self, worked_s: float, rested_s: float) -> int:
+        """Until the rest is over, or until the next look."""
+        self._look()
+        owed_s = min(worked_s * (1 / self._share - 1), LONGEST_REST_S) - rested_s
+        return int(1000 * min(max(owed_s, 0.0), LOOK_S))
+
+    def _look(self) -> None:
+        """Without Redis the engines are as busy as they were."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        with suppress(StreamError):
+            self._share = 1 - busiest_here(self._engines()) * (1 - self._busy_share)
+        self._metrics.time_share.set(self._share)
 
 
 def give_way_in_the_kernel() -> None:
@@ -105,192 +152,3 @@ def _has_autogroups() -> bool:
         return _AUTOGROUP.exists() and _AUTOGROUPS_ENABLED.read_text().strip() == "1"
     except OSError:
         return False
-
-
-def idle_threads(config: TrainerConfig) -> int:
-    """CPU threads while no engine works."""
-    if config.idle_threads is not None:
-        return config.idle_threads
-    return max(num_cores(), config.num_threads)
-
-
-@contextmanager
-def yielding(
-    config: TrainerConfig,
-    metrics: TrainerMetrics,
-    device: torch.device,
-    stop: threading.Event,
-    *,
-    num_ranks: int = 1,
-) -> Iterator[None]:
-    """What computes within it gives way to the engines of `config.pulse_dir`, until `stop` is set.
-
-    Processes that train together do not: one that paused would keep the others waiting, at last for too long.
-    """
-    if config.pulse_dir is not None and num_ranks > 1:
-        log.warning("processes that train together do not pause for serving, they have their niceness alone")
-    if config.pulse_dir is None or num_ranks > 1:
-        yield
-        return
-    board = PulseBoard(config.pulse_dir)
-    with ExitStack() as opened:
-        opened.callback(board.close)
-        opened.enter_context(
-            Yielding(
-                board,
-                Sharing(budget=config.serving_budget),
-                metrics,
-                num_threads=config.num_threads,
-                idle_threads=idle_threads(config),
-                # What was launched on a GPU goes on there: while serving is busy each module ends before the next.
-                drain=torch.cuda.synchronize if device.type == "cuda" else _nothing,
-                stop=stop,
-            )
-        )
-        yield
-
-
-class _Stretch(NamedTuple):
-    """The trainer computed; `is_beside`: with leave to, although serving was busy."""
-
-    begin_ns: int
-    end_ns: int
-    is_beside: bool
-
-
-class Yielding:
-    """While it is entered, what the thread that entered it computes may wait."""
-
-    def __init__(
-        self,
-        board: PulseBoard,
-        sharing: Sharing,
-        metrics: TrainerMetrics,
-        *,
-        num_threads: int,
-        idle_threads: int,
-        drain: Callable[[], object],
-        stop: threading.Event,
-        clock: Callable[[], int] = time.monotonic_ns,
-        cpu_clock: Callable[[], int] = time.process_time_ns,
-    ) -> None:
-        """`num_threads` beside a busy engine or where no engine is known, `idle_threads` while all of them rest."""
-        self._board, self._sharing, self._metrics = board, sharing, metrics
-        self._num_threads, self._idle_threads = num_threads, idle_threads
-        self._drain, self._stop = drain, stop
-        self._clock, self._cpu_clock = clock, cpu_clock
-        self._serving = Serving()
-        self._looked_ns = self._began_ns = self._began_cpu_ns = 0
-        self._threads = 0
-        self._thread = 0
-        self._stretches: deque[_Stretch] = deque()
-        self._hooks = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._thread = threading.get_ident()
-        self._began_ns, self._began_cpu_ns = self._clock(), self._cpu_clock()
-        self._set_threads(self._num_threads)
-        for hook in (
-            register_module_forward_hook(self._after_module),
-            register_optimizer_step_pre_hook(self._before_update),
-        ):
-            self._hooks.callback(hook.remove)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.close()
-        self._set_threads(self._num_threads)
-
-    # The hooks are everybody's: who else computes in this process, an engine perhaps, goes on.
-
-    def _before_update(self, *_: object) -> None:
-        if threading.get_ident() == self._thread:
-            self._breathe()
-
-    def _after_module(self, module: nn.Module, inputs: object, output: object) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        self._breathe()
-        if isinstance(output, Tensor) and output.requires_grad:
-            # In the backward pass, before this module's part of it; on a GPU that is another thread, while ours waits.
-            output.register_hook(lambda _: self._breathe())  # type: ignore[no-untyped-call]
-
-    def _breathe(self) -> None:
-        """Between two pieces of work."""
-        if self._serving.is_busy:
-            self._drain()
-        now_ns, used_ns = self._clock(), self._cpu_clock() - self._began_cpu_ns
-        # What it did not compute it waited, for traces or for a core.
-        self._computed(max(self._began_ns, now_ns - used_ns), now_ns)
-        if now_ns - self._looked_ns >= _LOOK_EVERY_NS:
-            self._wait_for_room(now_ns)
-        self._began_ns, self._began_cpu_ns = self._clock(), self._cpu_clock()
-
-    def _wait_for_room(self, now_ns: int) -> None:
-        """Return as soon as the trainer may compute, with the threads that it may use, or at the stop."""
-        while not self._may_compute(now_ns) and not self._stop.is_set():
-            self._metrics.trainer_threads.set(0)
-            self._stop.wait(POLL_S)
-            before_ns, now_ns = now_ns, self._clock()
-            self._metrics.yielded.inc((now_ns - before_ns) / 1e9)
-        self._looked_ns = now_ns
-        is_idle = self._serving.num_engines > 0 and not self._serving.is_busy
-        self._set_threads(self._idle_threads if is_idle else self._num_threads)
-
-    def _may_compute(self, now_ns: int) -> bool:
-        self._serving = self._board.look()
-        for step in self._board.steps():
-            self._observe(step)
-        found, slice_s = self._sharing.found, self._sharing.slice_s
-        may = self._sharing.may_compute(now_ns / 1e9, self._serving)
-        if self._sharing.found != found:
-            self._report(found, slice_s)
-        return may
-
-    def _observe(self, step: EngineStep) -> None:
-        """Set a step's time against the trainer's own computing during it."""
-        beside_ns = 0
-        for stretch in reversed(self._stretches):
-            if stretch.end_ns <= step.begin_ns:
-                break
-            overlap_ns = min(stretch.end_ns, step.end_ns) - max(stretch.begin_ns, step.begin_ns)
-            if overlap_ns > 0:
-                if not stretch.is_beside:
-                    # An operation that began while serving was idle: that is neither alone nor how a slice looks.
-                    return
-                beside_ns += overlap_ns
-        self._sharing.observe((step.engine, step.shape), (step.end_ns - step.begin_ns) / 1e9, beside_ns / 1e9)
-
-    def _computed(self, begin_ns: int, end_ns: int) -> None:
-        stretches, is_beside = self._stretches, self._serving.is_busy
-        if stretches:
-            last = stretches[-1]
-            if last.is_beside == is_beside and begin_ns - last.end_ns < _MERGE_NS:
-                stretches[-1] = last._replace(end_ns=end_ns)
-                return
-        stretches.append(_Stretch(begin_ns, end_ns, is_beside))
-        while end_ns - stretches[0].end_ns > 1e9 * _REMEMBERED_S:
-            stretches.popleft()
-
-    def _set_threads(self, threads: int) -> None:
-        self._metrics.trainer_threads.set(threads)
-        if threads != self._threads:
-            torch.set_num_threads(threads)
-            self._threads = threads
-
-    def _report(self, found_before: float, slice_before_s: float) -> None:
-        """A conclusion was drawn."""
-        sharing = self._sharing
-        self._metrics.serving_slowdown.set(sharing.found)
-        self._metrics.slice_seconds.set(sharing.slice_s)
-        slowdown = round(sharing.found, 4)
-        if found_before <= sharing.budget < sharing.found:
-            log.info("serving is slowed beside training: pausing", slowdown=slowdown, rest_s=sharing.rest_s)
-        elif slice_before_s == SHORTEST_SLICE_S < sharing.slice_s:
-            log.info("serving is not slowed beside training", slowdown=slowdown, budget=sharing.budget)
-
-
-def _nothing() -> None:
-    """On a CPU an operation has ended when it returns."""

@@ -40,9 +40,9 @@ from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.errors import EngineDeadError, RequestError
 from speculator.fixed_planner import FixedPlanner
+from speculator.load import EngineLoad
 from speculator.model import Eagle3Draft
 from speculator.planner import RoundPlanner
-from speculator.pulse import Pulse
 from speculator.spans import current, span
 from speculator.suffix import SuffixDrafter
 from speculator.trace import Trace
@@ -58,8 +58,7 @@ class LocalEngine:
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
     round says about the draft; neither may block. `planner` takes the place of the one that the settings ask for.
-    `sharing` brings the text of prompt groups to other engines, and theirs here; `pulse` tells a trainer on the same
-    machine when the engine computes.
+    `sharing` brings the text of prompt groups to other engines, and theirs here. `load` measures how busy it is.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class LocalEngine:
         on_round: Callable[[WatchedRound], object] | None = None,
         planner: Planner | None = None,
         sharing: GroupSharing | None = None,
-        pulse: Pulse | None = None,
     ) -> None:
         self._config, self._target, self._load_draft = config, target, load_draft
         self.metrics, self._captures, self._sharing = metrics, on_trace is not None, sharing
@@ -98,7 +96,7 @@ class LocalEngine:
             send=self._outbox.send,
         )
         self._teller = RoundTeller(metrics, meter, on_round)
-        self._inbox = Inbox(config.max_waiting)
+        self._inbox, self.load = Inbox(config.max_waiting), EngineLoad()
         self._loop = DecodeLoop(
             config,
             inbox=self._inbox,
@@ -110,7 +108,7 @@ class LocalEngine:
             capture=Capture(config, runner, self._assembler, target_fingerprint=target_fingerprint, metrics=metrics),
             teller=self._teller,
             metrics=metrics,
-            pulse=pulse,
+            load=self.load,
         )
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -114,11 +114,10 @@ class Inbox:
 
     # -- of the engine's thread ----------------------------------------------------------------------------------
 
-    def wait(self, *, is_busy: bool, on_rest: Callable[[], None]) -> bool:
+    def wait(self, *, is_busy: bool) -> bool:
         """Until there is something to do, at once where the engine `is_busy`; False when it is to stop."""
         with self._changed:
             while not (is_busy or self._waiting or self._swap or self._move or self._errands or self._is_closed):
-                on_rest()
                 self._changed.wait()
             return not self._is_closed
 

@@ -21,7 +21,7 @@ from serving.local.telling import Round, RoundTeller
 from serving.local.texts import RecentTexts
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, HeadArm, HeadSwitch
-from speculator.pulse import Pulse
+from speculator.load import EngineLoad
 from speculator.spans import record
 
 _ALONE_EVERY = 8
@@ -49,7 +49,7 @@ class DecodeLoop:
         capture: Capture,
         teller: RoundTeller,
         metrics: EngineMetrics,
-        pulse: Pulse | None,
+        load: EngineLoad,
     ) -> None:
         self._inbox, self._target, self._draft, self._planner = inbox, target, draft, planner
         self._runner, self._capture, self._teller, self._metrics = runner, capture, teller, metrics
@@ -57,7 +57,7 @@ class DecodeLoop:
         self._control = ControlShare(config.control_share)
         self._head_switch = HeadSwitch(config.head_off_share)
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
-        self._pulse, self._num_steps, self._step_tokens, self._num_shareable = pulse, 0, 0, 0
+        self._load, self._num_steps, self._num_shareable = load, 0, 0
         self.texts, self.depth, self.target_version = texts, config.depth, 0
 
     @property
@@ -66,14 +66,12 @@ class DecodeLoop:
 
     def run(self) -> None:
         """Until the inbox is closed. What then runs is cut."""
-        while self._inbox.wait(is_busy=bool(self._slots.everybody), on_rest=self.rest):
-            self.step()
+        while self._inbox.wait(is_busy=bool(self._slots.everybody)):
+            with self._load.stepping():
+                self.step()
 
     def step(self) -> None:
         self._num_steps += 1
-        if self._pulse is not None:
-            self._pulse.beat(max(self._inbox.num_waiting - self._slots.num_free, 0))
-            self._step_tokens = 0
         self._install_draft()
         self._install_target()
         self.texts.run(self._inbox.take_errands())
@@ -84,20 +82,11 @@ class DecodeLoop:
         if piece is not None and not self._reads_in_round(piece):
             self._prefill(piece)
             piece = None
-        batch = self.num_running
-        if batch:
+        if self.num_running:
             self._decode(piece)
-        if self._pulse is not None:
-            self._pulse.about(batch, self._step_tokens)
-
-    def rest(self) -> None:
-        """Nothing is computed until the next step."""
-        if self._pulse is not None:
-            self._pulse.rest()
 
     def end(self) -> None:
         """Tell all that are here that their answers end."""
-        self.rest()
         for generation in self._slots.everybody:
             generation.abort()
 
@@ -181,7 +170,6 @@ class DecodeLoop:
         depth = 0 if is_control else self.depth
         arm = self._head_switch.next_arm() if depth else _NO_DRAFTING
         report = self._runner.run(running, depth, piece, may_ask_head=arm.may_ask)
-        self._step_tokens += report.num_tokens
         self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version, arm))
         if piece is not None:
             self._end_piece(piece, report.seconds, in_round=True)
@@ -189,7 +177,6 @@ class DecodeLoop:
 
     def _end_piece(self, piece: Piece, seconds: float, *, in_round: bool) -> None:
         """It has been read: tell of it, and let its request decode where that was the prompt's last."""
-        self._step_tokens += len(piece.tokens)
         record(piece.generation.parent, "prefill", seconds, tokens=len(piece.tokens), in_round=in_round)
         if piece.ends_prompt:
             self._slots.start_decoding()

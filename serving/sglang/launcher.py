@@ -80,7 +80,6 @@ class SglangOptions:
     trace_ttl_hours: float = 0
     drop_personal_data: bool = False
     capture_floor: float = DEFAULT_FLOOR
-    pulse_dir: Path | None = None
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
 
@@ -133,8 +132,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
-    sharing = {"SLIPSTREAM_PULSE_DIR": str(options.pulse_dir.absolute())} if options.pulse_dir else {}
-    return {**inherited, **on_cpu, **sharing, **ours}
+    return {**inherited, **on_cpu, **ours}
 
 
 class SglangProcess:

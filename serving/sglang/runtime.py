@@ -33,13 +33,13 @@ from serving.sglang.status import Fields, of_depth, of_speedup, of_swaps
 from serving.sglang.swap import SglangDraft
 from serving.sglang.target import RankTarget
 from serving.sglang.traces import TracePipeline
-from serving.sglang.worker import depths_of, device_of, num_new_tokens, tensor_parallel_group, weights_of
+from serving.sglang.worker import depths_of, device_of, tensor_parallel_group, weights_of
 from serving.speedup import ControlShare, SpeedupMeter
 from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
 from speculator.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.depth import DepthPolicy, RoundCosts
-from speculator.pulse import Pulse
+from speculator.load import EngineLoad
 from speculator.spans import close_spans, configure_spans
 from speculator.store import DraftStore, Manifest
 
@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 _STEP_LASTS_S = 2.0
 """After so long without another step nothing runs, or a long prompt is being read."""
-_LINGER_S = 0.03
-"""SGLang asks for its next step at once while it has any: after so long it has none."""
 
 
 class EngineRuntime:
@@ -78,7 +76,6 @@ class EngineRuntime:
         self._capturing = Fence("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
         self._choosing = Fence("depth", holds=alone)
-        self._pulsing = Fence("pulse", off=self._stop_pulse)
         self.draft = _new_draft(worker, store, manifest, alone=alone)
         # Without meetings nobody would tell the depth of a swap.
         self._meeting = Fence("swap", off=self.draft.close, holds=alone)
@@ -96,14 +93,12 @@ class EngineRuntime:
         self._prefilling: Any = None
         """The batch of a prefill whose tokens SGLang has not sampled yet."""
 
-        self._pulse: Pulse | None = None
+        self._load = EngineLoad()
         self._traces: TracePipeline | None = None
         self._erasures: ErasureWatch | None = None
         if self._pointer is not None:
             configure_spans("slipstream-sglang")
             self._pointer.refuse_second(self._engine_id)
-            if settings.pulse_dir:
-                self._pulse = Pulse(Path(settings.pulse_dir), linger_s=_LINGER_S)
             if settings.capture:
                 self._traces = self._new_traces(settings, key, manifest)
             forget = [] if self._traces is None else [self._traces.forget]
@@ -128,12 +123,8 @@ class EngineRuntime:
 
     def step(self, run: Callable[[], Any], batch: Any) -> Any:
         """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
-        with self.draft.stepping:
-            self._pulsing(self._beat, batch)
-            try:
-                return self._step(run, batch)
-            finally:
-                self._pulsing(self._rest)
+        with self.draft.stepping, self._load.stepping():
+            return self._step(run, batch)
 
     def _step(self, run: Callable[[], Any], batch: Any) -> Any:
         self.steps += 1
@@ -205,15 +196,6 @@ class EngineRuntime:
 
     # -- within the fences ------------------------------------------------------------------------------------------
 
-    def _beat(self, batch: Any) -> None:
-        if self._pulse is not None:
-            self._pulse.beat()
-            self._pulse.about(len(batch.reqs or ()), num_new_tokens(batch))
-
-    def _rest(self) -> None:
-        if self._pulse is not None:
-            self._pulse.rest()
-
     def _launched(self, batch: Any) -> None:
         self.depth.launched(batch.reqs, self._worker.speculative_num_steps)
 
@@ -255,11 +237,6 @@ class EngineRuntime:
         if self._traces is not None:
             self._traces.capture.stop()
 
-    def _stop_pulse(self) -> None:
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            pulse.close()
-
     def _meet(self) -> None:
         if not self._agreement.is_alone:
             self.depth.adopt(self._agreement.costs(self.depth.measured))
@@ -280,8 +257,6 @@ class EngineRuntime:
         self._follower.stop()
         if self._traces is not None:
             self._traces.close()
-        if self._pulse is not None:
-            self._pulse.close()
         close_spans()
 
     def _new_depth(
@@ -348,10 +323,11 @@ class EngineRuntime:
         return {
             "steps": self.steps,
             "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,
+            **self._load.report(),
             **self._served,
             **self._target.status(),
             **self._erasures.look(),
-            **of_fences((self._capturing, self._choosing, self._meeting, self._pulsing)),
+            **of_fences((self._capturing, self._choosing, self._meeting)),
             **of_swaps(self._follower.log),
             **of_depth(self.depth),
             **of_speedup(self.meter.measure()),

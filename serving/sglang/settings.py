@@ -61,8 +61,6 @@ class PluginSettings:
     watch: bool = True
     """Compare each new draft with the one before on live traffic and go back where it is worse; without it whatever is
     published comes into service and stays."""
-    pulse_dir: str = ""
-    """Folder in memory where the server says when it computes, for a trainer that shares its machine."""
     poll_s: float = 0.5
     """How often the draft pointer is read."""
 

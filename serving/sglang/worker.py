@@ -28,11 +28,6 @@ def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter for _, parameter in sorted(model.named_parameters())]
 
 
-def num_new_tokens(batch: Any) -> int:
-    """Of the prompts where the step reads any, else the pending token of each request."""
-    return int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
-
-
 def tensor_parallel_group() -> Any:
     from sglang.srt.distributed.parallel_state import get_tp_group
 

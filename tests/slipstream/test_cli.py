@@ -143,29 +143,3 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SLIPSTREAM_TRAINER_NUM_THREADS", "2")
     context = train.make_context("train", ["--model", "m", "--seed", "8"])
     assert (context.params["seed"], context.params["threads"]) == (8, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "variable", "stays_awake"),
-    [
-        (["--pulse-dir", "p"], "", True),
-        ([], "SLIPSTREAM_PULSE_DIR", True),
-        ([], "SLIPSTREAM_TRAINER_PULSE_DIR", True),
-        ([], "", False),
-        (["--pulse-dir", "p", "--threads", "2"], "", False),
-    ],
-)
-def test_a_thread_stays_awake_only_where_no_engine_wants_its_core(
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    options: list[str],
-    variable: str,
-    stays_awake: bool,
-) -> None:
-    if variable:
-        monkeypatch.setenv(variable, "p")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "to be as it was afterwards")
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    refused("train", "--model", tmp_path, *options)
-    assert ("GOMP_SPINCOUNT" in os.environ) is stays_awake

@@ -102,8 +102,6 @@ def test_an_unknown_variable_is_named_with_the_one_that_was_meant(
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"SERVING_BUDGET": "0.1"}, "SERVING_BUDGET"),
-        ({"SERVING_BUDGET": "0.1", "PULSE_DIR": "/dev/shm/x"}, ""),
         ({"METRICS_HOST": "0.0.0.0"}, "METRICS_HOST"),
         ({"METRICS_HOST": "0.0.0.0", "METRICS_PORT": "0"}, ""),
         ({"GOLDEN_EPSILON": "0.1", "GOLDEN_TRACES": "0"}, "GOLDEN_EPSILON"),

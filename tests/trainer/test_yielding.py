@@ -1,4 +1,4 @@
-"""The trainer's modules give way to an engine: in the middle of a step, and without changing what is learnt."""
+"""The trainer rests beside busy engines of its machine, and the kernel runs it last."""
 
 from __future__ import annotations
 
@@ -13,263 +13,143 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
-from torch import nn
 
 from speculator.codec import encode_trace
-from speculator.fresh import fresh_draft
-from speculator.pulse import EngineStep, Pulse, PulseBoard, Serving
-from speculator.store import DraftStore
+from speculator.errors import StreamError
+from speculator.load import machine_id
+from speculator.pointer import DraftPointer
 from speculator.stream import TraceStream
 from speculator.trace import Trace
-from tests.trainer.examples import batch_of, config_for, promote
+from tests.trainer.examples import config_for
 from tests.waiting import wait_until
 from trainer import run
 from trainer.distributed import Ranks
 from trainer.loop import train_until
 from trainer.metrics import TrainerMetrics
 from trainer.service import Trainer
-from trainer.sharing import Sharing
-from trainer.step import Learner
-from trainer.yielding import Yielding, give_way_as_a_session, give_way_in_the_kernel, yielding
+from trainer.yielding import LONGEST_REST_S, Throttle, give_way_as_a_session, give_way_in_the_kernel
 
-BUSY, IDLE = Serving(1, True, 0), Serving(1, False, 0)
+Reports = dict[str, dict[str, str]]
 
-
-def work() -> None:
-    nn.Identity()(torch.ones(3))
+MACHINE = machine_id()
 
 
-class Scene:
-    """A board, clocks and a stop of our own: each module takes 1 ms, and each poll of a waiting trainer."""
+class Engines:
+    """Their reports, one look after the other and then the last again. The clock moves in rests and turns alone."""
 
-    def __init__(self) -> None:
-        self.now_ns = 10**12
-        self.asleep_ns = 0
-        self.serving = IDLE
-        self.looks: list[Serving] = []
-        self.steps_: list[EngineStep] = []
-        self.num_drained = self.num_polls = 0
-        self.polls_until_idle = 3
-        self.is_stopped = False
+    def __init__(self, *looks: Reports, busy_share: float, stop: bool = False) -> None:
+        self.looks, self.num_asked, self.rested_s, self.now_s = list(looks), 0, 0.0, 1000.0
+        self.is_stopped, self.is_away = stop, False
         self.registry = CollectorRegistry()
-        self.sharing = Sharing(budget=0.03)
-        self.mode = Yielding(
-            cast(PulseBoard, self),
-            self.sharing,
-            TrainerMetrics(self.registry),
-            num_threads=1,
-            idle_threads=2,
-            drain=self._drain,
-            stop=cast(threading.Event, self),
-            clock=self._clock,
-            cpu_clock=lambda: self.now_ns - self.asleep_ns,
+        self.throttle = Throttle(
+            self.read, Ranks(), TrainerMetrics(self.registry), busy_share=busy_share, clock=lambda: self.now_s
         )
 
-    def look(self) -> Serving:
-        self.looks.append(self.serving)
-        return self.serving
-
-    def steps(self) -> list[EngineStep]:
-        steps, self.steps_ = self.steps_, []
-        return steps
-
-    def is_set(self) -> bool:
-        return self.is_stopped
+    def read(self) -> Reports:
+        self.num_asked += 1
+        if self.is_away:
+            raise StreamError("away")
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def wait(self, timeout: float) -> None:
-        self.num_polls += 1
-        if self.num_polls % self.polls_until_idle == 0:
-            self.serving = IDLE
+        """Of the event that stops the trainer."""
+        if not self.is_stopped:
+            self.rested_s += timeout
+            self.now_s += timeout
 
-    def _drain(self) -> None:
-        self.num_drained += 1
-
-    def _clock(self) -> int:
-        self.now_ns += 1_000_000
-        return self.now_ns
+    def rest_after(self, worked_s: float) -> float:
+        self.now_s, self.rested_s = self.now_s + worked_s, 0.0
+        self.throttle.rest(worked_s, cast(threading.Event, self))
+        return self.rested_s
 
     def metric(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"slipstream_trainer_{name}")
 
 
-def test_every_module_asks_in_the_backward_pass_too() -> None:
-    scene, layer = Scene(), nn.Linear(3, 3)
-    with scene.mode:
-        loss = layer(torch.ones(3)).sum()
-        assert len(scene.looks) == 1
-        loss.backward()
-        assert len(scene.looks) == 2
-        torch.optim.SGD(layer.parameters(), lr=0.1).step()
-        assert len(scene.looks) == 3
-        with torch.no_grad():
-            layer(torch.ones(3))
-        assert len(scene.looks) == 4
-        other = threading.Thread(target=lambda: (work(), torch.optim.SGD(layer.parameters(), lr=0.1).step()))
-        other.start()
-        other.join()
-        assert len(scene.looks) == 4, "an engine in this process does not give way to itself"
-    work()
-    assert len(scene.looks) == 4, "outside, nobody is asked"
+def busy(share: str, machine: str = MACHINE) -> Reports:
+    return {"engine": {"version": "1", "machine": machine, "busy": share}}
 
 
-def test_a_module_waits_until_serving_is_idle() -> None:
-    scene = Scene()
-    scene.serving = BUSY
-    with scene.mode:
-        work()
-        assert scene.num_polls == 3
-        assert scene.looks == [BUSY, BUSY, BUSY, IDLE]
-        work()
-        assert scene.num_polls == 3, "idle: at once"
-    assert scene.metric("yielded_seconds_total") == pytest.approx(0.003)
+@pytest.mark.parametrize(
+    ("load", "busy_share", "share"), [("1.0", 0.25, 0.25), ("0.5", 0.25, 0.625), ("0", 0.25, 1.0), ("1.0", 0.5, 0.5)]
+)
+def test_the_trainers_share_falls_as_the_load_rises(load: str, busy_share: float, share: float) -> None:
+    engines = Engines(busy(load), busy_share=busy_share)
+    rests_s = [engines.rest_after(0.5) for _ in range(20)]
+    assert rests_s == pytest.approx([0.5 * (1 / share - 1)] * 20, abs=0.002)
+    assert engines.metric("time_share_ratio") == pytest.approx(share)
+    assert engines.metric("yielded_seconds_total") == pytest.approx(sum(rests_s))
 
 
-def test_nobody_waits_at_the_stop() -> None:
-    scene = Scene()
-    scene.serving, scene.is_stopped = BUSY, True
-    with scene.mode:
-        work()
-    assert scene.num_polls == 0
+def test_by_default_the_trainer_never_rests_and_asks_nobody() -> None:
+    engines = Engines(busy("1.0"), busy_share=1.0)
+    assert engines.rest_after(1.0) == engines.num_asked == 0
 
 
-def test_threads_follow_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    scene = Scene()
-    with scene.mode:
-        work()
-        assert scene.metric("threads") == 2
-        work()
-        scene.serving, scene.is_stopped = BUSY, True
-        work()
-        scene.serving = Serving(0, False, 0)
-        work()
-        assert scene.metric("threads") == 1, "without an engine that says so, nobody knows that it rests"
-    assert asked == [1, 2, 1]
+def test_an_engine_of_another_machine_holds_nobody_up() -> None:
+    assert Engines(busy("1.0", machine="another"), busy_share=0.1).rest_after(1.0) == 0
 
 
-def test_beside_a_busy_engine_each_module_ends_before_the_next() -> None:
-    scene = Scene()
-    scene.is_stopped = True
-    with scene.mode:
-        work()
-        assert scene.num_drained == 0
-        scene.serving = BUSY
-        for _ in range(3):
-            work()
-    assert scene.num_drained == 2
+def test_the_busiest_engine_counts() -> None:
+    reports = busy("0.2") | {"two": busy("1.0")["engine"], "three": busy("0.5")["engine"]}
+    assert Engines(reports, busy_share=0.5).rest_after(1.0) == pytest.approx(1.0)
 
 
-def test_steps_are_set_against_what_was_computed_during_them() -> None:
-    scene = Scene()
-    told: list[tuple[tuple[str, int], float, float]] = []
-    scene.sharing.observe = lambda *one: told.append(one)  # type: ignore[method-assign]
-    with scene.mode:
-        work()
-        work()
-        idle_ns = scene.now_ns
-        scene.serving, scene.is_stopped = BUSY, True
-        work()
-        busy_ns = scene.now_ns
-        work()
-        beside_ns = scene.now_ns
-        scene.now_ns += 50_000_000
-        scene.asleep_ns += 50_000_000
-        scene.steps_ = [
-            EngineStep("e", idle_ns - 500_000, beside_ns, 1),
-            EngineStep("e", busy_ns - 200_000, beside_ns + 1_500_000, 2),
-            EngineStep("e", beside_ns + 10_000_000, beside_ns + 20_000_000, 3),
-        ]
-        work()
-    assert [shape for shape, *_ in told] == [("e", 2), ("e", 3)], (
-        "a module that serving came into says nothing about slices"
-    )
-    assert [beside_s for *_, beside_s in told] == pytest.approx([0.001, 0.0])
-    assert told[0][1] == pytest.approx(0.0037)
+def test_a_rest_ends_once_the_engines_are_idle() -> None:
+    engines = Engines(busy("1.0"), busy("1.0"), busy("0.0"), busy_share=0.1)
+    assert engines.rest_after(2.0) == pytest.approx(2.0), "of 18 seconds"
 
 
-def test_what_was_concluded_is_visible() -> None:
-    scene = Scene()
-    scene.is_stopped = True
-    with scene.mode:
-        for found in (0.4, 0.01):
-
-            def conclude(now_s: float, serving: Serving, found: float = found) -> bool:
-                scene.sharing.found = found
-                return True
-
-            scene.sharing.may_compute = conclude  # type: ignore[method-assign]
-            work()
-            assert scene.metric("serving_slowdown_ratio") == found, "a first conclusion changes no slice"
+def test_after_a_long_turn_the_rest_is_bounded() -> None:
+    assert Engines(busy("1.0"), busy_share=0.01).rest_after(60.0) == pytest.approx(LONGEST_REST_S)
 
 
-def test_what_is_learnt_stays_the_same(model_dir: Path, tmp_path: Path, traces: list[Trace]) -> None:
-    def learn(config_changes: dict[str, object]) -> dict[str, torch.Tensor]:
-        config = config_for(model_dir, tmp_path, **config_changes)
-        learner = Learner(fresh_draft(model_dir, draft_vocab_size=40, seed=0), config)
-        metrics = TrainerMetrics(CollectorRegistry())
-        with yielding(config, metrics, torch.device("cpu"), threading.Event()):
-            for _ in range(3):
-                learner.step(batch_of(traces[:3], learner.draft))
-        return learner.state()
-
-    plain = learn({})
-    shared = learn({"pulse_dir": tmp_path / "pulse"})
-    assert plain.keys() == shared.keys()
-    assert all(torch.equal(plain[name], shared[name]) for name in plain)
+def test_nobody_rests_at_the_stop() -> None:
+    assert Engines(busy("1.0"), busy_share=0.01, stop=True).rest_after(60.0) == 0
 
 
-def test_the_whole_loop_stands_still_while_an_engine_computes(
-    model_dir: Path,
-    tmp_path: Path,
-    traces: list[Trace],
-    redis_url: str,
-    redis_client: redis.Redis,
-    monkeypatch: pytest.MonkeyPatch,
+def test_redis_is_asked_now_and_then_and_without_it_the_last_load_counts() -> None:
+    engines = Engines(busy("1.0"), busy_share=0.5)
+    for _ in range(20):
+        engines.rest_after(0.05)
+    assert engines.num_asked <= 3, "in two seconds"
+    engines.is_away = True
+    assert engines.rest_after(2.0) == pytest.approx(2.0)
+    fresh = Engines(busy("1.0"), busy_share=0.5)
+    fresh.is_away = True
+    assert fresh.rest_after(2.0) == 0, "no engine is known"
+
+
+def test_the_whole_loop_rests_while_an_engine_is_busy(
+    model_dir: Path, tmp_path: Path, traces: list[Trace], redis_url: str, redis_client: redis.Redis
 ) -> None:
-    monkeypatch.setattr("trainer.shadow.decide", promote)
-    config = config_for(
-        model_dir,
-        tmp_path,
-        redis_url=redis_url,
-        pulse_dir=tmp_path / "pulse",
-        max_passes=1e6,
-        publish_interval_s=0.0,
-        publish_min_tokens=200,
-        checkpoint_interval_s=0.0,
-    )
-    engine, registry, stop = Pulse(tmp_path / "pulse"), CollectorRegistry(), threading.Event()
-    trainer, store = Trainer(config, registry), DraftStore(config.store_dir)
+    config = config_for(model_dir, tmp_path, redis_url=redis_url, max_passes=1e6, busy_share=0.01)
+    registry, stop = CollectorRegistry(), threading.Event()
+    trainer, pointer = Trainer(config, registry), DraftPointer(redis_client, "toy")
 
     def metric(name: str, **labels: str) -> float:
         return registry.get_sample_value(f"slipstream_trainer_{name}", labels) or 0.0
 
-    def train() -> None:
-        with yielding(config, trainer.metrics, torch.device("cpu"), stop):
-            train_until(stop, trainer)
-
-    thread = threading.Thread(target=train)
-    thread.start()
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in traces:
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    thread = threading.Thread(target=train_until, args=(stop, trainer))
+    thread.start()
     try:
-        wait_until(lambda: (store.latest() or 0) >= 3)
-        # With a request in its queue it leaves no slice to anybody.
-        engine.beat(num_waiting=1)
-        wait_until(lambda: metric("threads") == 0)
-        num_steps, waited_s = metric("steps_total", outcome="applied"), metric("yielded_seconds_total")
-        wait_until(lambda: metric("yielded_seconds_total") > waited_s + 0.3)
-        assert metric("steps_total", outcome="applied") == num_steps
-        engine.rest()
+        wait_until(lambda: metric("steps_total", outcome="applied") >= 3)
+        pointer.report_engine("engine", busy("1.0")["engine"])
+        wait_until(lambda: metric("time_share_ratio") < 1)
+        pointer.report_engine("engine", busy("0.0")["engine"])
+        wait_until(lambda: metric("time_share_ratio") == 1)
+        num_steps = metric("steps_total", outcome="applied")
         wait_until(lambda: metric("steps_total", outcome="applied") > num_steps)
-        engine.beat(num_waiting=1)
-        wait_until(lambda: metric("threads") == 0)
+        pointer.report_engine("engine", busy("1.0")["engine"])
+        wait_until(lambda: metric("time_share_ratio") < 1)
     finally:
         stop.set()
         thread.join(10)
     assert not thread.is_alive(), "a stop is not held up"
-    engine.close()
+    assert metric("yielded_seconds_total") > 0
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="scheduling classes are Linux's")
@@ -384,18 +264,9 @@ def test_a_share_that_the_system_keeps_is_told(autogroup: Path, monkeypatch: pyt
     assert [line["log_level"] for line in told] == ["warning"]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "nice", "has_pulse", "num_calls"),
-    [(1, 19, False, 1), (1, 5, False, 0), (1, 5, True, 1), (2, 19, False, 0), (2, 19, True, 0)],
-)
+@pytest.mark.parametrize(("num_ranks", "nice", "num_calls"), [(1, 19, 1), (1, 5, 0), (2, 19, 0)])
 def test_one_process_takes_the_lowest_class_where_it_is_to_give_way(
-    tmp_path: Path,
-    model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_ranks: int,
-    nice: int,
-    has_pulse: bool,
-    num_calls: int,
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, nice: int, num_calls: int
 ) -> None:
     """Of several one might not get on for minutes under SCHED_IDLE, and the others would give it up."""
     called: list[bool] = []
@@ -403,28 +274,6 @@ def test_one_process_takes_the_lowest_class_where_it_is_to_give_way(
     monkeypatch.setattr(run, "Trainer", lambda *_, **__: trainer)
     monkeypatch.setattr(run, "train_until", lambda *_: None)
     monkeypatch.setattr(run, "give_way_in_the_kernel", lambda: called.append(True))
-    config = config_for(model_dir, tmp_path, nice=nice, pulse_dir=tmp_path if has_pulse else None)
+    config = config_for(model_dir, tmp_path, nice=nice)
     run._train(config, Ranks(0, num_ranks), torch.device("cpu"), threading.Event())
     assert len(called) == num_calls
-
-
-class FirstPause(threading.Event):
-    """A stop that comes with the first pause."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.set()
-        return True
-
-
-@pytest.mark.parametrize(("num_ranks", "pauses"), [(1, True), (2, False)])
-def test_processes_that_train_together_do_not_pause(
-    tmp_path: Path, model_dir: Path, num_ranks: int, pauses: bool
-) -> None:
-    config, engine = config_for(model_dir, tmp_path, pulse_dir=tmp_path), Pulse(tmp_path)
-    # With a request in its queue it leaves no slice to anybody.
-    engine.beat(num_waiting=1)
-    stop, metrics = FirstPause(), TrainerMetrics(CollectorRegistry())
-    with yielding(config, metrics, torch.device("cpu"), stop, num_ranks=num_ranks):
-        nn.Identity()(torch.ones(3))
-    engine.close()
-    assert stop.is_set() is pauses

@@ -23,7 +23,6 @@ from serving.speedup import SpeedupMeter
 from speculator.fixed_planner import FixedPlanner
 from speculator.model import Eagle3Draft
 from speculator.planner import Plan
-from speculator.pulse import Pulse
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.toy import random_draft
@@ -100,7 +99,6 @@ def toy_engine(
     on_round: Callable[[WatchedRound], object] | None = None,
     planner: Planner | None = None,
     sharing: GroupSharing | None = None,
-    pulse: Pulse | None = None,
     compile_target: bool = False,
     int8_target: bool = False,
     dtype: DtypeName = "float64",
@@ -157,7 +155,6 @@ def toy_engine(
         on_round=on_round,
         planner=planner,
         sharing=sharing,
-        pulse=pulse,
     )
     engine.start()
     try:

@@ -281,7 +281,7 @@ def test_a_part_that_does_not_end_in_order_ends() -> None:
     def fail() -> None:
         raise OSError("and again")
 
-    fence = Fence("pulse", off=fail)
+    fence = Fence("capture", off=fail)
     assert fence(fail) is None
     assert (fence.is_off, fence.reason) == (True, "OSError")
     assert fence(lambda: 1) is None

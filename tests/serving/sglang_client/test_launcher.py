@@ -72,7 +72,6 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     assert environment(make_options(device="cpu"), {})["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert environment(make_options(pulse_dir=Path("/dev/shm/x")), {})["SLIPSTREAM_PULSE_DIR"] == "/dev/shm/x"
 
 
 def test_the_plugin_reads_that_environment(make_options: MakeOptions) -> None:
