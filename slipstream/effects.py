@@ -155,12 +155,6 @@ TRAIN = (
         otherwise="has no effect on a recording, which SLIPSTREAM_TRAINER_GOLDEN names",
         is_refused=False,
     ),
-    Rule(
-        names=("sharded",),
-        needs=lambda _: int(os.environ.get("WORLD_SIZE", "1")) > 1,
-        otherwise="has no effect on one process: start several with torchrun",
-        is_refused=False,
-    ),
 )
 _USED_BY_REPLAY = (
     *("batch_tokens", "max_bases", "max_context", "learning_rate", "warmup_steps", "max_gradient_norm", "autocast"),

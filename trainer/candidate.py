@@ -109,33 +109,33 @@ class Candidates:
         training, publisher = self._training, self._publisher
         info = self._info()
         training.curve.mark()
-        with training.learner.whole_average() as averaged:
-            try:
-                incumbent = self._ranks.lead(lambda: publisher.incumbent(training.version))
-                newest = self._intake.target_version
-                has_moved = bool(self._ranks.lead(lambda: publisher.target_version_of(incumbent) < newest))
-                with span("gate", incumbent=incumbent) as judging:
-                    decision = self._shadow.judge(averaged, incumbent=incumbent, has_moved=has_moved)
-                    if decision is not None:
-                        judging.set(outcome=decision.outcome.value)
-            except StoreError as error:
-                publisher.failed(error)
-                return False
+        averaged = training.learner.averaged
+        try:
+            incumbent = self._ranks.lead(lambda: publisher.incumbent(training.version))
+            newest = self._intake.target_version
+            has_moved = bool(self._ranks.lead(lambda: publisher.target_version_of(incumbent) < newest))
+            with span("gate", incumbent=incumbent) as judging:
+                decision = self._shadow.judge(averaged, incumbent=incumbent, has_moved=has_moved)
+                if decision is not None:
+                    judging.set(outcome=decision.outcome.value)
+        except StoreError as error:
+            publisher.failed(error)
+            return False
 
-            def carry_out() -> int:
-                assert decision is not None, "rank 0 has decided"
-                tokens = training.learnt_tokens
-                version = publisher.carry_out(
-                    decision,
-                    averaged,
-                    parent=training.version,
-                    learnt_tokens=tokens,
-                    target_version=self._intake.target_version,
-                    info=info,
-                )
-                return version or _NO_VERSION
+        def carry_out() -> int:
+            assert decision is not None, "rank 0 has decided"
+            tokens = training.learnt_tokens
+            version = publisher.carry_out(
+                decision,
+                averaged,
+                parent=training.version,
+                learnt_tokens=tokens,
+                target_version=self._intake.target_version,
+                info=info,
+            )
+            return version or _NO_VERSION
 
-            version = self._ranks.lead(carry_out)
+        version = self._ranks.lead(carry_out)
         if self._ranks.any(decision is not None and self.patience.is_over(decision, self._clock())):
             self._renew_golden()
         if version == _NO_VERSION:

@@ -133,9 +133,6 @@ class TrainerConfig(BaseSettings):
     many above it as its number: what it says about traces and the replay is its own share."""
     metrics_host: str = "127.0.0.1"
     """Address on which it does so; 0.0.0.0 inside a container, where only its network can reach it."""
-    sharded: bool = False
-    """Each process of several keeps its part of the weights and of the optimiser's state, all of them only while it
-    learns or judges: for drafts that take too much of a GPU. One process keeps everything."""
     device: DeviceSetting = "auto"
     """`auto` is a GPU where there is one; under `torchrun` each process has its own."""
     num_threads: int = Field(default=1, ge=1)

@@ -14,7 +14,6 @@ A rank that dies takes all along: the others lose its connection at the next exc
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ import torch.distributed as dist
 # an optimiser imports it too, and the group would never end: its threads abort the process on the way out, at times.
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from speculator.errors import ConfigError, PeerLostError, StoreError
 
@@ -36,7 +34,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 @contextlib.contextmanager
-def exchange() -> Iterator[None]:
+def _exchange() -> Iterator[None]:
     """Around what the ranks do together and nothing else. Raises PeerLostError where one of them is gone."""
     try:
         yield
@@ -53,7 +51,6 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._mesh: DeviceMesh | None = None
 
     @property
     def leads(self) -> bool:
@@ -105,7 +102,7 @@ class Ranks:
         sizes = [int(row[0]) for row in self._rows([len(data)])]
         padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in sizes] if self.leads else None
-        with exchange():
+        with _exchange():
             dist.gather(padded, received)
         return [part.numpy().tobytes()[:size] for part, size in zip(received or [], sizes, strict=False)]
 
@@ -120,32 +117,21 @@ class Ranks:
         if self.size == 1:
             return list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        with exchange():
+        with _exchange():
             dist.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """All ranks in a row, for sharded drafts on a device of each."""
-        if self._mesh is None:
-            assert dist.group.WORLD is not None, "several ranks have a group"
-            self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-        return self._mesh
-
     def close(self) -> None:
         """Whatever learnt with the others must be out of use by now: it may keep the group, and its threads, alive."""
         if self.size > 1:
-            if self._mesh is not None:
-                # PyTorch's caches keep the mesh until the process ends, and the mesh would keep the group.
-                self._mesh._pg_registry.clear()
-            gc.collect()  # sharded drafts are in cycles
             dist.destroy_process_group()
 
     def _rows(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values, by rank. Tensors on the CPU travel over gloo, wherever the gradients are."""
         own = torch.tensor(list(values), dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        with exchange():
+        with _exchange():
             dist.all_gather(rows, own)
         return [row.tolist() for row in rows]
 

@@ -9,10 +9,9 @@ the ranks' sums over the sum of their counts, exactly as if one process had the 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -25,7 +24,6 @@ from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.guard import all_finite
-from trainer.sharding import Replicated, Sharded
 from trainer.ttt import BatchLoss, Counts, ttt_loss
 
 # The average covers about the last tenth of a short history, and at most this many steps.
@@ -56,10 +54,7 @@ class StepReport(Counts):
 
 
 class Learner:
-    """A draft in training. `draft` holds the weights in float32, `averaged` the weights to publish. Where each of
-    several ranks keeps a part (trainer/sharding.py), the former are to be read by `state`, the latter in
-    `whole_average`.
-    """
+    """A draft in training. `draft` holds the weights in float32, `averaged` the weights to publish."""
 
     def __init__(self, draft: Eagle3Draft, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         """Computes where the draft is. Under several ranks all must begin with the same draft, or `load_state`."""
@@ -73,11 +68,8 @@ class Learner:
         self._config = config
         self._ranks = ranks or Ranks()
         self._mix = LossMix.parse(config.loss)
-        self._shapes = {name: weight.shape for name, weight in draft.named_parameters()}
-        is_sharded = config.sharded and self._ranks.size > 1
-        self._layout = Sharded(self._ranks, draft.embed.device) if is_sharded else Replicated(self._ranks)
-        self._parameters = self._layout.keep(draft)
-        self._averages = self._layout.keep(self.averaged)
+        self._parameters = dict(draft.named_parameters())
+        self._averages = dict(self.averaged.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
@@ -88,17 +80,16 @@ class Learner:
         None: this rank has nothing to learn from, and takes the others' step.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        with self._layout.whole(self.draft):
-            found = self._loss(batch)
-            total = _counts(self._ranks.sum(found.counts))
-            if not total.num_labels:
-                return StepReport(**asdict(total))
-            own_loss = found.mean_over(total)
-            if found.num_labels:
-                own_loss.backward()  # type: ignore[no-untyped-call]
-            own_gradients = self._own_gradients()
-            gradients, squares_w = self._layout.add_up(own_gradients, self._feature_squares(batch))
-        norm = self._layout.norm(gradients)
+        found = self._loss(batch)
+        total = _counts(self._ranks.sum(found.counts))
+        if not total.num_labels:
+            return StepReport(**asdict(total))
+        own_loss = found.mean_over(total)
+        if found.num_labels:
+            own_loss.backward()  # type: ignore[no-untyped-call]
+        own_gradients = self._own_gradients()
+        *gradients, squares_w = self._ranks.add_up([*own_gradients, self._feature_squares(batch)])
+        norm = nn.utils.get_total_norm(gradients)
         # A NaN anywhere in the loss or its gradient is in the norm too, whichever rank it comes from; all the same one
         # rank's doubt is enough, or their weights could part.
         loss, num_doubts = self._ranks.sum([own_loss.item(), not math.isfinite(norm.item())])
@@ -115,64 +106,45 @@ class Learner:
         """The target is another one: the average forgets the weights of before sooner, and then less soon again."""
         self.history = min(self.history, 9 * (MOVED_AVERAGED_STEPS - 1))
 
-    @contextlib.contextmanager
-    def whole_average(self) -> Iterator[Eagle3Draft]:
-        """`averaged` with all its weights; all ranks enter together."""
-        with self._layout.whole(self.averaged):
-            yield self.averaged
-
     @property
     def is_finite(self) -> bool:
-        """Nothing that this rank keeps is NaN or infinite."""
-        return all_finite(self._kept())
-
-    @property
-    def num_kept_bytes(self) -> int:
-        """Of weights, average and moments, as far as this rank keeps them between two steps."""
-        return sum(tensor.nbytes for tensor in self._kept().values())
+        """Weights, average and moments have no NaN and nothing infinite."""
+        return all_finite(self._tensors())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed learner needs, as a flat dict of tensors (not copies). Where the ranks keep parts
-        all call it together, and only rank 0 gets more than the numbers.
-        """
-        state = {
+        """Everything that a resumed learner needs, as a flat dict of tensors (not copies)."""
+        return {
             "num_steps": torch.tensor(self.num_steps),
             "history": torch.tensor(self.history),
             "baseline": torch.tensor(self.baseline, dtype=torch.float64),
+            **self._tensors(),
         }
-        for name, kept in self._kept().items():
-            whole = kept if kept.dim() == 0 else self._layout.joined(kept, self._shapes[name.partition(".")[2]])
-            if whole is not None:
-                state[name] = whole
-        return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` returned on rank 0. Raises KeyError or RuntimeError where it is another draft's."""
+        """Take over what `state` returned. Raises KeyError or RuntimeError where it is another draft's."""
         self.num_steps = int(state["num_steps"])
         # Checkpoints of before it was counted apart have none.
         self.history = int(state.get("history", state["num_steps"]))
         self.baseline = float(state["baseline"])
-        part = self._layout.part
         with torch.no_grad():
             for name, weight in self._parameters.items():
-                weight.copy_(part(state[f"weight.{name}"]))
-                self._averages[name].copy_(part(state[f"average.{name}"]))
+                weight.copy_(state[f"weight.{name}"])
+                self._averages[name].copy_(state[f"average.{name}"])
                 if self.num_steps:
-                    found = {"step": state[f"step.{name}"]}
-                    found |= {moment: part(state[f"{moment}.{name}"]) for moment in ("exp_avg", "exp_avg_sq")}
                     self._optimizer.state[weight] = {
-                        moment: value.to(weight.device, copy=True) for moment, value in found.items()
+                        moment: state[f"{moment}.{name}"].to(weight.device, copy=True)
+                        for moment in ("step", "exp_avg", "exp_avg_sq")
                     }
 
-    def _kept(self) -> dict[str, Tensor]:
-        """What this rank keeps, under the names of `state`."""
-        kept = {}
+    def _tensors(self) -> dict[str, Tensor]:
+        """Weights, average and moments under the names of `state`."""
+        tensors = {}
         for name, weight in self._parameters.items():
-            kept[f"weight.{name}"] = weight
-            kept[f"average.{name}"] = self._averages[name]
+            tensors[f"weight.{name}"] = weight.detach()
+            tensors[f"average.{name}"] = self._averages[name]
             for moment, value in self._optimizer.state[weight].items():
-                kept[f"{moment}.{name}"] = value
-        return kept
+                tensors[f"{moment}.{name}"] = value
+        return tensors
 
     def _loss(self, batch: Batch | None) -> BatchLoss:
         if batch is None:

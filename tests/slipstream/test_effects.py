@@ -106,7 +106,6 @@ def test_an_unknown_variable_is_named_with_the_one_that_was_meant(
         ({"METRICS_HOST": "0.0.0.0", "METRICS_PORT": "0"}, ""),
         ({"GOLDEN_EPSILON": "0.1", "GOLDEN_TRACES": "0"}, "GOLDEN_EPSILON"),
         ({"GOLDEN_PATIENCE_S": "5", "GOLDEN": "a.rec"}, "GOLDEN_PATIENCE_S"),
-        ({"SHARDED": "1"}, "SHARDED"),
     ],
 )
 def test_trainer_settings_that_need_another(

@@ -47,19 +47,18 @@ SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
 SETTINGS = {"autocast": False, "loss": "forward_kl=1,policy_gradient=0.3,discard=0.5,correction=cispo"}
 NUM_STEPS = 3
-KEYS = ("two-ranks", "two-sharded-ranks", "one-that-hears-nothing", "one-that-became-two")
+KEYS = ("two-ranks", "one-that-hears-nothing", "one-that-became-two")
 
 
-def new_learner(model_dir: Path, folder: Path, ranks: Ranks | None = None, *, sharded: bool = False) -> Learner:
-    config = config_for(model_dir, folder, **SETTINGS, sharded=sharded)
+def new_learner(model_dir: Path, folder: Path, ranks: Ranks | None = None) -> Learner:
+    config = config_for(model_dir, folder, **SETTINGS)
     return Learner(fresh_draft(model_dir, draft_vocab_size=40, seed=0), config, ranks)
 
 
 def stream_config(model_dir: Path, folder: Path, redis_url: str, key: str) -> TrainerConfig:
     return config_for(
-        model_dir, folder / key, redis_url=redis_url, model_key=key, max_waiting_traces=2, batch_tokens=200,
-        sharded="sharded" in key,
-    )  # fmt: skip
+        model_dir, folder / key, redis_url=redis_url, model_key=key, max_waiting_traces=2, batch_tokens=200
+    )
 
 
 def read_traces(folder: Path) -> list[Trace]:
@@ -97,9 +96,9 @@ def unlabelled(batch: Batch) -> Batch:
 def uneven_steps(learner: Learner, batch: Batch, rank: int) -> dict[str, Any]:
     """Steps in which one rank has nothing to give, or harm."""
     spoilt = dataclasses.replace(batch, aux=torch.full_like(batch.aux, float("nan")))
-    before = {name: tensor.clone() for name, tensor in learner._kept().items()}
+    before = {name: tensor.clone() for name, tensor in learner.state().items()}
     bad = learner.step(spoilt if rank == 1 else batch)
-    untouched = all(torch.equal(tensor, before[name]) for name, tensor in learner._kept().items())
+    untouched = all(torch.equal(tensor, before[name]) for name, tensor in learner.state().items())
     return {
         "bad": dataclasses.asdict(bad),
         "untouched": untouched,
@@ -109,35 +108,8 @@ def uneven_steps(learner: Learner, batch: Batch, rank: int) -> dict[str, Any]:
     }
 
 
-def sharded_learner(model_dir: Path, folder: Path, batch: Batch, ranks: Ranks) -> dict[str, Any]:
-    """The same steps where each rank keeps a part, half of them after a restart."""
-    learner = new_learner(model_dir, folder, ranks, sharded=True)
-    whole_bytes = sum(weight.nbytes for weight in fresh_draft(model_dir, draft_vocab_size=40, seed=0).parameters())
-    steps = [dataclasses.asdict(learner.step(batch)) for _ in range(NUM_STEPS)]
-    path = folder / "sharded.safetensors"
-    state = learner.state()
-    ranks.lead(lambda: safetensors.torch.save_file(state, path) or 0)
-    resumed = new_learner(model_dir, folder, ranks, sharded=True)
-    resumed.load_state(safetensors.torch.load_file(path))
-    same = all(torch.equal(tensor, learner._kept()[name]) for name, tensor in resumed._kept().items())
-    uneven = uneven_steps(resumed, batch, ranks.rank)
-    state = resumed.state()
-    ranks.lead(lambda: safetensors.torch.save_file(state, folder / "sharded-uneven.safetensors") or 0)
-    with resumed.whole_average() as averaged:
-        averages = [float(weight.double().sum()) for weight in averaged.parameters()]
-    return {
-        "steps": steps,
-        "same_after_restart": same,
-        "uneven": uneven,
-        "averages": averages,
-        "whole_bytes": whole_bytes,
-        "kept_bytes": resumed.num_kept_bytes,
-    }
-
-
 def sums(trainer: Trainer) -> list[float]:
-    with trainer.learner._layout.whole(trainer.learner.draft):
-        return [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()]
+    return [float(weight.detach().double().sum()) for weight in trainer.learner.draft.parameters()]
 
 
 def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
@@ -262,11 +234,10 @@ def main(model_dir: Path, folder: Path, redis_url: str, last_port: str) -> None:
     safetensors.torch.save_file(learner.state(), folder / f"together-{ranks.rank}.safetensors")
     seen["uneven"] = uneven_steps(learner, batch, ranks.rank)
     safetensors.torch.save_file(learner.state(), folder / f"uneven-{ranks.rank}.safetensors")
-    seen["sharded"] = sharded_learner(model_dir, folder, batch, ranks)
     configs = {key: stream_config(model_dir, folder, redis_url, key) for key in KEYS}
-    seen |= {key: trainers(configs[key], ranks) for key in KEYS[:2]}
-    seen[KEYS[2]] = hears_nothing(configs[KEYS[2]], ranks)
-    seen[KEYS[3]] = became_two(configs[KEYS[3]], ranks)
+    seen[KEYS[0]] = trainers(configs[KEYS[0]], ranks)
+    seen[KEYS[1]] = hears_nothing(configs[KEYS[1]], ranks)
+    seen[KEYS[2]] = became_two(configs[KEYS[2]], ranks)
     seen["reviewed"] = reviewed(folder, ranks)
     ranks.close()
     seen["threads"] = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
