@@ -11,19 +11,16 @@ remembers traffic has something to remember, for as long as it runs. Bounds of s
 minute and a half more domains have come than are told apart, so that all of it is full long before sampling begins:
 what is bounded by design has then stopped growing. The first half of the time is left out for that.
 
-Sampled every second or two: of each process the resident memory, descriptors and threads, and what it says of its own
-memory; pending and undelivered entries; the memory of Redis, without the stream of traces, which is trimmed by whole
+Sampled every second or two: of each process the resident memory, descriptors and threads; pending and undelivered
+entries; the memory of Redis, without the stream of traces, which is trimmed by whole
 blocks and so goes up and down below its cap, and must never be above it; by stretches of ten seconds the latency's
 median and 99th percentile. Each series gets a slope an hour with a 99% interval (benchmarks/slopes.py). It is flat
-where the interval reaches down to the tolerance, which is a tenth of a percent of the level for memory and objects,
-and nothing for everything else. `--json` has all samples.
+where the interval reaches down to the tolerance, which is a tenth of a percent of the level for memory, and nothing for
+everything else. `--json` has all samples.
 
-Memory is judged by what is in use: what the C library's allocator has given out, and how many small Python objects
-there are (speculator/heap.py). For that the allocator runs without its caches of freed pieces, one a thread: it counts
-them as given out, up to a quarter of a megabyte for each thread, and they fill bit by bit. Resident memory stands
-beside it and is not judged: it has what the allocator keeps for later, which goes on growing with each moment that
-takes more than any before. What is known to fill up to a bound is printed with the level that it had at the beginning
-and at the end of the window.
+All processes run with one arena, without caches of freed pieces, and give freed memory back soon: so resident memory
+follows what is in use. What is known to fill up to a bound is printed with the level that it had at the beginning and
+at the end of the window.
 
 The model is a toy by default (eight random layers): it makes the most requests, swaps and traces a minute, and leaks
 are of those. It computes in float32: in bfloat16 oneDNN compiles a kernel of 0.7 MB for each number of rows and each
@@ -80,7 +77,12 @@ READY_S = 180.0
 _MEMORY_TOLERANCE = 0.001
 _LEAKING_SHARE = 0.005
 """Of the traces: more than so many that stay in the stream for ever would be a leak; fewer follow how busy it is."""
-_EXACT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+_EXACT_MEMORY = {
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
+    "MALLOC_TRIM_THRESHOLD_": str(128 * 1024),
+}
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -178,8 +180,7 @@ class Series:
 
 _COUNT = Series()
 _MEMORY = Series(unit="MiB", scale=MIB, tolerance=_MEMORY_TOLERANCE)
-_RESIDENT = replace(_MEMORY, is_judged=False)
-_OBJECTS = Series(unit="thousand", scale=1000, tolerance=_MEMORY_TOLERANCE)
+_UNJUDGED_MEMORY = replace(_MEMORY, is_judged=False)
 _STREAM = "traces in the stream"
 FILLS = {
     "text for suffix drafts, tokens": "slipstream_suffix_tokens",
@@ -220,7 +221,8 @@ class Sampler:
     def look(self, at_s: float) -> None:
         for name, process in self._processes.items():
             with process.oneshot():
-                self._add(f"{name} resident memory", at_s, process.memory_info().rss, _RESIDENT)
+                kind = _UNJUDGED_MEMORY if name == "Redis" else _MEMORY
+                self._add(f"{name} resident memory", at_s, process.memory_info().rss, kind)
                 self._add(f"{name} descriptors", at_s, process.num_fds())
                 self._add(f"{name} threads", at_s, process.num_threads())
         lag = self._stream.lag()
@@ -228,19 +230,12 @@ class Sampler:
         self._add("stream entries undelivered", at_s, lag.undelivered, self._entries)
         used = self._redis.info("memory")["used_memory"]
         traces = self._redis.memory_usage(self._traces, samples=0)
-        self._add("Redis memory, the stream of traces", at_s, traces, _RESIDENT)
-        self._add(_STREAM, at_s, lag.bytes, _RESIDENT)
+        self._add("Redis memory, the stream of traces", at_s, traces, _UNJUDGED_MEMORY)
+        self._add(_STREAM, at_s, lag.bytes, _UNJUDGED_MEMORY)
         self._add("Redis memory, all else", at_s, used - traces, _MEMORY)
         self.metrics = self._scraped(self._running.url, at_s)
         trainer = self._scraped(self._running.trainer_url, at_s)
         self._add("traces waiting for Redis", at_s, self.metrics.total("slipstream_traces_pending"))
-        for name, sample, prefix in (
-            ("gateway", self.metrics, "slipstream"),
-            ("trainer", trainer, "slipstream_trainer"),
-        ):
-            self._add(f"{name} memory in use", at_s, sample.total(f"{prefix}_heap_bytes", part="used"), _MEMORY)
-            self._add(f"{name} memory kept free", at_s, sample.total(f"{prefix}_heap_bytes", part="free"), _RESIDENT)
-            self._add(f"{name} small objects", at_s, sample.total(f"{prefix}_python_blocks"), _OBJECTS)
         for name, metric in FILLS.items():
             source = trainer if metric.startswith("slipstream_trainer") else self.metrics
             self.fills.setdefault(name, []).append(source.total(metric))
@@ -267,7 +262,7 @@ class Sampler:
 @contextlib.contextmanager
 def loop(model_dir: Path, name: str, folder: Path) -> Iterator[Running]:
     with EmbeddedRedis(folder / "redis") as redis, contextlib.ExitStack() as running:
-        os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()} | _EXACT_HEAP)
+        os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()} | _EXACT_MEMORY)
         common = ["--model", str(model_dir), "--redis-url", redis.url, "--store", str(folder / "drafts")]
         options = ["--name", name, "--port", "0", "--capture", "--control-share", "0.1", "--context-length", "512"]
         options += ["--draft-vocab-size", "24", "--dtype", "float32"] if name == TOY else []

@@ -27,7 +27,6 @@ from serving.recorder import RecorderStats
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
-from speculator.heap import HeapCollector
 from trainer.metrics import TrainerMetrics
 
 PREFIX = "slipstream_"
@@ -76,8 +75,6 @@ UNITS = {
     "unreadable": "groups",
     "entries": "stream entries",
     "steps": "steps",
-    "threads": "threads",
-    "blocks": "objects",
     "decisions": "decisions",
     "positions": "positions",
     "errors": "errors",
@@ -114,7 +111,7 @@ LABELS = {
     "set": "`held_out`, `golden`",
     "bound": "`estimate`, `lower`, `upper`",
     "window": "`short`, `long`",
-    "part": "`used`, `free`; of the plugin `capture`, `depth`, `swap`",
+    "part": "`capture`, `depth`, `swap`",
     "state": "`undelivered`, `pending`, `acked`, `lost`, `erased`, `dead_lettered`, `expired`, `skipped`, "
     "`redelivered`, `foreign`; of rollouts `waiting`, `running`, `paused`",
 }
@@ -219,7 +216,6 @@ def _registries() -> dict[str, CollectorRegistry]:
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[GATEWAY].register(HealthCollector(lambda: health))
     registries[GATEWAY].register(RolloutCollector(RolloutBook([], GatewaySettings())))
-    registries[GATEWAY].register(HeapCollector("slipstream"))
     EngineMetrics(registries[LOCAL])
     GroupTextMetrics(registries[LOCAL])
     recorder = RecorderStats(

@@ -52,10 +52,8 @@ def replay(
 
     from slipstream.replay import ReplayOptions
     from slipstream.replay import replay as run
-    from trainer.allocator import keep_freed_memory
 
     check_output(json_file)
-    keep_freed_memory()
     torch.set_num_threads(threads)
     options = ReplayOptions(
         recordings=recordings,

@@ -7,7 +7,6 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from speculator.heap import HeapCollector
 from speculator.ledger import StreamLag
 from trainer.domains import ALL
 from trainer.drift import AcceptanceSeries
@@ -44,7 +43,6 @@ class TrainerMetrics:
         self._declare_review(registry)
         self._declare_stream(registry)
         self._declare_versions(registry)
-        registry.register(HeapCollector("slipstream_trainer"))
         self._begin_at_zero()
 
     def _declare_arrivals(self, registry: CollectorRegistry) -> None:

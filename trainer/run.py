@@ -12,7 +12,6 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from trainer.allocator import keep_freed_memory
 from trainer.config import LOWEST, TrainerConfig
 from trainer.device import choose_device, local_rank
 from trainer.distributed import Ranks, join_ranks
@@ -36,13 +35,13 @@ def run_trainer(config: TrainerConfig) -> None:
     says that one was killed.
 
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
-    takes more from the engine beside it than training does.
+    takes more from the engine beside it than training does. It also sets MALLOC_MMAP_THRESHOLD_ and
+    MALLOC_TRIM_THRESHOLD_, so that glibc keeps the memory that the next step allocates again (slipstream/processes.py).
     Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError when it cannot start, and
     StoreError when it cannot save its checkpoint.
     """
     os.environ.setdefault(*_KERNEL_CACHE)
     _end_with_torchrun()
-    keep_freed_memory()
     give_way_as_a_session(os.nice(config.nice))
     torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)

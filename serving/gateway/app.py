@@ -33,7 +33,6 @@ from serving.gateway.target import Targets, target_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
 from serving.rollout.engines import InProcessEngine
-from speculator.heap import HeapCollector
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
@@ -135,7 +134,6 @@ def _assemble(
 ) -> FastAPI:
     """`beside` runs while the app is served."""
     registry.register(HealthCollector(host.health))
-    registry.register(HeapCollector("slipstream"))
     live = Live(host, registry, shows_tokens=shows_tokens)
 
     @asynccontextmanager
