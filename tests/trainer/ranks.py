@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from speculator.codec import decode_trace
 from speculator.errors import ConfigError, StoreError, StreamError
 from speculator.fresh import fresh_draft
 from speculator.lifecycle import Lifecycle, State
+from speculator.load import machine_id
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from speculator.trace import Trace
@@ -42,6 +44,7 @@ from trainer.provenance import Stored
 from trainer.review import Review
 from trainer.service import Trainer
 from trainer.step import Learner
+from trainer.yielding import Throttle
 
 SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
@@ -224,6 +227,18 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {"versions": versions, "decoded": len(decoded), "state": str(states.state(2)), "desired": pointer.version}
 
 
+def rested(ranks: Ranks) -> float:
+    """Seconds of a rest. Only rank 0 sees a busy engine, and only rank 1 is told to stop."""
+    stop = threading.Event()
+    if not ranks.leads:
+        stop.set()
+    reports = {"engine": {"machine": machine_id(), "busy": "1.0"}} if ranks.leads else {}
+    throttle = Throttle(lambda: reports, ranks, TrainerMetrics(CollectorRegistry()), busy_share=0.5)
+    start_s = time.monotonic()
+    throttle.rest(0.3 if ranks.leads else 60.0, stop)
+    return time.monotonic() - start_s
+
+
 def main(model_dir: Path, folder: Path, redis_url: str, last_port: str) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(torch.device("cpu"))
@@ -239,6 +254,7 @@ def main(model_dir: Path, folder: Path, redis_url: str, last_port: str) -> None:
     seen[KEYS[1]] = hears_nothing(configs[KEYS[1]], ranks)
     seen[KEYS[2]] = became_two(configs[KEYS[2]], ranks)
     seen["reviewed"] = reviewed(folder, ranks)
+    seen["rested"] = rested(ranks)
     ranks.close()
     seen["threads"] = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     report = folder / f"{ranks.rank}.json"

@@ -216,6 +216,11 @@ def test_both_ranks_decode_what_a_version_in_service_is_reviewed_by(run: Run) ->
     assert (first["desired"], second["desired"]) == (1, 1)
 
 
+def test_all_ranks_rest_as_rank_0_asks_for(run: Run) -> None:
+    assert 0.3 <= run.seen[0]["rested"] < 10
+    assert run.seen[1]["rested"] < 10, "told to stop, it waits for nothing but the others"
+
+
 def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() -> None:
     parts = [
         Progress(
