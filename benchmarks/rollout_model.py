@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from serving.rollout.drafting import Claim, best_depth, committed_tokens, depth_by_length
+from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens, depth_by_length
 from serving.rollout.order import Order
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.work import GroupRequest, Lease, SampleId
@@ -110,7 +110,7 @@ def _linear(points: Sequence[float], values: Sequence[float], at: float) -> floa
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """How the simulated engines draft. Depths are those of serving/rollout/drafting.py."""
+    """How the simulated engines draft. Depths are those of benchmarks/rollout_drafting.py."""
 
     grouped: bool = True
     """Whether the suffix index holds the group's finished samples, or the request's own text alone."""

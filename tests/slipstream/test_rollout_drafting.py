@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.rollout.drafting import MAX_DEPTH, Claim, best_depth, committed_tokens, depth_by_length
+from benchmarks.rollout_drafting import MAX_DEPTH, Claim, best_depth, committed_tokens, depth_by_length
 
 
 def test_committed_tokens_are_a_geometric_sum() -> None:
