@@ -6,11 +6,7 @@ the depth at which a token costs the least,
 
     γ* = argmin_γ (D(γ) + T(γ)) · (1 − α) / (1 − α^{γ+1}),  γ ≤ 8
 
-D being the time to draft and T that of a round of the whole batch. DAS (arXiv 2511.13841) gives the longest samples the
-most, short ones nothing, since a rollout ends when its longest sample does. Here
-
-* `best_depth` is γ* over requests whose α differ, each only as deep as its length allows,
-* `depth_by_length` is DAS's share, from 0 for what will end soon to the most for what will run long.
+D being the time to draft and T that of a round of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,18 +24,12 @@ class Claim:
     acceptance: float
     """α: that a proposal is accepted, if those before it were."""
     most: int = MAX_DEPTH
-    """`depth_by_length` of the request."""
+    """Proposals that its suffixes have."""
 
 
 def committed_tokens(acceptance: float, depth: int) -> float:
     """(1 − α^{γ+1}) / (1 − α): tokens that a verification commits."""
     return float(depth + 1) if acceptance >= 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
-
-
-def depth_by_length(remaining: int, *, short: int, long: int, most: int = MAX_DEPTH) -> int:
-    """0 for at most `short` expected remaining tokens, `most` from `long` on, in proportion between them."""
-    share = (remaining - short) / max(long - short, 1)
-    return round(most * min(max(share, 0.0), 1.0))
 
 
 def best_depth(claims: Sequence[Claim], round_s: Callable[[int], float]) -> int:

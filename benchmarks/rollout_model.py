@@ -19,8 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens, depth_by_length
-from serving.rollout.order import Order
+from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.work import GroupRequest, Lease, SampleId
 
@@ -78,10 +77,6 @@ class Costs:
         low, high = self._prefill_s[0], self._prefill_s[-1]
         return num_tokens * (low + self._place(num_tokens / 2) * (high - low))
 
-    def token_s(self, batch: int) -> float:
-        """`EngineCosts` without drafts, in the middle of the contexts that were measured."""
-        return self.round_s(batch, 1, sum(self._contexts) / 2)
-
     def draw_chain(self, siblings: int, rng: random.Random) -> Chain:
         """What the suffix index may know of a request with so many finished siblings, at one moment."""
         right = bisect_left(self._siblings, siblings)
@@ -114,8 +109,6 @@ class Drafting:
 
     grouped: bool = True
     """Whether the suffix index holds the group's finished samples, or the request's own text alone."""
-    by_length: bool = False
-    """Whether short samples draft less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +130,13 @@ class Outcome:
     ends_s: list[float] = field(default_factory=list)
     """Of every sample, in order."""
     tokens_read: int = 0
-    """Prompts and what was read again because a sample moved or was thrown out."""
-    num_preempted: int = 0
-    """Times that a sample was thrown out for want of memory."""
+    """Prompts and what was read again because a sample moved."""
+
+    def add(self, other: Outcome) -> None:
+        """Another rollout that ran beside it, on engines of its own."""
+        self.num_tokens += other.num_tokens
+        self.tokens_read += other.tokens_read
+        self.ends_s = sorted(self.ends_s + other.ends_s)
 
     @property
     def makespan_s(self) -> float:
@@ -174,11 +171,8 @@ class _Run:
 class _Engine:
     """One simulated engine: rounds of what it runs, from event to event."""
 
-    def __init__(
-        self, name: str, setup: Setup, scheduler: Scheduler, lengths: dict[SampleId, int], order: Order
-    ) -> None:
-        self.name, self._setup, self._scheduler = name, setup, scheduler
-        self._lengths, self._order = lengths, order
+    def __init__(self, name: str, setup: Setup, scheduler: Scheduler, lengths: dict[SampleId, int]) -> None:
+        self.name, self._setup, self._scheduler, self._lengths = name, setup, scheduler, lengths
         self.runs: list[_Run] = []
         self._num_rounds = 0
         self._rng = random.Random(name)
@@ -202,7 +196,6 @@ class _Engine:
 
     def start(self, outcome: Outcome) -> float:
         """Begin the next rounds; the seconds until they are over. Something runs."""
-        self._make_room(outcome)
         self._choose_depths()
         seconds = sum(self._setup.costs.read_s(run.unread) for run in self.runs)
         for run in self.runs:
@@ -210,7 +203,7 @@ class _Engine:
             run.unread = 0
         batch, width = len(self.runs), max(run.depth for run in self.runs) + 1
         needed = min(-(-(run.boundary - run.done - run.carry) // run.committed) for run in self.runs)
-        self._num_rounds = max(1, min(int(needed), self._rounds_in_memory(), MAX_ROUNDS))
+        self._num_rounds = max(1, min(int(needed), MAX_ROUNDS))
         context = sum(self._context(run) for run in self.runs) / batch
         drafting_s = batch * self._setup.costs.propose_s if width > 1 else 0.0
         return seconds + self._num_rounds * (self._setup.costs.round_s(batch, width, context) + drafting_s)
@@ -236,17 +229,6 @@ class _Engine:
     def _context(self, run: _Run) -> int:
         return len(run.lease.prompt_token_ids) - run.lease.num_generated + run.done
 
-    def _make_room(self, outcome: Outcome) -> None:
-        """Undivided samples grow into memory that nobody promised them: the newest gives its own back."""
-        while len(self.runs) > 1 and self._rounds_in_memory() < 1:
-            run = self.runs.pop()
-            self._scheduler.preempted(run.lease)
-            outcome.num_preempted += run.unread == 0
-
-    def _rounds_in_memory(self) -> int:
-        free = self._setup.memory_tokens - sum(self._context(run) for run in self.runs)
-        return int(free // sum(run.committed for run in self.runs))
-
     def _choose_depths(self) -> None:
         drafting, costs = self._setup.drafting, self._setup.costs
         if drafting is None:
@@ -263,11 +245,7 @@ class _Engine:
     def _claim(self, run: _Run, drafting: Drafting) -> Claim:
         sample = self._scheduler.sample(run.lease.sample_id)
         chain = self._setup.costs.draw_chain(sample.group.num_finished if drafting.grouped else 0, self._rng)
-        most = round(chain.length)
-        if drafting.by_length:
-            limit = sample.group.request.max_tokens
-            most = min(most, depth_by_length(self._order.remaining(sample), short=limit // 16, long=limit // 4))
-        return Claim(acceptance=chain.acceptance, most=most)
+        return Claim(acceptance=chain.acceptance, most=round(chain.length))
 
 
 def simulate(groups: Sequence[GroupRequest], lengths: dict[SampleId, int], policy: Policy, setup: Setup) -> Outcome:
@@ -275,9 +253,7 @@ def simulate(groups: Sequence[GroupRequest], lengths: dict[SampleId, int], polic
     scheduler, outcome = Scheduler(policy), Outcome()
     for group in groups:
         scheduler.submit(group)
-    engines = [
-        _Engine(engine_name(number), setup, scheduler, lengths, policy.order) for number in range(setup.num_engines)
-    ]
+    engines = [_Engine(f"engine-{number}", setup, scheduler, lengths) for number in range(setup.num_engines)]
     idle, numbers = set(range(len(engines))), itertools.count()
     events: list[tuple[float, int, int]] = []
     now_s = 0.0
@@ -299,7 +275,3 @@ def simulate(groups: Sequence[GroupRequest], lengths: dict[SampleId, int], polic
     scheduler.check()
     assert len(outcome.ends_s) == len(lengths), "a sample was lost"
     return outcome
-
-
-def engine_name(number: int) -> str:
-    return f"engine-{number}"

@@ -13,13 +13,11 @@ share `--correlation` of their variance, and lengths are cut at the limit. It is
 is submitted at once, and the rollout ends with its last sample.
 
     fifo                 whole groups dealt to engines in turn, samples in order, no chunks: a synchronous rollout
-    fifo, first asker    whole groups, each to the engine that has room first
     fifo + drafting      fifo with suffix drafts from the group
     divided              chunks on any engine, samples in order
     context-aware        … one probe of each group first, then the longest expected first
     everything           … and suffix drafts from the group
     own suffixes         everything, but a request drafts from its own text alone
-    by length            everything, but short samples draft less (DAS)
     oracle               everything, but the order is the longest first by true lengths
 
 Tail: from the end of the first nine tenths of the samples to the end of the last. Medians over seeds (least … most).
@@ -39,10 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.rollout_model import Costs, Drafting, Outcome, Setup, engine_name, simulate
-from serving.rollout.division import Division
-from serving.rollout.order import ContextAware, Fifo, Order, Rank, urgency
-from serving.rollout.placement import TOGETHER, dealt
+from benchmarks.rollout_model import Costs, Drafting, Outcome, Setup, simulate
+from serving.rollout.order import ContextAware, Fifo, Rank, urgency
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import GroupRequest, Sample, SampleId
 
@@ -93,25 +89,40 @@ class Oracle:
         return self._lengths[sample.sample_id] - len(sample.tokens)
 
 
-def policies(work: Workload, setup: Setup, chunk_tokens: int) -> dict[str, tuple[Policy, Drafting | None]]:
-    """By the names of this module's docstring: the policy, and how its engines draft."""
-    engines = tuple(engine_name(number) for number in range(setup.num_engines))
-    fifo = Policy(order=Fifo(), placement=dealt(engines))
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A policy, how its engines draft, and whether whole groups are dealt to engines before anything runs."""
 
-    def divided(order: Order) -> Policy:
-        return Policy(order=order, division=Division(chunk_tokens=chunk_tokens, costs=setup.costs))
+    policy: Policy
+    drafting: Drafting | None = None
+    is_dealt: bool = False
 
-    aware = divided(ContextAware())
+    def run(self, work: Workload, setup: Setup) -> Outcome:
+        setup = replace(setup, drafting=self.drafting)
+        if not self.is_dealt:
+            return simulate(work.groups, work.lengths, self.policy, setup)
+        whole = Outcome()
+        for number in range(setup.num_engines):
+            groups = work.groups[number :: setup.num_engines]
+            ids = [SampleId(group.group_id, index) for group in groups for index in range(len(group.seeds))]
+            lengths = {sample_id: work.lengths[sample_id] for sample_id in ids}
+            whole.add(simulate(groups, lengths, self.policy, replace(setup, num_engines=1)))
+        return whole
+
+
+def ways(work: Workload, chunk_tokens: int) -> dict[str, Way]:
+    """By the names of this module's docstring."""
+    fifo = Policy(order=Fifo(), chunk_tokens=max(group.max_tokens for group in work.groups))
+    aware = Policy(order=ContextAware(), chunk_tokens=chunk_tokens)
+    oracle = Policy(order=Oracle(work.lengths), chunk_tokens=chunk_tokens)
     return {
-        "fifo": (fifo, None),
-        "fifo, first asker": (Policy(order=Fifo(), placement=TOGETHER), None),
-        "fifo + drafting": (fifo, Drafting()),
-        "divided": (divided(Fifo()), None),
-        "context-aware": (aware, None),
-        "everything": (aware, Drafting()),
-        "own suffixes": (aware, Drafting(grouped=False)),
-        "by length": (aware, Drafting(by_length=True)),
-        "oracle": (divided(Oracle(work.lengths)), Drafting()),
+        "fifo": Way(policy=fifo, is_dealt=True),
+        "fifo + drafting": Way(policy=fifo, drafting=Drafting(), is_dealt=True),
+        "divided": Way(policy=Policy(order=Fifo(), chunk_tokens=chunk_tokens)),
+        "context-aware": Way(policy=aware),
+        "everything": Way(policy=aware, drafting=Drafting()),
+        "own suffixes": Way(policy=aware, drafting=Drafting(grouped=False)),
+        "oracle": Way(policy=oracle, drafting=Drafting()),
     }
 
 
@@ -123,9 +134,8 @@ def run_all(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> di
         setup = Setup(
             costs=costs, num_engines=num_engines, slots=arguments.slots, memory_tokens=arguments.memory_tokens
         )
-        for name, (policy, drafting) in policies(work, setup, arguments.chunk).items():
-            outcome = simulate(work.groups, work.lengths, policy, replace(setup, drafting=drafting))
-            outcomes.setdefault(name, []).append(outcome)
+        for name, way in ways(work, arguments.chunk).items():
+            outcomes.setdefault(name, []).append(way.run(work, setup))
     return outcomes
 
 
@@ -147,7 +157,6 @@ def _figures(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> dict[str, Any
         "throughput_over_fifo": throughput.to_dict(),
         "tail_over_fifo": tail.to_dict(),
         "tokens_read_over_generated": statistics.median(one.tokens_read / one.num_tokens for one in these),
-        "preempted": statistics.median(one.num_preempted for one in these),
     }
 
 

@@ -1,18 +1,29 @@
-"""An engine as the scheduler sees it: what runs there, and what memory that takes, now and later."""
+"""An engine as the scheduler sees it: what runs there, and what memory that takes, now and later.
+
+A sample runs in chunks (divided rollout, Seer, arXiv 2511.14617). Seer's engines share a pool of keys and values; here
+an engine's cache is its own, so to go on elsewhere costs reading the prompt and all tokens again. A sample therefore
+stays where it is unless it makes room for one that is more urgent (`Order.displaces`).
+
+Memory is promised by the chunk, not by the limit: many samples can start, and none has to be thrown out in the middle
+of one. A sample whose next chunk does not fit waits, and is read again later; so that this is rare, a sample starts
+beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
+half is what they have added on average.)
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from serving.rollout.division import Division
 from serving.rollout.order import Order
 from serving.rollout.work import Sample, SampleId
+
+_GROWTH = 0.5
 
 
 @dataclass(kw_only=True)
 class Host:
     order: Order
-    division: Division | None
+    chunk_tokens: int
     running: dict[SampleId, Sample] = field(default_factory=dict)
     free_slots: int = 0
     free_tokens: int = 0
@@ -20,12 +31,11 @@ class Host:
 
     def end_of_chunk(self, sample: Sample) -> int:
         """Tokens at which a chunk ends that begins now."""
-        most = sample.group.request.max_tokens
-        return self.division.end_of_chunk(len(sample.tokens), most) if self.division else most
+        return min(len(sample.tokens) + self.chunk_tokens, sample.group.request.max_tokens)
 
     def promise(self, sample: Sample) -> int:
-        """Memory of a running sample: to the end of its chunk; undivided, what it holds."""
-        return sample.context + (max(sample.chunk_end - len(sample.tokens), 0) if self.division else 0)
+        """Memory of a running sample, to the end of its chunk."""
+        return sample.context + max(sample.chunk_end - len(sample.tokens), 0)
 
     def room(self) -> int:
         """Tokens of memory left if all that runs grows as expected."""
@@ -61,14 +71,13 @@ class Host:
     def remove(self, sample: Sample) -> None:
         del self.running[sample.sample_id]
         self.free_slots += 1
-        beyond = max(len(sample.tokens) - sample.chunk_end, 0) if self.division else 0
+        beyond = max(len(sample.tokens) - sample.chunk_end, 0)
         self.free_tokens += self.promise(sample) - beyond
 
     def _need(self, sample: Sample) -> int:
-        """Memory to take a sample: its next chunk's; undivided, its next token's."""
-        return sample.context + (self.end_of_chunk(sample) - len(sample.tokens) if self.division else 1)
+        """Memory to take a sample and run its next chunk."""
+        return sample.context + self.end_of_chunk(sample) - len(sample.tokens)
 
     def _outlook(self, sample: Sample, promised: int) -> int:
-        if self.division is None:
-            return promised
-        return max(promised, self.division.outlook(sample.context, self.order.remaining(sample)))
+        """Memory that a sample will hold on average until it ends."""
+        return max(promised, sample.context + round(_GROWTH * self.order.remaining(sample)))

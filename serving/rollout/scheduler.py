@@ -17,10 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.rollout.division import Division
 from serving.rollout.host import Host
 from serving.rollout.order import Order, urgency
-from serving.rollout.placement import ANYWHERE, Placement
 from serving.rollout.queue import WaitingQueue
 from serving.rollout.staleness import is_stale
 from serving.rollout.work import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, State
@@ -32,13 +30,8 @@ Verdict = Literal["go on", "stop"]
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     order: Order
-    placement: Placement = ANYWHERE
-    division: Division | None = None
-    """None: a sample stays where it began, and memory is not promised: the engine preempts when it runs out."""
-
-    def __post_init__(self) -> None:
-        if self.division is not None and self.placement.keeps_groups:
-            raise ValueError("a divided sample moves, so its group cannot be kept on one engine")
+    chunk_tokens: int
+    """At the end of each chunk it is decided anew where a sample goes on."""
 
 
 class Scheduler:
@@ -48,8 +41,6 @@ class Scheduler:
         self._num_groups = 0
         self._queue = WaitingQueue()
         self._hosts: dict[str, Host] = {}
-        self._lost: set[str] = set()
-        """Engines that have not asked again."""
         # Numbers are of all groups, since a group may come back under the name of one that was forgotten.
         self._lease_numbers = itertools.count(1)
         self._leases: dict[int, Sample] = {}
@@ -64,10 +55,7 @@ class Scheduler:
         if request.group_id in self._groups:
             raise RequestError(f"there is a group {request.group_id} already", param="group_id", code="duplicate")
         group = Group(request=request, number=self._num_groups)
-        engine = self._policy.placement.engine_of(group.number, self._lost)
-        group.samples = [
-            Sample(group=group, index=index, seed=seed, engine=engine) for index, seed in enumerate(request.seeds)
-        ]
+        group.samples = [Sample(group=group, index=index, seed=seed) for index, seed in enumerate(request.seeds)]
         self._groups[request.group_id] = group
         self._num_groups += 1
         for sample in group.samples:
@@ -97,11 +85,10 @@ class Scheduler:
         promised (`promised_tokens`).
         """
         host = self._hosts.setdefault(engine, self._new_host())
-        self._lost.discard(engine)
         host.free_slots, host.free_tokens = free_slots, free_tokens
         leases = []
         while host.free_slots > 0:
-            sample = self._queue.take(engine, functools.partial(host.fits, room=host.room()), host.could_hold)
+            sample = self._queue.take(functools.partial(host.fits, room=host.room()), host.could_hold)
             if sample is None:
                 break
             leases.append(self._start(sample, engine, host))
@@ -113,16 +100,11 @@ class Scheduler:
         return sum(host.promise(sample) for sample in host.running.values()) if host else 0
 
     def engine_lost(self, engine: str) -> list[SampleId]:
-        """What ran there waits again with the tokens that were reported, and what was to run there may run anywhere."""
+        """What ran there waits again with the tokens that were reported."""
         host = self._hosts.pop(engine, self._new_host())
-        self._lost.add(engine)
         for sample in host.running.values():
             del self._leases[sample.lease]
-            self._to_queue(sample, engine=None)
-        for group in self._groups.values():
-            for sample in self._under_way(group):
-                if sample.engine == engine:
-                    self._to_queue(sample, engine=None)
+            self._to_queue(sample)
         return list(host.running)
 
     # -- samples ------------------------------------------------------------------------------------------------------
@@ -136,10 +118,9 @@ class Scheduler:
             return "stop"
         self._append(sample, tokens)
         assert len(sample.tokens) < sample.group.request.max_tokens, "the last tokens come with `finished`"
-        division = self._policy.division
-        if division is None or len(sample.tokens) < sample.chunk_end:
+        if len(sample.tokens) < sample.chunk_end:
             return "go on"
-        return self._next_chunk(sample, lease.engine, division)
+        return self._next_chunk(sample, lease.engine)
 
     def finished(self, lease: Lease, tokens: Sequence[int], reason: Literal["stop", "length"]) -> Ended | None:
         """The engine has ended the sample with these last tokens; None for a lease that is over."""
@@ -161,7 +142,7 @@ class Scheduler:
         """The engine threw the sample out, for want of memory or because it failed there."""
         sample = self._leases.get(lease.number)
         if sample is not None:
-            self._pause(sample, engine=lease.engine if self._policy.placement.keeps_groups else None)
+            self._pause(sample)
 
     # -- versions and time --------------------------------------------------------------------------------------------
 
@@ -238,7 +219,7 @@ class Scheduler:
         assert len(sample.tokens) <= most, f"{sample.sample_id} got more than its {most} tokens"
 
     def _new_host(self) -> Host:
-        return Host(order=self._policy.order, division=self._policy.division)
+        return Host(order=self._policy.order, chunk_tokens=self._policy.chunk_tokens)
 
     def _start(self, sample: Sample, engine: str, host: Host) -> Lease:
         host.add(sample)
@@ -247,8 +228,6 @@ class Scheduler:
         self._leases[sample.lease] = sample
         if sample.target_version is None or not sample.tokens:
             sample.target_version = self.target_version
-        if self._policy.placement.keeps_groups:
-            self._bind(sample.group, engine)
         request = sample.group.request
         return Lease(
             sample_id=sample.sample_id,
@@ -261,19 +240,12 @@ class Scheduler:
             target_version=sample.target_version,
         )
 
-    def _bind(self, group: Group, engine: str) -> None:
-        for sibling in group.samples:
-            if sibling in self._queue and sibling.engine is None:
-                self._to_queue(sibling, engine=engine)
-
-    def _next_chunk(self, sample: Sample, engine: str, division: Division) -> Verdict:
-        host = self._hosts[engine]
-        waiting = self._queue.first(engine)
-        better = None if waiting is not None else self._emptier_engine(sample, engine, division)
+    def _next_chunk(self, sample: Sample, engine: str) -> Verdict:
+        host, waiting = self._hosts[engine], self._queue.first()
         is_displaced = waiting is not None and self._displaces(waiting, sample, host)
-        if better is None and not is_displaced and host.extend(sample):
+        if not is_displaced and host.extend(sample):
             return "go on"
-        self._pause(sample, engine=better)
+        self._pause(sample)
         return "stop"
 
     def _displaces(self, waiting: Sample, running: Sample, host: Host) -> bool:
@@ -287,29 +259,9 @@ class Scheduler:
             return self._policy.order.displaces(waiting, running)
         return urgency(waiting) < urgency(running) and not host.fits(waiting, host.room())
 
-    def _emptier_engine(self, sample: Sample, engine: str, division: Division) -> str | None:
-        """Where the sample would end so much earlier that reading its context there pays."""
-        open_engines = [
-            name
-            for name, host in self._hosts.items()
-            if host.free_slots > self._queue.num_bound(name) and host.fits(sample, host.room())
-        ]
-        best = min(open_engines, key=self._load, default=None)
-        if best is None or not division.pays_to_move(
-            remaining=self._policy.order.remaining(sample),
-            context=sample.context,
-            here=self._load(engine),
-            there=self._load(best),
-        ):
-            return None
-        return best
-
-    def _load(self, engine: str) -> int:
-        return len(self._hosts[engine].running) + self._queue.num_bound(engine)
-
-    def _pause(self, sample: Sample, *, engine: str | None) -> None:
+    def _pause(self, sample: Sample) -> None:
         self._leave(sample)
-        self._to_queue(sample, engine=engine)
+        self._to_queue(sample)
 
     def _leave(self, sample: Sample) -> str:
         """Off the engine on which it runs."""
@@ -319,9 +271,9 @@ class Scheduler:
         del self._leases[sample.lease]
         return engine
 
-    def _to_queue(self, sample: Sample, *, engine: str | None) -> None:
+    def _to_queue(self, sample: Sample) -> None:
         sample.state = State.PAUSED if sample.tokens else State.WAITING
-        sample.engine = engine
+        sample.engine = None
         self._queue.put(sample, self._policy.order.rank(sample))
 
     def _end_stale(self, sample: Sample) -> Ended:

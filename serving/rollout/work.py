@@ -80,7 +80,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """What engines reported; what they had not reported when they died is generated again."""
     engine: str | None = None
-    """Where it runs, or the only engine that may take it; None for any."""
+    """Where it runs; None elsewhere."""
     chunk_end: int = 0
     """Number of tokens at which it is decided anew where it goes on."""
     lease: int = 0

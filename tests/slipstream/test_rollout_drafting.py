@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rollout_drafting import MAX_DEPTH, Claim, best_depth, committed_tokens, depth_by_length
+from benchmarks.rollout_drafting import MAX_DEPTH, Claim, best_depth, committed_tokens
 
 
 def test_committed_tokens_are_a_geometric_sum() -> None:
@@ -34,8 +34,3 @@ def test_the_depth_is_seers_argmin() -> None:
 def test_nobody_who_may_draft_means_depth_0() -> None:
     assert best_depth([], lambda depth: 1.0) == 0
     assert best_depth([Claim(acceptance=0.9, most=0)], lambda depth: 1.0) == 0
-
-
-def test_short_samples_draft_nothing_and_long_ones_the_most() -> None:
-    depths = [depth_by_length(remaining, short=64, long=256) for remaining in (10, 64, 160, 256, 1000)]
-    assert depths == [0, 0, 4, 8, 8]

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rollout_model import Chain, Costs, Drafting, Outcome, Setup, engine_name, simulate
-from benchmarks.rollout_sim import TABLE, Oracle, Workload, main, options, policies
-from serving.rollout.division import Division
-from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.placement import TOGETHER, dealt
+from benchmarks.rollout_model import Chain, Costs, Drafting, Outcome, Setup, simulate
+from benchmarks.rollout_sim import TABLE, Oracle, Way, Workload, main, options, ways
+from serving.rollout.order import Fifo
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import GroupRequest, SampleId
 
 PLENTY = 10_000
+WHOLE = Policy(order=Fifo(), chunk_tokens=100)
 
 
 def table(*, read_ms: float = 0.0, slope: float = 0.0, acceptance: float = 0.0) -> dict[str, Any]:
@@ -56,65 +55,48 @@ def run(
 
 
 def test_a_slot_is_filled_as_soon_as_it_is_free() -> None:
-    outcome = run([[3, 1, 2, 1]], Policy(order=Fifo(), placement=TOGETHER))
+    outcome = run([[3, 1, 2, 1]], WHOLE)
     # Two slots: 3 until t = 3; 1 until 1, then 2 until 3; then 1 until 4.
     assert outcome.ends_s == [1, 3, 3, 4]
     assert (outcome.num_tokens, outcome.tokens_a_second, outcome.tokens_read) == (7, 7 / 4, 40)
 
 
-def test_dealt_groups_leave_an_engine_idle_and_single_samples_do_not() -> None:
+def test_samples_of_a_group_run_on_any_engine() -> None:
+    assert run([[6, 6, 6, 6], [1, 1, 1, 1]], WHOLE, engines=2).makespan_s == 7
+
+
+def test_groups_that_are_dealt_leave_an_engine_idle() -> None:
     lengths = [[6, 6, 6, 6], [1, 1, 1, 1]]
-    dealt_groups = Policy(order=Fifo(), placement=dealt((engine_name(0), engine_name(1))))
-    assert run(lengths, dealt_groups, engines=2).makespan_s == 12
-    divided = Policy(order=Fifo(), division=Division(chunk_tokens=100))
-    assert run(lengths, divided, engines=2).makespan_s == 7
+    groups = [
+        GroupRequest(group_id=str(number), prompt_token_ids=(0,) * 10, seeds=(0, 1, 2, 3), max_tokens=100)
+        for number in range(2)
+    ]
+    known = {SampleId(str(g), i): length for g, group in enumerate(lengths) for i, length in enumerate(group)}
+    setup = Setup(costs=Costs(table()), num_engines=2, slots=2, memory_tokens=PLENTY)
+    outcome = Way(policy=WHOLE, is_dealt=True).run(Workload(groups=groups, lengths=known), setup)
+    assert outcome.ends_s == [1, 1, 2, 2, 6, 6, 12, 12]
+    assert (outcome.num_tokens, outcome.tokens_read) == (28, 80)
 
 
 def test_reading_a_context_stalls_the_engine() -> None:
-    outcome = run([[2]], Policy(order=Fifo()), read_ms=100)
+    outcome = run([[2]], WHOLE, read_ms=100)
     assert outcome.ends_s == [pytest.approx(10 * 0.1 + 2)]
 
 
 def test_more_requests_make_a_round_longer() -> None:
     # Two together: 2 rounds of 1.5 s, then 2 rounds of 1 s for the longer one.
-    assert run([[4, 2]], Policy(order=Fifo()), slope=0.5).ends_s == [3, 5]
+    assert run([[4, 2]], WHOLE, slope=0.5).ends_s == [3, 5]
 
 
 def test_drafts_commit_more_in_a_round() -> None:
     # Every proposal is accepted, so verifying 3 costs nothing and commits 4 tokens a round.
-    assert run([[8]], Policy(order=Fifo()), acceptance=1.0, drafting=Drafting()).ends_s == [2]
-    assert run([[8]], Policy(order=Fifo()), acceptance=1.0).ends_s == [8]
-
-
-def test_short_samples_draft_nothing_when_length_decides() -> None:
-    aware = Policy(order=ContextAware(), division=Division(chunk_tokens=100))
-    lengths = [[8, 8]]
-    by_length = Drafting(by_length=True)
-    # The probe counts as long as the limit of 160 and drafts; its sibling is known to be short: 8 ≤ 160 / 16.
-    outcome = run(lengths, aware, slots=1, acceptance=1.0, drafting=by_length, limit=160)
-    assert outcome.ends_s == [2, 10]
-
-
-def test_memory_that_runs_out_throws_out_the_newest_and_counts_its_reading() -> None:
-    # Contexts grow from 10 + 10 to 12 + 12 tokens in 2 rounds; then one goes on alone and the other is read again.
-    outcome = run([[6, 6]], Policy(order=Fifo(), placement=TOGETHER), memory=24)
-    assert (outcome.num_preempted, outcome.ends_s, outcome.tokens_read) == (1, [6, 10], 10 + 10 + 12)
+    assert run([[8]], WHOLE, acceptance=1.0, drafting=Drafting()).ends_s == [2]
+    assert run([[8]], WHOLE, acceptance=1.0).ends_s == [8]
 
 
 def test_a_promised_chunk_is_never_thrown_out() -> None:
-    divided = Policy(order=Fifo(), division=Division(chunk_tokens=6))
-    outcome = run([[6, 6]], divided, memory=24)
-    assert (outcome.num_preempted, outcome.ends_s, outcome.tokens_read) == (0, [6, 12], 20)
-
-
-def test_a_sample_leaves_a_crowd_for_an_idle_engine() -> None:
-    costs = Costs(table(slope=0.5))
-    divided = Policy(order=Fifo(), division=Division(chunk_tokens=4, costs=costs))
-    # Four on one engine take 2.5 s a round; the other engine's only sample ends after its first round.
-    stay = run([[1], [20, 20, 20, 20]], Policy(order=Fifo()), engines=2, slots=4, slope=0.5)
-    move = run([[1], [20, 20, 20, 20]], divided, engines=2, slots=4, slope=0.5)
-    assert move.makespan_s < stay.makespan_s
-    assert move.tokens_read > stay.tokens_read
+    outcome = run([[6, 6]], Policy(order=Fifo(), chunk_tokens=6), memory=24)
+    assert (outcome.ends_s, outcome.tokens_read) == ([6, 12], 20)
 
 
 def test_the_tail_is_what_the_last_tenth_takes() -> None:
@@ -161,13 +143,13 @@ def test_every_policy_ends_every_sample_and_the_oracle_is_the_longest_first() ->
     work = Workload.draw(options().parse_args(["--limit", "200", "--median", "40"]), 2, seed=0)
     setup = Setup(costs=Costs(table(slope=0.2, read_ms=1.0)), num_engines=2, slots=4, memory_tokens=1000)
     makespans = {}
-    for name, (policy, _) in policies(work, setup, 32).items():
-        outcome = simulate(work.groups, work.lengths, policy, setup)
+    for name, way in ways(work, 32).items():
+        outcome = way.run(work, setup)
         assert outcome.num_tokens == sum(work.lengths.values())
         makespans[name] = outcome.makespan_s
     assert makespans["context-aware"] < makespans["fifo"]
     assert makespans["oracle"] < makespans["fifo"]
-    assert isinstance(policies(work, setup, 32)["oracle"][0].order, Oracle)
+    assert isinstance(ways(work, 32)["oracle"].policy.order, Oracle)
 
 
 def test_the_command_prints_that_it_is_simulated_and_exits_1_where_a_target_falls_short(

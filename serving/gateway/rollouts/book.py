@@ -22,7 +22,6 @@ import structlog
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError
 from serving.gateway.rollouts.rollout import Rollout
-from serving.rollout.division import Division
 from serving.rollout.driver import Driver
 from serving.rollout.engines import RolloutEngine
 from serving.rollout.order import ContextAware
@@ -54,8 +53,7 @@ class RolloutBook:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._clock = settings, clock
-        division = Division(chunk_tokens=settings.rollout_chunk_tokens)
-        policy = Policy(order=ContextAware(), division=division)
+        policy = Policy(order=ContextAware(), chunk_tokens=settings.rollout_chunk_tokens)
         self.driver = Driver(engines, policy, on_ended=self._ended, clock=clock)
         self._rollouts: dict[tuple[str, str], Rollout] = {}
         self._by_key: dict[str, Rollout] = {}

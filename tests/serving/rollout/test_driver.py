@@ -7,22 +7,17 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from serving.rollout.division import Division
 from serving.rollout.driver import MAX_FAILURES, Driver
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.placement import TOGETHER, dealt
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import State
 from speculator.errors import EngineBusyError, EngineError, RequestError
 from tests.serving.rollout.engines import Results, SeededEngine, check_whole, until, work
-from tests.serving.rollout.test_division import Linear
 
 LIMIT = 40
-CHUNKED = Policy(order=ContextAware(), division=Division(chunk_tokens=8, costs=Linear()))
+CHUNKED = Policy(order=ContextAware(), chunk_tokens=8)
 POLICIES = {
-    "fifo, dealt": Policy(order=Fifo(), placement=dealt(("x", "y"))),
-    "fifo, together": Policy(order=Fifo(), placement=TOGETHER),
-    "divided": Policy(order=Fifo(), division=Division(chunk_tokens=8, costs=Linear())),
+    "fifo": Policy(order=Fifo(), chunk_tokens=8),
     "context-aware": CHUNKED,
 }
 

@@ -13,18 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.engine import GenerateRequest
-from serving.rollout.division import Division
 from serving.rollout.driver import Driver
 from serving.rollout.engines import InProcessEngine
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.placement import dealt
 from serving.rollout.results import GroupWork, SampleResult
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import GroupRequest, Sample, SampleId
 from speculator.sampling import SamplingParams
-from tests.serving.local.harness import Answer, Harness, toy_engine
+from tests.serving.local.harness import Answer, Harness, fixed_engine
 from tests.serving.rollout.engines import Results
-from tests.serving.rollout.test_division import Linear
 from tests.toy import make_toy_model
 
 PROMPTS = ("the river", "a stone, 42")
@@ -40,10 +37,9 @@ class Restless(Fifo):
 
 
 POLICIES = {
-    "fifo": Policy(order=Fifo(), placement=dealt(("x", "y"))),
-    "divided": Policy(order=Fifo(), division=Division(chunk_tokens=7)),
-    "context-aware": Policy(order=ContextAware(), division=Division(chunk_tokens=7, costs=Linear())),
-    "restless": Policy(order=Restless(), division=Division(chunk_tokens=5)),
+    "fifo": Policy(order=Fifo(), chunk_tokens=7),
+    "context-aware": Policy(order=ContextAware(), chunk_tokens=7),
+    "restless": Policy(order=Restless(), chunk_tokens=5),
 }
 
 
@@ -59,7 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two engines of one target, with drafts of one token more or less, and so different rounds."""
     model_dir = make_toy_model(tmp_path_factory.mktemp("target"))
     with ExitStack() as running:
-        x, y = (running.enter_context(toy_engine(model_dir, slots=3, depth=depth)) for depth in (3, 1))
+        x, y = (running.enter_context(fixed_engine(model_dir, slots=3, depth=depth)) for depth in (3, 1))
         yield Pair(x, y, model_dir)
 
 

@@ -34,4 +34,4 @@ def test_samples_that_have_ended_are_let_go_while_a_better_one_waits() -> None:
     others = samples(101, 3)
     for one in reversed(others):
         queue.put(one, order.rank(one))
-    assert [queue.take("x", lambda _: True, lambda _: False) for _ in range(5)] == [best, *others, None]
+    assert [queue.take(lambda _: True, lambda _: False) for _ in range(5)] == [best, *others, None]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from serving.rollout.division import Division
 from serving.rollout.order import ContextAware, Fifo, Order
-from serving.rollout.placement import TOGETHER, dealt
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.work import MAX_SAMPLES, SampleId, State
 from speculator.errors import RequestError
 from tests.serving.rollout.groups import names, request, sample
-from tests.serving.rollout.test_division import Linear
 
 ROOMY = 10_000
 
 
-def divided(chunk_tokens: int = 20, **more: object) -> Scheduler:
-    return Scheduler(Policy(order=ContextAware(), division=Division(chunk_tokens=chunk_tokens, **more)))
+def divided(chunk_tokens: int = 20) -> Scheduler:
+    return Scheduler(Policy(order=ContextAware(), chunk_tokens=chunk_tokens))
 
 
 def test_every_slot_is_filled_while_work_waits() -> None:
@@ -51,41 +48,6 @@ def test_the_longest_finished_sibling_reorders_what_waits() -> None:
     assert names(scheduler.next_for("x", 1, ROOMY)) == ["b1"]
 
 
-def test_whole_groups_in_turn() -> None:
-    scheduler = Scheduler(Policy(order=Fifo(), placement=dealt(("x", "y"))))
-    for name in "abc":
-        scheduler.submit(request(name))
-    assert names(scheduler.next_for("x", 9, ROOMY)) == ["a0", "a1", "c0", "c1"]
-    assert names(scheduler.next_for("y", 9, ROOMY)) == ["b0", "b1"]
-
-
-def test_groups_are_dealt_past_an_engine_that_died_until_it_asks_again() -> None:
-    scheduler = Scheduler(Policy(order=Fifo(), placement=dealt(("x", "y"))))
-    scheduler.engine_lost("x")
-    for name in "abc":
-        scheduler.submit(request(name))
-    assert names(scheduler.next_for("y", 9, ROOMY)) == ["a0", "a1", "b0", "b1", "c0", "c1"]
-    assert scheduler.next_for("x", 9, ROOMY) == []
-    for name in "de":
-        scheduler.submit(request(name))
-    assert names(scheduler.next_for("x", 9, ROOMY)) == ["e0", "e1"]
-    for name in "xy":
-        scheduler.engine_lost(name)
-    scheduler.submit(request("f"))
-    assert "f0" in names(scheduler.next_for("z", 99, ROOMY))
-
-
-def test_a_group_stays_with_the_engine_that_asked_first_until_that_dies() -> None:
-    scheduler = Scheduler(Policy(order=Fifo(), placement=TOGETHER))
-    for name in "ab":
-        scheduler.submit(request(name))
-    assert names(scheduler.next_for("x", 1, ROOMY)) == ["a0"]
-    assert names(scheduler.next_for("y", 3, ROOMY)) == ["b0", "b1"]
-    assert scheduler.engine_lost("x") == [SampleId("a", 0)]
-    assert names(scheduler.next_for("y", 3, ROOMY)) == ["a0", "a1"]
-    scheduler.check()
-
-
 def test_memory_is_promised_by_the_chunk() -> None:
     scheduler = divided(chunk_tokens=20)
     scheduler.submit(request("a", samples=4))
@@ -114,18 +76,6 @@ def test_what_does_not_fit_holds_up_nobody() -> None:
     assert names(scheduler.next_for("y", 2, 600)) == ["a0"]
 
 
-def test_an_undivided_sample_takes_what_is_there_and_may_be_thrown_out() -> None:
-    scheduler = Scheduler(Policy(order=Fifo(), placement=TOGETHER))
-    scheduler.submit(request("a", samples=2))
-    first, second = scheduler.next_for("x", 2, 25)
-    scheduler.progressed(second, (5, 6, 7))
-    scheduler.preempted(second)
-    assert scheduler.next_for("y", 1, ROOMY) == []
-    (again,) = scheduler.next_for("x", 1, ROOMY)
-    assert (again.sample_id, again.num_generated) == (second.sample_id, 3)
-    assert scheduler.progressed(first, (1,)) == "go on"
-
-
 def test_at_the_end_of_a_chunk_a_probe_gets_the_slot() -> None:
     scheduler = divided(chunk_tokens=20)
     scheduler.submit(request("a", samples=2))
@@ -144,18 +94,6 @@ def test_one_free_slot_displaces_one_sample() -> None:
     scheduler.submit(request("b", samples=1))
     assert scheduler.progressed(second, (0,) * 20) == "stop"
     assert scheduler.progressed(third, (0,) * 20) == "go on"
-
-
-def test_an_emptier_engine_takes_over_and_nobody_else() -> None:
-    scheduler = divided(chunk_tokens=20, costs=Linear())
-    scheduler.submit(request("a", samples=4))
-    leases = scheduler.next_for("x", 4, ROOMY)
-    scheduler.next_for("y", 4, ROOMY)
-    # 80 tokens remain, at 4 s here and 1 s there; then 4 and 3 requests would be no gain over 3 and 2.
-    verdicts = [scheduler.progressed(lease, (0,) * 20) for lease in leases]
-    assert verdicts == ["stop", "stop", "go on", "go on"]
-    assert scheduler.next_for("x", 2, ROOMY) == []
-    assert names(scheduler.next_for("y", 4, ROOMY)) == ["a0", "a1"]
 
 
 def test_an_engine_that_dies_with_twenty_chunks_loses_what_it_had_not_reported() -> None:
@@ -220,7 +158,7 @@ def test_a_sample_is_as_old_as_its_first_tokens() -> None:
 
 
 def test_a_version_never_goes_back() -> None:
-    scheduler = Scheduler(Policy(order=Fifo()), target_version=3)
+    scheduler = Scheduler(Policy(order=Fifo(), chunk_tokens=20), target_version=3)
     with pytest.raises(RequestError, match="not newer"):
         scheduler.announce_target(3)
 
@@ -279,14 +217,9 @@ def test_unknown_and_duplicate_names_are_refused() -> None:
             scheduler.sample(SampleId("a", index))
 
 
-def test_a_divided_sample_cannot_be_kept_with_its_group() -> None:
-    with pytest.raises(ValueError, match="divided"):
-        Policy(order=Fifo(), placement=TOGETHER, division=Division(chunk_tokens=8))
-
-
 @pytest.mark.parametrize("order", [Fifo(), ContextAware()])
 def test_what_is_urgent_gets_memory_at_the_end_of_a_chunk(order: Order) -> None:
-    scheduler = Scheduler(Policy(order=order, division=Division(chunk_tokens=16)))
+    scheduler = Scheduler(Policy(order=order, chunk_tokens=16))
     for number in range(25):
         scheduler.submit(request(f"small-{number}", samples=16, max_tokens=40 + number))
     running = scheduler.next_for("x", 100, 2000)
@@ -343,3 +276,23 @@ def test_tokens_beyond_the_end_of_a_chunk_are_booked() -> None:
     assert (scheduler.promised_tokens("x"), scheduler._hosts["x"].free_tokens) == (86, 4)
     assert scheduler.progressed(lease, (0,) * 24) == "stop", "10 more would be needed"
     assert scheduler._hosts["x"].free_tokens == 90
+
+
+def test_a_sample_that_is_thrown_out_goes_on_anywhere_with_its_tokens() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=2))
+    first, second = scheduler.next_for("x", 2, ROOMY)
+    scheduler.progressed(second, (5, 6, 7))
+    scheduler.preempted(second)
+    (again,) = scheduler.next_for("y", 1, ROOMY)
+    assert (again.sample_id, again.num_generated) == (second.sample_id, 3)
+    assert scheduler.progressed(first, (1,)) == "go on"
+
+
+def test_a_chunk_ends_at_the_limit_at_the_latest() -> None:
+    scheduler = divided(chunk_tokens=64)
+    scheduler.submit(request("a", samples=1, max_tokens=100))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.promised_tokens("x") == 10 + 64
+    assert scheduler.progressed(lease, (0,) * 64) == "go on"
+    assert scheduler.promised_tokens("x") == 10 + 100

@@ -7,21 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from serving.rollout.division import Division
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.placement import TOGETHER, dealt
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.work import Ended, GroupRequest, Lease, SampleId, State
-from tests.serving.rollout.test_division import Linear
 
 ENGINES = ("x", "y", "z")
 NAMES = ("a", "b", "c", "d", "e", "f")
 SLOTS, MEMORY, PROMPT = 3, 120, 5
 POLICIES = {
-    "dealt": Policy(order=Fifo(), placement=dealt(ENGINES)),
-    "together": Policy(order=Fifo(), placement=TOGETHER),
-    "divided": Policy(order=Fifo(), division=Division(chunk_tokens=8, costs=Linear())),
-    "context-aware": Policy(order=ContextAware(), division=Division(chunk_tokens=8, costs=Linear())),
+    "fifo": Policy(order=Fifo(), chunk_tokens=8),
+    "context-aware": Policy(order=ContextAware(), chunk_tokens=8),
 }
 
 
@@ -106,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert lease.num_generated == len(known)
             self.running[lease.sample_id] = lease
             self.given.append(lease)
-        if self.policy.division is not None and (mine or leases):
+        if mine or leases:
             assert self.scheduler.promised_tokens(engine) <= MEMORY
 
     def lease(self, data: st.DataObject) -> Lease:
@@ -181,9 +176,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sample.tokens == tokens
             assert (sample.state is State.RUNNING) == (sample_id in self.running)
             assert sample.state.has_ended == (sample_id in self.ended)
-        if self.policy.division is not None:
-            for engine, host in self.scheduler._hosts.items():
-                assert host.free_tokens + self.scheduler.promised_tokens(engine) == MEMORY
+        for engine, host in self.scheduler._hosts.items():
+            assert host.free_tokens + self.scheduler.promised_tokens(engine) == MEMORY
 
     def teardown(self) -> None:
         """Whatever happened, one engine that goes on brings everything that has not ended to its end."""
