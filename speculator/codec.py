@@ -6,7 +6,6 @@ without a target distribution (the prompt) do not travel at all: decoding puts t
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import msgspec
@@ -17,8 +16,6 @@ from safetensors import SafetensorError, TensorSpec, serialize
 from torch import Tensor
 
 from speculator.errors import TraceError
-from speculator.model import NUM_AUX_LAYERS
-from speculator.sampling import SamplingParams
 from speculator.trace import MAX_TOP_K, Trace, TraceHeader, VerifyRounds, check_schema, check_trace
 
 Features = Literal["float8", "bfloat16"]
@@ -138,43 +135,6 @@ def read_header(data: bytes) -> TraceHeader:
     except _NOT_A_TRACE as error:
         raise TraceError(f"the bytes are not a trace: {error}") from error
     return _decode_header(metadata)
-
-
-def estimated_bytes_per_token(hidden_size: int, top_k: int, num_proposals: int, accept_length: float) -> float:
-    """Bytes a captured token takes, measured by encoding a trace of 512 completion tokens with these shapes.
-
-    `accept_length` is the mean number of tokens that a verify round commits, the bonus token included.
-    """
-    T = 512
-    R = math.ceil(T / accept_length)
-    header = TraceHeader(
-        trace_id="0" * 32,
-        request_id="0" * 36,
-        engine_id="engine-0",
-        target_fingerprint="0" * 64,
-        num_prompt_tokens=512,
-        first_position=512,
-        created_ms=1_700_000_000_000,
-        sampling=SamplingParams(),
-    )
-    rounds = VerifyRounds(
-        position=(512 + np.arange(R) * T // R).astype(np.int32),
-        draft_tokens=np.zeros((R, num_proposals), np.int32),
-        draft_logprobs=np.zeros((R, num_proposals), np.float16),
-        draft_parents=np.tile(np.arange(-1, num_proposals - 1, dtype=np.int8), (R, 1)),
-        num_accepted=np.zeros(R, np.int8),
-        draft_version=np.zeros(R, np.int32),
-    )
-    trace = Trace(
-        header=header,
-        token_ids=np.zeros(T, np.int32),
-        aux_hidden=torch.zeros(T, NUM_AUX_LAYERS * hidden_size, dtype=torch.bfloat16),
-        target_topk_ids=np.zeros((T, top_k), np.int32),
-        target_topk_logprobs=np.full((T, top_k), -8.0, np.float16),
-        constrained=np.zeros(T, np.bool_),
-        rounds=rounds,
-    )
-    return len(encode_trace(trace)) / T
 
 
 def _first_labelled_row(target_topk_ids: np.ndarray) -> int:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculator.codec import decode_trace, encode_trace, estimated_bytes_per_token
+from speculator.codec import decode_trace, encode_trace
 from speculator.errors import TraceError, UnknownSchemaError
 from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace
 from tests.traces import make_header, make_trace, with_rounds
@@ -94,18 +94,10 @@ def test_read_only_and_strided_arrays_encode() -> None:
 
 
 def test_an_8b_target_takes_two_fifths_of_its_bare_hidden_states() -> None:
-    d = 4096
-    assert estimated_bytes_per_token(d, top_k=64, num_proposals=5, accept_length=2.5) <= 0.4 * (8 * d + 8)
-
-
-def test_the_estimate_counts_what_it_is_given() -> None:
-    small = estimated_bytes_per_token(512, top_k=8, num_proposals=3, accept_length=4.0)
-    assert estimated_bytes_per_token(512, top_k=16, num_proposals=3, accept_length=4.0) == pytest.approx(
-        small + 8 * 6, abs=0.1
-    )
-    assert estimated_bytes_per_token(512, top_k=8, num_proposals=3, accept_length=2.0) == pytest.approx(
-        small + 0.25 * (9 + 3 * 7), abs=0.1
-    )
+    """A target of width 4,096, 64 likeliest tokens, a round of five proposals for every 2.5 tokens."""
+    T, d = 512, 4096
+    trace = make_trace(T=T, d=d, K=64, R=round(T / 2.5), P=5, labelled_from=0)
+    assert len(encode_trace(trace)) / T <= 0.4 * (8 * d + 8)
 
 
 # -- bytes that are no trace
