@@ -53,7 +53,7 @@ SERVE = (
     Rule(names=("slots",), needs=_local, otherwise="is for --engine local: pass --max-running-requests after --"),
     Rule(names=("context_length",), needs=_local, otherwise="is for --engine local: pass --context-length after --"),
     Rule(
-        names=("threads", "compile_target", "int8_target", "suffix_depth", "share_groups", "head_off_share"),
+        names=("threads", "suffix_depth", "share_groups", "head_off_share"),
         needs=_local,
         otherwise="is for --engine local: leave it out",
     ),

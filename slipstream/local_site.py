@@ -178,8 +178,7 @@ def first_version(site: Site) -> int:
 
 
 def load_target(config: LocalEngineConfig) -> Target:
-    num_threads = config.num_threads or spare_cores()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(config.num_threads or spare_cores())
     return Target(
         config.model_dir,
         num_slots=config.num_slots,
@@ -187,8 +186,6 @@ def load_target(config: LocalEngineConfig) -> Target:
         cache_margin=config.cache_margin,
         dtype=getattr(torch, config.dtype),
         device=config.device,
-        compile_threads=num_threads if config.compile_target else None,
-        int8=config.int8_target,
     )
 
 

@@ -43,8 +43,6 @@ def serve(
     slots: options.Slots = 8,
     context_length: options.ContextLength = 2048,
     threads: options.Threads = None,
-    compile_target: options.CompileTarget = False,
-    int8_target: options.Int8Target = False,
     suffix_depth: SuffixDepth = 16,
     share_groups: options.ShareGroups = False,
     head_off_share: options.HeadOffShare = 0,
@@ -99,10 +97,7 @@ def _serve_locally(given: dict[str, Any]) -> None:
 
     same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
     config = LocalEngineConfig(
-        **{
-            name: given[name]
-            for name in (*same, "capture", "suffix_depth", "head_off_share", "compile_target", "int8_target")
-        },
+        **{name: given[name] for name in (*same, "capture", "suffix_depth", "head_off_share")},
         device=given["device"] or "cpu",
         num_slots=given["slots"],
         num_threads=given["threads"],

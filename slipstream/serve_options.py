@@ -52,22 +52,6 @@ ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt a
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
 ]
-CompileTarget = Annotated[
-    bool,
-    typer.Option(
-        "--compile-target",
-        envvar="SLIPSTREAM_COMPILE_TARGET",
-        help="Local engine on a CPU: compile the target's pass, where our own kernels do not run it; needs g++.",
-    ),
-]
-Int8Target = Annotated[
-    bool,
-    typer.Option(
-        "--int8-target",
-        envvar="SLIPSTREAM_INT8_TARGET",
-        help="Local engine on a CPU: the target in 8 bits; another text than in --dtype.",
-    ),
-]
 ShareGroups = Annotated[
     bool,
     typer.Option(

@@ -2,8 +2,7 @@
 
 A step of one token reads every weight once and otherwise only pays for calls, so calls are what this saves: one
 projection for queries, keys and values and one for gate and up, rotary embedding over all heads in three operations,
-keys and values stored in one. None goes through nn.Module, whose detours take as long as a small operation. What is
-left between two matrix products can be compiled (`serving.local.compiled`).
+keys and values stored in one. None goes through nn.Module, whose detours take as long as a small operation.
 
 Shape letters: B batch, T new tokens, M = B × T, d hidden size, H query heads, G key heads, N = H + 2G, h head size.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.attention import KVSlots, SlotWindow
-from serving.local.compiled import as_it_is, compiled, opaque
 from serving.local.packed import Replaced, product_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -54,40 +51,26 @@ class Decoder:
     Used by one thread at a time.
     """
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...], *, compile_it: bool) -> None:
+    def __init__(self, model: Any, aux_layers: tuple[int, ...]) -> None:
         self._layers: list[FusedLayer] = list(model.model.layers)
-        wrap = opaque if compile_it else as_it_is
-        for index, layer in enumerate(self._layers):
-            layer.bind(wrap(partial(self._attend, index), layer.num_queries * layer.head_dim), wrap)
+        for layer in self._layers:
+            layer.bind()
         self._embed: Tensor = model.model.embed_tokens.weight
         self._norm: RMSNorm = model.model.norm
         self._rotary = model.model.rotary_emb
         self._aux_layers = aux_layers
-        self._place: tuple[SlotWindow, KVSlots] | None = None
-        """Of the pass that is running."""
-        self._through = self._through_layers
-        if compile_it:
-            self._through = compiled(self._through_layers)
 
     def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
-        self._place = window, cache
         x_Md = F.embedding(tokens_BT.flatten(), self._embed)
-        hidden_Md, aux_Md = self._through(x_Md, *self._rotation(x_Md, window.positions_BT))
-        return hidden_Md.view(*tokens_BT.shape, -1), aux_Md.view(*tokens_BT.shape, -1)
-
-    def _through_layers(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> tuple[Tensor, Tensor]:
+        cos_MNh, signed_sin_MNh = self._rotation(x_Md, window.positions_BT)
         aux = []
         for index, layer in enumerate(self._layers):
             if index in self._aux_layers:
                 aux.append(x_Md)
-            x_Md = layer.run(x_Md, cos_MNh, signed_sin_MNh)
-        return self._norm.forward(x_Md), torch.cat(aux, -1)
-
-    def _attend(self, index: int, rotated_MNh: Tensor) -> Tensor:
-        assert self._place is not None
-        window, cache = self._place
-        return self._layers[index].attend(rotated_MNh, window, cache, index)
+            x_Md = layer.run(x_Md, cos_MNh, signed_sin_MNh, window, cache, index)
+        hidden_Md, aux_Mw = self._norm.forward(x_Md), torch.cat(aux, -1)
+        return hidden_Md.view(*tokens_BT.shape, -1), aux_Mw.view(*tokens_BT.shape, -1)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
@@ -131,18 +114,18 @@ class FusedLayer(nn.Module):
     def products(self) -> tuple[nn.Linear | Replaced, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def bind(self, attend: Operation, wrap: Callable[..., Operation]) -> None:
-        """Look up once what `run` calls; after this, weights only change in place.
-
-        `attend` takes the rotated heads [M, N, h] and returns [M, H · h]; `wrap` gets every product, see `product_of`.
-        """
-        self._attended = attend
-        self._qkv, self._out, self._gate_up, self._down = (product_of(layer, wrap) for layer in self.products)
+    def bind(self) -> None:
+        """Look up once what `run` calls; after this, weights only change in place."""
+        self._qkv, self._out, self._gate_up, self._down = map(product_of, self.products)
         self._act: Operation = self.act.forward
         self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
 
-    def run(self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor) -> Tensor:
-        x_Md = x_Md + self._out(self._attended(self._rotated(self._first_norm(x_Md), cos_MNh, signed_sin_MNh)))
+    def run(
+        self, x_Md: Tensor, cos_MNh: Tensor, signed_sin_MNh: Tensor, window: SlotWindow, cache: KVSlots, index: int
+    ) -> Tensor:
+        """The layer's output [M, d]; keys and values go to the cache's layer `index`."""
+        rotated_MNh = self._rotated(self._first_norm(x_Md), cos_MNh, signed_sin_MNh)
+        x_Md = x_Md + self._out(self._attend(rotated_MNh, window, cache, index))
         return x_Md + self._down(self._gated(self._gate_up(self._second_norm(x_Md))))
 
     def _gated(self, gate_up: Tensor) -> Tensor:
@@ -157,7 +140,7 @@ class FusedLayer(nn.Module):
         swapped = qkv_MNh.roll(self.head_dim // 2, -1)
         return torch.addcmul(qkv_MNh * cos_MNh, swapped, signed_sin_MNh)
 
-    def attend(self, rotated_MNh: Tensor, window: SlotWindow, cache: KVSlots, index: int) -> Tensor:
+    def _attend(self, rotated_MNh: Tensor, window: SlotWindow, cache: KVSlots, index: int) -> Tensor:
         """Store keys and values in the cache's layer `index`, then attend; returns [M, H · h]."""
         q_MHh, kv_MNh = rotated_MNh.split_with_sizes([self.num_queries, 2 * self.num_groups], 1)
         q_BRGh = q_MHh.reshape(window.batch, -1, self.num_groups, self.head_dim)

@@ -46,13 +46,10 @@ class ServingDraft:
     requests stay as the older weights computed them, which costs a little acceptance for a moment and never a token.
     """
 
-    def __init__(
-        self, model: Eagle3Draft, version: int, *, num_slots: int, length: int, own_kernels: bool = True
-    ) -> None:
-        """`own_kernels=False` leaves the library out that there is for some CPUs."""
+    def __init__(self, model: Eagle3Draft, version: int, *, num_slots: int, length: int) -> None:
         self._config, self._d2t, self._target_ids = model.config, model.d2t, model.target_ids
         self._drawn_ids = model.target_ids.cpu().numpy()
-        kernels = found_kernels() if own_kernels and fits(model) else None
+        kernels = found_kernels() if fits(model) else None
         self._fused: FusedDraft | KernelDraft
         if kernels is None:
             self._fused = FusedDraft(model, num_slots=num_slots, length=length)

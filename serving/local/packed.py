@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serving.local.int8 import Int8Linear
-from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear
+from serving.local.kernels.layers import KernelLinear
 from serving.local.kernels.library import Kernels
 from speculator import bfloat16
 
@@ -45,7 +44,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.out_features = linear.out_features
         self.packed = pack(linear.weight.detach())
         self.bias = None if linear.bias is None else linear.bias.detach()
 
@@ -58,46 +56,29 @@ class PackedLinear(nn.Module):
         return linear(x, self.packed, self.bias)
 
 
-Replaced = PackedLinear | Int8Linear | KernelLinear
+Replaced = PackedLinear | KernelLinear
 """A layer that does not read its weight as the checkpoint has it."""
 
 
-def product_of(
-    layer: nn.Linear | Replaced, wrap: Callable[..., Callable[[Tensor], Tensor]]
-) -> Callable[[Tensor], Tensor]:
-    """What the layer computes, without the detours of a module; its weight may change in place.
-
-    `wrap` gets what oneDNN computes of it, the width of that and, where it is not the input's, its dtype.
-    """
+def product_of(layer: nn.Linear | Replaced) -> Callable[[Tensor], Tensor]:
+    """What the layer computes, without the detours of a module; its weight may change in place."""
     assert not isinstance(layer, KernelLinear), "a pass of its own runs those"
-    if isinstance(layer, Int8Linear):
-        return layer.bound(wrap)
     weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
-    return wrap(partial(linear, weight=weight, bias=layer.bias), layer.out_features)
+    return partial(linear, weight=weight, bias=layer.bias)
 
 
-def pack_linears(model: nn.Module, *, int8: bool = False, kernels: Kernels | None = None) -> None:
-    """Replace every nn.Linear of a model on the CPU, without `int8` every bfloat16 one: by layers of `kernels`, which
-    the model fits, or of oneDNN, where it can.
+def pack_linears(model: nn.Module, *, kernels: Kernels | None) -> None:
+    """Replace every bfloat16 nn.Linear of a model on the CPU by a layer of `kernels`, which the model fits, or of
+    oneDNN, where it can.
     """
-    if kernels is None and not (has_onednn() if int8 else can_pack()):
+    if kernels is None and not can_pack():
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and (int8 or child.weight.dtype == torch.bfloat16):
-                setattr(parent, name, _replaced(child, int8, kernels))
-
-
-def _replaced(linear: nn.Linear, int8: bool, kernels: Kernels | None) -> Replaced:
-    if kernels is not None:
-        return VnniLinear(linear, kernels) if int8 else Bfloat16Linear(linear, kernels)
-    return Int8Linear(linear) if int8 else PackedLinear(linear)
+            if isinstance(child, nn.Linear) and child.weight.dtype == torch.bfloat16:
+                setattr(parent, name, PackedLinear(child) if kernels is None else KernelLinear(child, kernels))
 
 
 def can_pack() -> bool:
     """Whether this CPU multiplies packed bfloat16."""
     return bfloat16.is_fast(torch.device("cpu"))
-
-
-def has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available()  # type: ignore[no-any-return, no-untyped-call]

@@ -7,7 +7,6 @@ Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,17 +19,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, Parents, SlotWindow
-from serving.local.compiled import find_compiler
 from serving.local.decoder import Decoder, RMSNorm, fuse, fusible
-from serving.local.int8 import is_exact
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.decoder import KernelDecoder, fits
 from serving.local.kernels.layers import KernelLinear, gather
-from serving.local.kernels.library import Kernels, Way
+from serving.local.kernels.library import Kernels
 from serving.local.kernels.slots import PanelSlots
 from serving.local.loading import load_model
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.local.packed import Replaced, has_onednn, pack_linears, stored_bytes
+from serving.local.packed import Replaced, pack_linears, stored_bytes
 from serving.local.ranking import Ranking
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
@@ -67,12 +64,7 @@ class Target:
     """A causal language model, frozen but for `install`, with `num_slots` × `context_length` positions of cache.
 
     `fused=False` keeps Hugging Face's modelling and oneDNN where our own pass and kernels would run: the reference of
-    tests.
-    `compile_threads` compiles our own pass, on a CPU where kernels do not run it, for a thread that computes with so
-    many: seconds to a minute the first time. `int8` keeps the weights of linear layers, and computes their products, in
-    8 bits, on a CPU.
-    `own_kernels=False` leaves the kernels out that there are for some CPUs. Raises ConfigError when the directory holds
-    no model that this engine can run, or can run so.
+    tests. Raises ConfigError when the directory holds no model that this engine can run.
     """
 
     def __init__(
@@ -85,28 +77,14 @@ class Target:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
         fused: bool = True,
-        compile_threads: int | None = None,
-        int8: bool = False,
-        own_kernels: bool = True,
     ) -> None:
-        for flag, is_asked in (("--compile-target", compile_threads), ("--int8-target", int8)):
-            if is_asked and device != "cpu":
-                raise ConfigError(f"{flag} is for the CPU: leave it out")
-        if compile_threads:
-            _check_compiler()
-        if int8 and not (has_onednn() and is_exact()):
-            raise ConfigError("--int8-target needs a PyTorch with oneDNN and a CPU with VNNI: leave it out")
-        self.is_int8 = int8
         _check_device(device)
         model = load_model(model_dir, dtype=dtype, attn_implementation=_ATTENTION)
         self._model = model.eval().requires_grad_(False).to(device)
         self._is_fused = fused and fusible(self._model)
-        uses_kernels = own_kernels and self._is_fused and device == "cpu" and fits(self._model)
+        uses_kernels = self._is_fused and device == "cpu" and fits(self._model)
         kernels = found_kernels() if uses_kernels else None
-        if int8 and kernels is not None and Way.WHOLE8 not in kernels.ways:
-            log.info("without kernels of our own for the target", reason="products in 8 bits are for AVX-512")
-            kernels = None
-        self._pack = partial(pack_linears, int8=int8, kernels=kernels) if device == "cpu" else None
+        self._pack = partial(pack_linears, kernels=kernels) if device == "cpu" else None
         self._layout = read_layout(model_dir)
         config = self._model.config
         self.config: dict[str, Any] = config.to_dict()
@@ -116,8 +94,6 @@ class Target:
         self.embed: Tensor = self._model.get_input_embeddings().weight.detach()
         num_layers = len(self._model.model.layers)
         aux_layers = aux_layer_ids(num_layers)
-        if compile_threads and not self._is_fused:
-            raise ConfigError(f"--compile-target: there is no pass of our own for {self._layer_kind}: leave it out")
         self._bring_into_form(self._model)
         if kernels is not None:
             gather([module for module in self._model.modules() if isinstance(module, KernelLinear)])
@@ -131,23 +107,16 @@ class Target:
         }
         self.cache = KVSlots(**sizes, like=self.embed) if kernels is None else PanelSlots(**sizes)
         self.ranking = Ranking(kernels)
-        self._run = self._new_pass(aux_layers, kernels, compile_it=bool(compile_threads))
-        if isinstance(self._run, Decoder) and compile_threads:
-            self._compile(compile_threads)
+        self._run = self._new_pass(aux_layers, kernels)
 
-    def _new_pass(self, aux_layers: tuple[int, ...], kernels: Kernels | None, *, compile_it: bool) -> _Pass:
+    def _new_pass(self, aux_layers: tuple[int, ...], kernels: Kernels | None) -> _Pass:
         if kernels is not None:
-            if compile_it:
-                log.info("--compile-target: kernels of our own run the whole pass, nothing is left to compile")
             return KernelDecoder(self._model, aux_layers, kernels, self.cache.length)
         if self._is_fused:
-            return Decoder(self._model, aux_layers, compile_it=compile_it)
-        log.info("the target runs through Hugging Face modelling", layers=self._layer_kind)
+            return Decoder(self._model, aux_layers)
+        layer_kind = type(self._model.model.layers[0]).__name__
+        log.info("the target runs through Hugging Face modelling", layers=layer_kind)
         return _HuggingFaceDecoder(self._model, aux_layers)
-
-    @property
-    def _layer_kind(self) -> str:
-        return type(self._model.model.layers[0]).__name__
 
     def _bring_into_form(self, model: Any) -> None:
         """Fuse and pack what the passes read."""
@@ -155,24 +124,6 @@ class Target:
             fuse(model)
         if self._pack is not None:
             self._pack(model)
-
-    @torch.inference_mode()
-    def _compile(self, num_threads: int) -> None:
-        """Run the pass at every kind of size, so that no request has to wait for the compiler."""
-        began_s, before = time.monotonic(), torch.get_num_threads()
-        torch.set_num_threads(num_threads)
-        try:
-            for num_new in (1, 2):
-                self.forward(torch.zeros(1, num_new, dtype=torch.long), first_slot=0, starts=[0])
-        except (RuntimeError, OSError, ImportError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(
-                f"--compile-target: {reason}: it needs g++, Python's headers and a folder to run libraries from "
-                "(TORCHINDUCTOR_CACHE_DIR), or leave it out"
-            ) from error
-        finally:
-            torch.set_num_threads(before)
-        log.info("the target's pass is compiled", seconds=round(time.monotonic() - began_s, 1))
 
     @property
     def device(self) -> torch.device:
@@ -258,10 +209,3 @@ def _check_device(name: str) -> None:
         torch.zeros(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {name} cannot be used ({reason_of(error)}): give cpu or cuda") from error
-
-
-def _check_compiler() -> None:
-    try:
-        find_compiler()
-    except ConfigError as error:
-        raise ConfigError(f"--compile-target: {error}, or leave it out") from error

@@ -51,7 +51,6 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, dtype: torch.dtype,
         context_length=8,
         cache_margin=1,
         dtype=dtype,
-        own_kernels=own_kernels,
     )
     modules = list(target._model.modules())
     packed = [module for module in modules if isinstance(module, Replaced)]

@@ -1,4 +1,4 @@
-"""The passes of target and draft in C++, for CPUs with AVX-512 and VNNI or with AVX2, and models that it fits.
+"""The passes of target and draft in C++, for CPUs with AVX-512 or AVX2, and models that it fits.
 
 A library's call of one product takes longer to prepare than to read a small layer's weights, and a step makes 121 of
 them; between two products a step makes seven calls of PyTorch's (docs/local-loop.md has the figures, and what other

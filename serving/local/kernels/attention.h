@@ -128,14 +128,12 @@ template <int kRows>
 void attend_rows(const Kept& kept, int64_t h, const float* queries, const Sight* sights, int64_t longest,
                  bool has_values, Lines next, float* scores, uint16_t* const* out) {
   const int64_t padded = (longest + kPanel - 1) / kPanel * kPanel;
-  int32_t* const products = reinterpret_cast<int32_t*>(scores);
   for (int64_t l = 0; l < padded; l += kPanel) {
     // As many as keys; with larger heads one column of panels after the other, but for what a step begins past its end.
     const int64_t at = l * (h / kPanel), column = at / padded;
     const uint16_t* const values = kept.values + column * kPanel * kept.length + (at - column * padded) * kPanel;
     const Ahead ahead{reinterpret_cast<const uint8_t*>(values), has_values ? 0 : kBlocks};
-    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, nullptr, ahead, products + l,
-                            padded);
+    sum_up<Bfloat16, kRows>(kept.keys + l * h, h / 2, queries, h * sizeof *queries, ahead, scores + l, padded);
   }
   Floats totals[kRows];
   for (int row = 0; row < kRows; ++row) totals[row] = spread(soften_seen(scores + row * padded, sights[row], padded));
@@ -143,10 +141,10 @@ void attend_rows(const Kept& kept, int64_t h, const float* queries, const Sight*
   const int64_t lines = std::min<int64_t>((next.count + all_steps - 1) / all_steps, kMostAhead);
   const uint8_t* const from = static_cast<const uint8_t*>(next.from);
   for (int64_t i = 0; i < h; i += kPanel) {
-    int32_t sums[kRows][kPanel];
+    float sums[kRows][kPanel];
     const Ahead ahead{from + i / kPanel * steps * lines * kLine, lines};
-    sum_up<Bfloat16, kRows>(kept.values + i * kept.length, steps, scores, padded * sizeof *scores, nullptr, ahead,
-                            sums[0], kPanel);
+    sum_up<Bfloat16, kRows>(kept.values + i * kept.length, steps, scores, padded * sizeof *scores, ahead, sums[0],
+                            kPanel);
     for (int row = 0; row < kRows; ++row)
       for (int part = 0; part < kPanel; part += kLanes)
         store(out[row] + i + part, load(sums[row] + part) / totals[row]);

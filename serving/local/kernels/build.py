@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
 import platform
+import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -16,9 +19,9 @@ from typing import NamedTuple
 import structlog
 import torch
 
-from serving.local.compiled import find_compiler, kernel_folder
-from serving.local.kernels.library import Kernels, Way
+from serving.local.kernels.library import Kernels
 from serving.local.kernels.pairs import faster_in_pairs
+from speculator.cache import cache_root
 from speculator.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -41,8 +44,8 @@ class Instructions(NamedTuple):
 
 
 AVX512 = Instructions(
-    ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni"),
-    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16"),
+    ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"),
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
 )
 """With bfloat16 in pairs for CPUs that have it; asked before it is used."""
 AVX2 = Instructions(("avx2", "fma3"), ("-mavx2",))
@@ -72,11 +75,9 @@ def found_kernels() -> Kernels | None:
     except (ConfigError, OSError, RuntimeError) as error:
         log.info("without kernels of our own", reason=(str(error).splitlines() or [type(error).__name__])[0])
         return None
-    if Way.SHARED_EXPONENTS in kernels.ways:
-        kernels.way = Way.SHARED_EXPONENTS
-    elif faster_in_pairs(kernels):
-        kernels.way = Way.PAIRS
-    log.info("with kernels of our own", instructions=instructions[0].needed[0], way=kernels.way.name.lower())
+    kernels.in_pairs = faster_in_pairs(kernels)
+    products = "in pairs" if kernels.in_pairs else "one by one"
+    log.info("with kernels of our own", instructions=instructions[0].needed[0], products=products)
     return kernels
 
 
@@ -95,6 +96,30 @@ def compile_library(compiler: str, folder: Path, instructions: Instructions) -> 
                 raise RuntimeError(done.stderr.strip() or f"{compiler} ended with {done.returncode}")
             made.replace(path)
     return path
+
+
+def find_compiler() -> str:
+    """Its name. Raises ConfigError where there is none."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(f"there is no C++ compiler {compiler!r}: install g++")
+    return compiler
+
+
+def kernel_folder() -> Path:
+    """Where compiled libraries are kept: in the cache; where nobody can write there, or others can too, in a folder
+    that this process makes and removes, because what lies there is run.
+    """
+    try:
+        folder = cache_root() / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):  # no home, or none that can be written to, as in a container
+        status = None
+    if status is None or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _options(instructions: Instructions) -> list[str]:

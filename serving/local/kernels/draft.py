@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serving.local.fused_draft import Span, fused_matrices, fused_norms
-from serving.local.kernels.layers import bfloat16_weight
+from serving.local.kernels.layers import panels
 from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
 from serving.local.kernels.memory import LargePages
 from serving.local.kernels.slots import PanelSlots
@@ -61,10 +61,7 @@ class KernelDraft:
         """The weights of a draft file in the form of `weights`, in memory of their own; for any thread."""
         matrices, norms = fused_matrices(state, self._config), fused_norms(state, self._config, torch.float32)
         return {
-            **{
-                name: bfloat16_weight(weight.to("cpu", torch.bfloat16), self._kernels.way)
-                for name, weight in matrices.items()
-            },
+            **{name: panels(weight.to("cpu", torch.bfloat16)) for name, weight in matrices.items()},
             **{name: norm.to("cpu") for name, norm in norms.items()},
         }
 
@@ -98,7 +95,7 @@ class KernelDraft:
             "down": (config.intermediate_size, d),
             "head": (d, config.draft_vocab_size),
         }
-        return Layer(*sizes[name], pointer(self.weights[name]), None, None, None, self._kernels.way)
+        return Layer(*sizes[name], pointer(self.weights[name]), None, self._kernels.in_pairs)
 
 
 def _gathered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

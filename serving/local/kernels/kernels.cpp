@@ -1,6 +1,6 @@
-// A target's pass over Llama-like layers, and a draft's, in bfloat16, for CPUs with AVX2 or with AVX-512 and VNNI; how
-// they multiply is in layer.h. What a token gets is computed in one order, whatever tokens are beside it: a verification
-// of several tokens gives bit for bit what decoding one by one does.
+// A target's pass over Llama-like layers, and a draft's, in bfloat16, for CPUs with AVX2 or with AVX-512. What a
+// token gets is computed in one order, whatever tokens are beside it: a verification of several tokens gives bit for bit
+// what decoding one by one does.
 //
 // Suffixes: M tokens, d hidden size, I inner size, h head size.
 
@@ -33,8 +33,6 @@ struct Draft {
   Norm embedding_norm;
   Block block;  // whose input norm is the feature's
 };
-
-constexpr int64_t bit(Way way) { return int64_t{1} << static_cast<int64_t>(way); }
 
 int64_t products(const Layer& layer) { return layer.K * layer.N; }
 
@@ -87,11 +85,11 @@ void finish(const Block& block, int64_t M, const void* next, uint16_t* attended,
 // What the other side takes them for, in bytes.
 EXPORTED const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Window)};
 
-// The ways to multiply that are in here, one bit each.
+// Whether there are products in pairs.
 #ifdef __AVX512F__
-EXPORTED const int64_t slipstream_ways = bit(Way::kFloat) | bit(Way::kPairs) | bit(Way::kWhole8);
+EXPORTED const int64_t slipstream_has_pairs = 1;
 #else
-EXPORTED const int64_t slipstream_ways = bit(Way::kFloat) | bit(Way::kSharedExponents);
+EXPORTED const int64_t slipstream_has_pairs = 0;
 #endif
 
 EXPORTED void slipstream_linear(const Layer* layer, int64_t M, const uint16_t* x, uint16_t* y, int64_t num_threads) {

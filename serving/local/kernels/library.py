@@ -6,7 +6,6 @@ Suffixes: M tokens, K inputs, N outputs, P query heads of one key head, G key he
 from __future__ import annotations
 
 import ctypes
-import enum
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,19 +36,6 @@ def compute_with(num_threads: int) -> None:
 _number, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-class Way(enum.IntEnum):
-    """How a layer multiplies (layer.h)."""
-
-    FLOAT = 0
-    """In bfloat16, one input after the other."""
-    PAIRS = 1
-    """In bfloat16, two inputs at a time: for CPUs with AVX-512 BF16."""
-    SHARED_EXPONENTS = 2
-    """As whole numbers of 16 bits, 64 of which share an exponent: for AVX2."""
-    WHOLE8 = 3
-    """In 8 bits: for AVX-512."""
-
-
 class Norm(ctypes.Structure):
     """An RMSNorm: number of inputs, scaled weight and floor. `Norm()` is none."""
 
@@ -57,16 +43,17 @@ class Norm(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A linear layer, its weight laid out as its `Way` reads it; offsets and scale in 8 bits alone."""
+    """A linear layer whose weight lies in panels.
+
+    `in_pairs`: whether a product takes two inputs at a time, for CPUs with AVX-512 BF16 alone.
+    """
 
     _fields_ = (
         ("K", _number),
         ("N", _number),
         ("weight", _pointer),
-        ("offsets_N", _pointer),
-        ("scale_N", _pointer),
         ("bias_N", _pointer),
-        ("way", _number),
+        ("in_pairs", _number),
     )
 
 
@@ -137,13 +124,13 @@ class Kernels:
     are told, whatever is there: what a structure points to has to live as long as it is used.
     """
 
-    way = Way.FLOAT
-    """How layers multiply that are in bfloat16 and are not told."""
+    in_pairs = False
+    """Whether layers multiply in pairs that are not told."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self.ways = {way for way in Way if _number.in_dll(library, "slipstream_ways").value >> way & 1}
-        """That it is compiled for; a CPU may still lack the instruction for pairs."""
+        self.has_pairs = bool(_number.in_dll(library, "slipstream_has_pairs").value)
+        """Whether it multiplies in pairs; a CPU may still lack the instruction."""
         kinds = Model, Block, Draft, Window
         sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
         assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]

@@ -1,5 +1,5 @@
-// Numbers in registers of sixteen: of AVX-512, or of AVX2 two by two. One in bfloat16 is a uint16_t. In float either
-// gives the same bits: the sums over a register's lanes, too, are taken in one order.
+// Numbers in registers of sixteen: of AVX-512, or of AVX2 two by two. One in bfloat16 is a uint16_t. Either way gives the
+// same bits: the sums over a register's lanes, too, are taken in one order.
 #pragma once
 
 #include <immintrin.h>

@@ -131,22 +131,3 @@ inline __m256i multiply_add(__m256i x, __m256i y, __m256i sums) {  // as float
 inline Line multiply_add(Spread x, Line y, Line sums) {
   return {multiply_add(x, y.low, sums.low), multiply_add(x, y.high, sums.high)};
 }
-
-// Whole numbers of 32 bits as float.
-inline Floats from_whole(Line x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
-
-// The nearest whole numbers, of 16 bits.
-inline __m256i to_whole16(Floats x) {
-  return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0b11011000);
-}
-
-// Pairs of whole numbers of 16 bits: both products, added up in 32 bits. In assembly, since GCC would multiply more at
-// once than it has registers for.
-inline __m256i add_products(__m256i x, __m256i y, __m256i sums) {
-  __m256i products;
-  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(y), "x"(x));
-  return sums;
-}
-inline Line add_products(Spread x, Line y, Line sums) {
-  return {add_products(x, y.low, sums.low), add_products(x, y.high, sums.high)};
-}

@@ -11,6 +11,7 @@
 constexpr int kBlocks = 4;                // registers of outputs at a time
 constexpr int kPanel = kBlocks * kLanes;  // outputs that lie together
 constexpr int kSoon = 12;                 // steps ahead from which the nearest cache is filled
+constexpr int kInputs = 2;                // of a step
 
 // Most rows of float at a time, and how much of a panel's width for so many: the CPU has 32 registers of sixteen numbers
 // or 16 of eight, and what is multiplied needs some of them.
@@ -24,29 +25,21 @@ constexpr int wide_for(int rows) { return rows <= 2 ? 2 : 1; }
 
 // Of every kind of sum kMostRows rows are multiplied at a time, kRowsOfMany where there are more than twice as many.
 
-// In bfloat16 a step is two inputs, which are widened once for all rows.
+// Weights are widened once for all rows, which are in float.
 struct Bfloat16 {
-  static constexpr int kInputs = 2, kParts = 2, kMostRows = kFloatRows, kRowsOfMany = kFloatRows;
+  static constexpr bool kIsWide = true;
+  static constexpr int kMostRows = kFloatRows, kRowsOfMany = kFloatRows;
 
   [[gnu::always_inline]] static Line part(Line w, int which) { return one_of_pairs(w, which); }
   [[gnu::always_inline]] static Line add(Line sums, Spread x, Line w) { return multiply_add(x, w, sums); }
 };
 
 #ifdef __AVX512F__
-// In 8 bits it is four inputs, which one instruction multiplies and adds up in a lane.
-struct WholeNumbers {
-  static constexpr int kInputs = 4, kParts = 1, kMostRows = 12, kRowsOfMany = 6;
-
-  [[gnu::always_inline]] static __m512i part(__m512i w, int) { return w; }
-  [[gnu::always_inline]] static __m512i add(__m512i sums, __m512i x, __m512i w) {
-    return _mm512_dpbusd_epi32(sums, x, w);
-  }
-};
-
-// In bfloat16 both inputs at once, as they are, for CPUs that have the instruction. AMD's do that as fast as one product
+// Both inputs at once, rows in bfloat16 too, for CPUs that have the instruction. AMD's do that as fast as one product
 // of float, others take longer than for two.
 struct Bfloat16Pairs {
-  static constexpr int kInputs = 2, kParts = 1, kMostRows = 12, kRowsOfMany = 6;
+  static constexpr bool kIsWide = false;
+  static constexpr int kMostRows = 12, kRowsOfMany = 6;
 
   [[gnu::always_inline]] static __m512i part(__m512i w, int) { return w; }
   [[gnu::always_inline]] static __m512i add(__m512i sums, __m512i x, __m512i w) {
@@ -56,9 +49,11 @@ struct Bfloat16Pairs {
 };
 #endif
 
-// Bytes of one row for one step: uint8_t for WholeNumbers, float for Bfloat16, uint16_t for Bfloat16Pairs.
+// In how many parts a step is multiplied, and bytes of one row for a step.
 template <typename Kind>
-constexpr int64_t kStepBytes = 4 * Kind::kParts;
+constexpr int kParts = Kind::kIsWide ? kInputs : 1;
+template <typename Kind>
+constexpr int64_t kStepBytes = 4 * kParts<Kind>;
 
 // Registers of one row's sums, or of a weight, side by side. Members, not an array: GCC keeps those in registers.
 template <typename Kind, int kWide>
@@ -82,7 +77,7 @@ struct Registers {
     others.add(x, weight.others);
     last = Kind::add(last, x, weight.last);
   }
-  [[gnu::always_inline]] void store(int32_t* to) const {
+  [[gnu::always_inline]] void store(float* to) const {
     others.store(to);
     store_line(to + (kWide - 1) * kLanes, last);
   }
@@ -94,7 +89,7 @@ struct Registers<Kind, 0> {
   void clear() {}
   void take_part(const Registers&, int) {}
   void add(Spread, const Registers&) {}
-  void store(int32_t*) const {}
+  void store(float*) const {}
 };
 
 // Sums of some rows.
@@ -103,9 +98,9 @@ struct Sums {
   Sums<Kind, kRows - 1, kWide> others;
   Registers<Kind, kWide> row;
 
-  [[gnu::always_inline]] void begin(const Registers<Kind, kWide>& from) {
-    others.begin(from);
-    row = from;
+  [[gnu::always_inline]] void clear() {
+    others.clear();
+    row.clear();
   }
   [[gnu::always_inline]] void add(const uint8_t* rows, int64_t stride, const Registers<Kind, kWide>& weight) {
     others.add(rows, stride, weight);
@@ -113,7 +108,7 @@ struct Sums {
     std::memcpy(&one, rows + (kRows - 1) * stride, sizeof one);
     row.add(spread_bits(one), weight);
   }
-  [[gnu::always_inline]] void end(int32_t* sums, int64_t apart) const {
+  [[gnu::always_inline]] void end(float* sums, int64_t apart) const {
     others.end(sums, apart);
     row.store(sums + (kRows - 1) * apart);
   }
@@ -121,9 +116,9 @@ struct Sums {
 
 template <typename Kind, int kWide>
 struct Sums<Kind, 0, kWide> {
-  void begin(const Registers<Kind, kWide>&) {}
+  void clear() {}
   void add(const uint8_t*, int64_t, const Registers<Kind, kWide>&) {}
-  void end(int32_t*, int64_t) const {}
+  void end(float*, int64_t) const {}
 };
 
 // What is to be in the cache when its turn comes: `lines` at every step of a panel, from `from` on.
@@ -135,21 +130,17 @@ struct Ahead {
 // Some registers' width of a panel, `weight` its first line.
 template <typename Kind, int kRows, int kWide>
 [[gnu::always_inline]] inline void sum_up_part(const uint8_t* weight, int64_t steps, const uint8_t* row, int64_t stride,
-                                               const int32_t* begin_N, Ahead ahead, int32_t* sums, int64_t apart) {
+                                               Ahead ahead, float* sums, int64_t apart) {
   Registers<Kind, kWide> lines, part;
-  if (begin_N == nullptr)
-    part.clear();
-  else
-    part.load(begin_N);
   Sums<Kind, kRows, kWide> running;
-  running.begin(part);
+  running.clear();
   for (int64_t step = 0; step < steps; ++step, weight += kBlocks * kLine) {
     for (int64_t line = 0; line < ahead.lines; ++line, ahead.from += kLine) _mm_prefetch(ahead.from, _MM_HINT_T1);
     for (int line = 0; line < kWide; ++line)
       _mm_prefetch(weight + (kSoon * kBlocks + line) * kLine, _MM_HINT_T0);
     lines.load(weight);
 #pragma GCC unroll 2
-    for (int which = 0; which < Kind::kParts; ++which, row += 4) {
+    for (int which = 0; which < kParts<Kind>; ++which, row += 4) {
       part.take_part(lines, which);
       running.add(row, stride, part);
     }
@@ -158,17 +149,16 @@ template <typename Kind, int kRows, int kWide>
 }
 
 // kRows rows, `stride` bytes from one to the next, times `steps` of a panel: sums [kRows, kPanel], `apart` numbers from
-// one row to the next, 32-bit whole numbers or float as Kind has it. They begin with begin_N, or with 0. Many rows take
-// one part of the panel after the other: a weight is widened less often than with one part of the rows after the other.
+// one row to the next. Many rows take one part of the panel after the other: a weight is widened less often than with
+// one part of the rows after the other.
 template <typename Kind, int kRows>
-void sum_up(const void* panel, int64_t steps, const void* rows, int64_t stride, const int32_t* begin_N, Ahead ahead,
-            int32_t* sums, int64_t apart) {
+void sum_up(const void* panel, int64_t steps, const void* rows, int64_t stride, Ahead ahead, float* sums,
+            int64_t apart) {
   constexpr int kWide = wide_for(kRows), kTimes = kBlocks / kWide;
   for (int first = 0; first < kBlocks; first += kWide) {
     const int64_t lines = (ahead.lines + kTimes - 1 - first / kWide) / kTimes;
     sum_up_part<Kind, kRows, kWide>(static_cast<const uint8_t*>(panel) + first * kLine, steps,
-                                    static_cast<const uint8_t*>(rows), stride,
-                                    begin_N == nullptr ? nullptr : begin_N + first * kLanes, Ahead{ahead.from, lines},
+                                    static_cast<const uint8_t*>(rows), stride, Ahead{ahead.from, lines},
                                     sums + first * kLanes, apart);
     ahead.from += lines * steps * kLine;
   }

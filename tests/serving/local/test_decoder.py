@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.runtime import cache_dir_utils
 from transformers import AutoModelForCausalLM
 
 from serving.local import attention
-from serving.local.compiled import kernel_folder
 from serving.local.decoder import FusedLayer
 from serving.local.packed import Replaced, can_pack
 from serving.local.target import Target
-from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
-from tests.moved import moved_model
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, set_every_bias_and_norm
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 # Batch, new tokens, first slot, starts.
 WINDOWS = [
@@ -205,7 +197,7 @@ def test_where_onednn_has_no_bfloat16_weights_stay_as_they_are(tmp_path: Path, m
     model_dir = make_toy_model(tmp_path)
     target = _target(model_dir, torch.bfloat16, fused=True)
     assert not any(isinstance(module, Replaced) for module in target._model.modules())
-    with toy_engine(model_dir, dtype="bfloat16", target=target, depth=3) as engine:
+    with toy_engine(model_dir, target=target) as engine:
         (answer,) = engine.ask(engine.request("hello", max_tokens=20))
     assert len(answer.token_ids) == 20
 
@@ -220,95 +212,3 @@ def test_other_layers_run_through_hugging_face(tmp_path: Path, family: str) -> N
         hidden, _ = target.forward(tokens, first_slot=1, starts=[0])
         reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(tokens).logits
         assert _error(target.logits(hidden), reference) < 2e-6
-
-
-def _compiled(model_dir: Path, dtype: torch.dtype, *, device: str = "cpu") -> Target:
-    return Target(
-        model_dir,
-        num_slots=8,
-        context_length=64,
-        cache_margin=4,
-        dtype=dtype,
-        device=device,
-        compile_threads=torch.get_num_threads(),
-        own_kernels=False,
-    )
-
-
-@needs_compiler
-def test_a_compiled_pass_is_as_near_to_the_exact_result_and_follows_weights_that_move(tmp_path: Path) -> None:
-    model_dir = make_toy_model(tmp_path / "0", family="qwen3")
-    set_every_bias_and_norm(model_dir)
-    new_dir = moved_model(model_dir, tmp_path / "1")
-    compiled = _compiled(model_dir, torch.bfloat16)
-    for folder in (model_dir, new_dir):
-        if folder == new_dir:
-            compiled.install(compiled.stage(new_dir))
-        exact, ours = (_target(folder, dtype, fused=True) for dtype in (torch.float64, torch.bfloat16))
-        for part in range(3):
-            with torch.compiler.set_stance("fail_on_recompile"):
-                pooled = [
-                    torch.cat([_outputs(target, *window)[part].flatten() for window in WINDOWS])
-                    for target in (exact, ours, compiled)
-                ]
-            assert pooled[2].dtype == torch.bfloat16
-            noise = _error(pooled[1], pooled[0])
-            assert 0 < noise < 0.1
-            assert _error(pooled[2], pooled[0]) < 1.3 * noise
-
-
-@needs_compiler
-def test_no_request_waits_for_the_compiler_and_its_text_is_the_same(tmp_path: Path) -> None:
-    model_dir = make_toy_model(tmp_path)
-    texts = []
-    for compile_target in (False, True):
-        with (
-            toy_engine(model_dir, compile_target=compile_target) as engine,
-            torch.compiler.set_stance("fail_on_recompile"),
-        ):
-            answers = engine.ask(*(engine.request(prompt) for prompt in ("hello", "a b c", "one that is longer")))
-            texts.append([answer.text for answer in answers])
-    assert texts[0] == texts[1]
-    assert any(texts[0])
-
-
-def test_what_cannot_be_compiled_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="is for the CPU"):
-        _compiled(tmp_path, torch.float64, device="cuda")
-    with pytest.raises(ConfigError, match="no pass of our own for GemmaDecoderLayer"):
-        _compiled(make_toy_model(tmp_path / "gemma", family="gemma"), torch.float64)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="no C\\+\\+ compiler 'no-such-compiler': install"):
-        _compiled(tmp_path, torch.float64)
-
-
-def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("no Python.h\nand much more")
-
-    monkeypatch.setattr("serving.local.decoder.compiled", lambda run, **_: fails)
-    monkeypatch.setattr("serving.local.target.find_compiler", lambda: "g++")
-    with pytest.raises(ConfigError, match=r"no Python\.h: it needs g\+\+, Python's headers"):
-        _compiled(make_toy_model(tmp_path), torch.float64)
-
-
-def test_kernels_are_kept_where_nobody_else_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / "cache" / "compiled"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())  # as PyTorch sets it by itself
-    assert kernel_folder() == own
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert kernel_folder() == own
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "named"))
-    assert kernel_folder() == tmp_path / "named"
-    (tmp_path / "file").touch()
-    for cache, mode in ((tmp_path / "file", 0o700), (tmp_path / "cache", 0o770)):
-        monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-        own.chmod(mode)
-        folder = kernel_folder()
-        assert folder != own
-        assert folder.parent == tmp_path
-        assert folder.stat().st_mode & 0o777 == 0o700

@@ -5,40 +5,47 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
-import structlog.testing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serving.local.compiled import find_compiler, kernel_folder
-from serving.local.int8 import Int8Linear
-from serving.local.kernels.build import AVX2, AVX512, Instructions, available, compile_library, found_kernels
+from serving.local.kernels.build import (
+    AVX2,
+    AVX512,
+    Instructions,
+    available,
+    compile_library,
+    find_compiler,
+    found_kernels,
+    kernel_folder,
+)
 from serving.local.kernels.decoder import KernelDecoder
-from serving.local.kernels.layers import Bfloat16Linear, KernelLinear, VnniLinear, gather
-from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Way, Window, compute_with, parents_of
+from serving.local.kernels.layers import KernelLinear, gather
+from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with, parents_of
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack
 from serving.local.target import Target
 from speculator.sampling import SamplingParams
 from tests.moved import moved_model
-from tests.serving.local.harness import GREEDY, WholeTrees, toy_engine
+from tests.planners import FixedPlanner, WholeTrees
+from tests.serving.local.harness import GREEDY, toy_engine
 from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
     pytest.mark.skipif(not available(), reason="a CPU without AVX2, or with AMX"),
 ]
-needs_avx512 = pytest.mark.skipif(AVX512 not in available(), reason="a CPU without AVX-512 VNNI")
+needs_avx512 = pytest.mark.skipif(AVX512 not in available(), reason="a CPU without AVX-512")
 HAS_PAIRS = bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 needs_pairs = pytest.mark.skipif(not HAS_PAIRS, reason="a CPU without AVX-512 BF16")
-BFLOAT16 = [Way.FLOAT, pytest.param(Way.PAIRS, marks=needs_pairs), Way.SHARED_EXPONENTS]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
 
 
@@ -52,13 +59,6 @@ def _compiled(instructions: Instructions) -> Kernels:
     return Kernels(compile_library(find_compiler(), kernel_folder(), instructions))
 
 
-CHOICES = [
-    pytest.param(AVX512, False, Way.FLOAT, marks=needs_avx512),
-    pytest.param(AVX512, True, Way.PAIRS, marks=needs_avx512),
-    (AVX2, False, Way.SHARED_EXPONENTS),
-]
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its heads and widths are such that the kernels compute it all."""
@@ -66,37 +66,32 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TARGETS = [
-    pytest.param((AVX512, Way.FLOAT), marks=needs_avx512, id="avx512-float"),
-    pytest.param((AVX512, Way.PAIRS), marks=[needs_avx512, needs_pairs], id="avx512-pairs"),
-    pytest.param((AVX512, Way.WHOLE8), marks=needs_avx512, id="avx512-whole8"),
-    pytest.param((AVX2, Way.FLOAT), id="avx2-float"),
-    pytest.param((AVX2, Way.SHARED_EXPONENTS), id="avx2-shared_exponents"),
+    pytest.param((AVX512, False), marks=needs_avx512, id="avx512"),
+    pytest.param((AVX512, True), marks=[needs_avx512, needs_pairs], id="avx512-pairs"),
+    pytest.param((AVX2, False), id="avx2"),
 ]
 
 
 @pytest.fixture(scope="module", params=TARGETS)
 def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
-    instructions, way = request.param
-    is_int8, found = way is Way.WHOLE8, _compiled(instructions)
+    instructions, in_pairs = request.param
+    found = _compiled(instructions)
+    found.in_pairs = in_pairs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serving.local.target.found_kernels", lambda: found)
         patch.setattr("serving.local.draft.found_kernels", lambda: found)
-        patch.setattr(found, "way", Way.FLOAT if is_int8 else way)
-        target = _target(model_dir, int8=is_int8)
-        kind = VnniLinear if is_int8 else Bfloat16Linear
-        layers = [module for module in target._model.modules() if isinstance(module, kind)]
+        target = _target(model_dir)
+        layers = [module for module in target._model.modules() if isinstance(module, KernelLinear)]
         assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
-        assert {module.layer.way for module in layers} == {way}
-        yield target  # and drafts beside it multiply in the same way, or in float beside one in 8 bits
+        assert {bool(module.layer.in_pairs) for module in layers} == {in_pairs}
+        yield target  # and drafts beside it multiply in the same way
 
 
 def _target(
     model_dir: Path,
     *,
-    int8: bool = False,
-    compile_threads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    own_kernels: bool = True,
+    fused: bool = True,
 ) -> Target:
     target = Target(
         model_dir,
@@ -104,11 +99,9 @@ def _target(
         context_length=256,
         cache_margin=17,
         dtype=dtype,
-        compile_threads=compile_threads,
-        int8=int8,
-        own_kernels=own_kernels,
+        fused=fused,
     )
-    assert isinstance(target._run, KernelDecoder) == (own_kernels and dtype == torch.bfloat16)
+    assert isinstance(target._run, KernelDecoder) == (fused and dtype == torch.bfloat16)
     return target
 
 
@@ -120,86 +113,13 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     compute_with(1)
 
 
+def _ways(kernels: Kernels) -> list[bool]:
+    """Whether products are in pairs: what there is, and the CPU has."""
+    return [False, True] if kernels.has_pairs and HAS_PAIRS else [False]
+
+
 def _tokens(target: Target, *shape: int) -> Tensor:
     return torch.randint(len(target.embed), shape, generator=torch.Generator().manual_seed(len(shape)))
-
-
-@pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (576, 1536), (1536, 100)])
-def test_a_layer_gives_what_onednn_gives_to_the_last_bit(
-    kernels: Kernels, num_inputs: int, num_outputs: int, bias: bool
-) -> None:
-    if Way.WHOLE8 not in kernels.ways:
-        pytest.skip("AVX2 has no such sums")
-    torch.manual_seed(0)
-    plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
-    plain.weight[0].abs_()  # sums that need more than 24 bits
-    ours, theirs = VnniLinear(plain, kernels), Int8Linear(plain)
-    x = torch.randn(41, num_inputs).index_fill_(0, torch.tensor([2]), 1.0) * torch.logspace(-30, 30, 41)[:, None]
-    x[3] = 0
-    x = x.bfloat16()
-    with torch.inference_mode():
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 41):
-            assert torch.equal(ours(x[:rows]), theirs(x[:rows]))
-        assert torch.equal(ours(x.view(1, 41, -1)[:, ::2]), theirs(x[::2])[None])
-        assert ours(x[:0]).shape == (0, num_outputs)
-
-
-def _sharing_exponents(x: Tensor, num_bits: int) -> Tensor:
-    """[..., 64] in float64: the nearest that so many bits of each number can say below the largest's exponent."""
-    largest = x.double().abs().amax(-1, keepdim=True)
-    power = torch.ldexp(torch.ones_like(largest), (largest.frexp().exponent - num_bits).clamp_min(-62))
-    return (x.double() / power).round() * power
-
-
-@pytest.mark.parametrize("spread", [1, 60])
-def test_numbers_that_share_exponents_are_what_these_bits_can_say(spread: int) -> None:
-    """Of 64 inputs: products and sums are exact there, so that the result is known to the last bit."""
-    torch.manual_seed(0)
-    kernels, linear = _compiled(AVX2), nn.Linear(64, 100, bias=False).bfloat16().requires_grad_(False)
-    linear.weight.mul_(torch.logspace(-spread / 2, spread / 2, 100, base=2)[:, None])
-    linear.weight[7] = 0
-    # Some numbers so small that nothing is left of them, in some rows all of them but one.
-    x = torch.randn(9, 64) * torch.logspace(-spread, 0, 64, base=2)
-    x[3] = 0
-    x[4] = -1e-20
-    x = x.bfloat16()
-    exact = _sharing_exponents(x, 13) @ _sharing_exponents(linear.weight, 12).T
-    assert torch.equal(Bfloat16Linear(linear, kernels, way=Way.SHARED_EXPONENTS)(x), exact.float().bfloat16())
-
-
-@pytest.mark.parametrize("size", [2.0**-133, 2.0**-126, 2.0**-70, 2.0**-55, 2.0**-49, 2.0**60, 2.0**124])
-def test_the_smallest_and_largest_inputs_and_weights(size: float) -> None:
-    """From denormal ones on, of which nothing is left, beside ordinary ones."""
-    torch.manual_seed(0)
-    kernels, small = _compiled(AVX2), torch.rand(7, 64) + 0.5
-    plain, other = (nn.Linear(64, 16, bias=False).bfloat16().requires_grad_(False) for _ in range(2))
-    other.weight.copy_(small[:1] * size)
-    for linear, x in ((plain, (small * size).bfloat16()), (other, small.bfloat16())):
-        exact = _sharing_exponents(x, 13) @ _sharing_exponents(linear.weight, 12).T
-        assert exact.isfinite().all()
-        assert torch.equal(Bfloat16Linear(linear, kernels, way=Way.SHARED_EXPONENTS)(x), exact.float().bfloat16())
-
-
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_numbers_that_share_an_exponent_add_up(sign: int) -> None:
-    """64 products of the largest there are, which just fit, in each of several blocks."""
-    kernels, linear = _compiled(AVX2), nn.Linear(192, 64, bias=False).bfloat16().requires_grad_(False)
-    largest = 2 - 2**-7
-    linear.weight.fill_(sign * largest)
-    for rows in range(1, 8):
-        y = Bfloat16Linear(linear, kernels, way=Way.SHARED_EXPONENTS)(torch.full((rows, 192), largest).bfloat16())
-        assert torch.equal(y, torch.full((rows, 64), sign * 192 * largest**2).bfloat16())
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_not_made_one(broken: float) -> None:
-    linear = nn.Linear(128, 64, bias=False).bfloat16().requires_grad_(False)
-    linear.weight[5, 70] = broken
-    y = Bfloat16Linear(linear, _compiled(AVX2), way=Way.SHARED_EXPONENTS)(torch.randn(2, 128).bfloat16())
-    assert not y[:, 5].isfinite().any()
-    assert y[:, [*range(5), *range(6, 64)]].isfinite().all()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
@@ -209,11 +129,8 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
     for place in (0, 17, 63):
         x = torch.randn(3, 64).bfloat16()
         x[1, place] = broken
-        ways = kernels.ways - {Way.WHOLE8} - (set() if HAS_PAIRS else {Way.PAIRS})
-        layers: list[KernelLinear] = [Bfloat16Linear(linear, kernels, way=way) for way in ways]
-        layers += [VnniLinear(linear, kernels)] if Way.WHOLE8 in kernels.ways else []
-        for layer in layers:
-            y = layer(x)
+        for in_pairs in _ways(kernels):
+            y = KernelLinear(linear, kernels, in_pairs=in_pairs)(x)
             assert not y[1].isfinite().any()
             assert y[::2].isfinite().all()
     for place in (64 + 3, 2 * 64 + 3):  # of a key, of a value
@@ -230,16 +147,16 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", BFLOAT16)
+@pytest.mark.parametrize("in_pairs", [False, pytest.param(True, marks=needs_pairs)])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), (80, 40), (592, 1000), (576, 1536), (1536, 100)])
 def test_a_bfloat16_layer_is_as_near_as_onednns_and_each_tokens_own(
-    kernels: Kernels, num_inputs: int, num_outputs: int, way: Way, bias: bool
+    kernels: Kernels, num_inputs: int, num_outputs: int, in_pairs: bool, bias: bool
 ) -> None:
-    if way not in kernels.ways:
-        pytest.skip("these instructions have no such sums")
+    if in_pairs and not kernels.has_pairs:
+        pytest.skip("AVX2 has none")
     torch.manual_seed(0)
     plain = nn.Linear(num_inputs, num_outputs, bias=bias).bfloat16().requires_grad_(False)
-    ours, theirs = Bfloat16Linear(plain, kernels, way=way), PackedLinear(plain) if can_pack() else plain
+    ours, theirs = KernelLinear(plain, kernels, in_pairs=in_pairs), PackedLinear(plain) if can_pack() else plain
     x = torch.randn(41, num_inputs).bfloat16()
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
     with torch.inference_mode():
@@ -267,7 +184,7 @@ def test_all_instructions_give_the_same_bits(model_dir: Path, sharing: int) -> N
         passed = target.forward(_tokens(target, 1, 40), first_slot=0, starts=[0])
         slots = PanelSlots(1, 1, 2, 41, 64)
         attended = _attended(kernels, slots, qkv, [Window(0, 0, 41)], sharing=sharing, scale=0.125, angles=angles)
-        results.append([Bfloat16Linear(linear, kernels)(x), attended, *passed])
+        results.append([KernelLinear(linear, kernels)(x), attended, *passed])
     assert all(torch.equal(mine, other) for mine, other in zip(*results, strict=True))
 
 
@@ -280,7 +197,7 @@ def test_a_targets_weights_lie_one_behind_the_other(target: Target) -> None:
 
 
 def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Bfloat16Linear(nn.Linear(64, 64).bfloat16().requires_grad_(False), kernels)
+    layer = KernelLinear(nn.Linear(64, 64).bfloat16().requires_grad_(False), kernels)
     place, x = layer.layer.weight, torch.randn(1, 64).bfloat16()
     before = layer(x)
 
@@ -296,14 +213,11 @@ def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monke
     assert torch.equal(layer(x), before)
 
 
-@pytest.mark.parametrize("way", [Way.FLOAT, Way.SHARED_EXPONENTS])
-def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels, way: Way) -> None:
+def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels) -> None:
     """One of them has the team, of two to four; the others compute by themselves."""
-    if way not in kernels.ways:
-        pytest.skip("these instructions have no such sums")
     torch.manual_seed(0)
-    wide = Bfloat16Linear(nn.Linear(576, 1536, bias=False).bfloat16().requires_grad_(False), kernels, way=way)
-    back = Bfloat16Linear(nn.Linear(1536, 576, bias=False).bfloat16().requires_grad_(False), kernels, way=way)
+    wide = KernelLinear(nn.Linear(576, 1536, bias=False).bfloat16().requires_grad_(False), kernels)
+    back = KernelLinear(nn.Linear(1536, 576, bias=False).bfloat16().requires_grad_(False), kernels)
     inputs = [torch.randn(rows, 576).bfloat16() for rows in (2, 3, 7, 13)]
     alone = [back(wide(x)) for x in inputs]
 
@@ -315,13 +229,10 @@ def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels, way:
         assert list(pool.map(compute, range(len(inputs)))) == [True] * len(inputs)
 
 
-@pytest.mark.parametrize("way", [Way.FLOAT, Way.SHARED_EXPONENTS])
-def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels, way: Way) -> None:
+def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels) -> None:
     """Ten panels among sixteen threads, several of which always come too late to take one."""
-    if way not in kernels.ways:
-        pytest.skip("these instructions have no such sums")
     torch.manual_seed(0)
-    layer = Bfloat16Linear(nn.Linear(576, 640, bias=False).bfloat16().requires_grad_(False), kernels, way=way)
+    layer = KernelLinear(nn.Linear(576, 640, bias=False).bfloat16().requires_grad_(False), kernels)
     x = torch.randn(13, 576).bfloat16()
     alone = layer(x)
     try:
@@ -331,17 +242,15 @@ def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels, way:
         compute_with(1)
 
 
-@pytest.mark.parametrize(("instructions", "in_pairs", "way"), CHOICES)
-def test_what_is_faster_is_what_layers_do(
-    monkeypatch: pytest.MonkeyPatch, instructions: Instructions, in_pairs: bool, way: Way
-) -> None:
-    monkeypatch.setattr("serving.local.kernels.build.available", lambda: [instructions])
+@pytest.mark.parametrize("in_pairs", [False, True])
+@needs_avx512
+def test_what_is_faster_is_what_layers_do(monkeypatch: pytest.MonkeyPatch, in_pairs: bool) -> None:
+    monkeypatch.setattr("serving.local.kernels.build.available", lambda: [AVX512])
     monkeypatch.setattr("serving.local.kernels.build.faster_in_pairs", lambda _: in_pairs)
     found = found_kernels.__wrapped__()
     assert found is not None
     linear = nn.Linear(64, 64).bfloat16().requires_grad_(False)
-    assert Bfloat16Linear(linear, found).layer.way == way
-    assert Way.WHOLE8 not in found.ways or VnniLinear(linear, found).layer.way == Way.WHOLE8
+    assert bool(KernelLinear(linear, found).layer.in_pairs) is in_pairs
 
 
 @needs_pairs
@@ -353,12 +262,12 @@ def test_pairs_are_taken_where_they_are_measured_to_be_faster(
 
     def linear(layer: Layer, x: Tensor) -> Tensor:
         nonlocal now
-        now += seconds[layer.way == Way.PAIRS]
+        now += seconds[layer.in_pairs]
         return x
 
     monkeypatch.setattr(kernels, "linear", linear)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    assert faster_in_pairs(kernels) is (chosen and Way.PAIRS in kernels.ways)
+    assert faster_in_pairs(kernels) is (chosen and kernels.has_pairs)
 
 
 def test_a_cpu_without_pairs_is_not_asked(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,22 +285,6 @@ def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
     for model_dir in (narrow, stretching):
         target = Target(model_dir, num_slots=1, context_length=8, cache_margin=1)
         assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
-
-
-@needs_avx512
-def test_in_8_bits_those_for_avx2_are_left_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.local.target.found_kernels", lambda: _compiled(AVX2))
-    with structlog.testing.capture_logs() as logs:
-        target = Target(model_dir, num_slots=1, context_length=8, cache_margin=1, int8=True)
-    assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
-    assert [line["event"] for line in logs] == ["without kernels of our own for the target"]
-
-
-def test_with_kernels_nothing_is_compiled(model_dir: Path) -> None:
-    with structlog.testing.capture_logs() as logs, torch.compiler.set_stance("fail_on_recompile"):
-        target = _target(model_dir, compile_threads=1)
-        target.forward(_tokens(target, 1, 3), first_slot=0, starts=[0])
-    assert any("nothing is left to compile" in line["event"] for line in logs)
 
 
 def _attended(
@@ -629,8 +522,8 @@ def test_it_is_as_near_as_onednns_and_follows_weights_that_move(
     target: Target, model_dir: Path, tmp_path: Path
 ) -> None:
     new_dir = moved_model(model_dir, tmp_path / "new")
-    plain = _target(model_dir, int8=target.is_int8, own_kernels=False)
-    exact = _target(model_dir, int8=target.is_int8, dtype=torch.float64)
+    plain = _target(model_dir, fused=False)
+    exact = _target(model_dir, dtype=torch.float64)
     try:
         for folder in (model_dir, new_dir):
             for one in (target, plain, exact) if folder == new_dir else ():
@@ -659,16 +552,9 @@ def test_the_text_is_the_same_with_and_without_a_draft(
         keep_path(slot, start, path)
 
     monkeypatch.setattr(target.cache, "keep_path", kept)
-    for depth, suffix_depth, planner in ((0, 0, None), (4, 8, None), (4, 8, WholeTrees(0.0))):
-        with toy_engine(
-            model_dir,
-            draft=random_draft(model_dir, seed=1),
-            depth=depth,
-            suffix_depth=suffix_depth,
-            planner=planner,
-            dtype="bfloat16",
-            target=target,
-        ) as engine:
+    for depth, planner in ((0, None), (4, None), (4, FixedPlanner()), (4, WholeTrees())):
+        draft = random_draft(model_dir, seed=1)
+        with toy_engine(model_dir, draft=draft, depth=depth, planner=planner, target=target) as engine:
             requests = [
                 engine.request(prompt, sampling=sampling, seed=7, max_tokens=120)
                 for prompt in ("hello there", "a", "a b a b a b a b")
@@ -676,9 +562,9 @@ def test_the_text_is_the_same_with_and_without_a_draft(
             answers = engine.ask(*requests)
         texts.append([answer.token_ids for answer in answers])
         accepted.append(sum(answer.num_accepted for answer in answers))
-    assert texts[0] == texts[1] == texts[2]
+    assert texts == [texts[0]] * len(texts)
     assert accepted[0] == 0
-    assert min(accepted[1:]) > 0
+    assert min(accepted[2:]) > 0, "the planner may have asked nobody"
     assert moved, "branches of trees were taken"
 
 
@@ -689,13 +575,13 @@ def test_without_a_compiler_that_works_there_are_none(
     # It is asked to write behind -o, the last but one.
     failing.write_text('#!/bin/bash\ntouch "${@: -2:1}"\necho no such header >&2\nexit 1\n')
     failing.chmod(0o700)
-    folder = tmp_path / "kernels"
+    folder = tmp_path / "compiled"
     folder.mkdir()
     with pytest.raises(RuntimeError, match="no such header"):
         compile_library(str(failing), folder, AVX2)
     assert not list(folder.iterdir())
     monkeypatch.setattr("serving.local.target.found_kernels", found_kernels.__wrapped__)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     for compiler in (str(failing), "no-such-compiler"):
         monkeypatch.setenv("CXX", compiler)
         target = Target(model_dir, num_slots=4, context_length=256, cache_margin=17)
@@ -728,3 +614,20 @@ def test_of_two_libraries_in_a_process_each_calls_its_own(tmp_path: Path) -> Non
     symbols = [line.split()[1:] for line in listed.splitlines()]
     assert sum(name.startswith("slipstream_") for _, name in symbols) == 9
     assert not [name for kind, name in symbols if kind == "u"], "what a process has once, whoever loads it"
+
+
+def test_kernels_are_kept_where_nobody_else_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / "cache" / "compiled"
+    assert kernel_folder() == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert kernel_folder() == own
+    (tmp_path / "file").touch()
+    for cache, mode in ((tmp_path / "file", 0o700), (tmp_path / "cache", 0o770)):
+        monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache))
+        own.chmod(mode)
+        folder = kernel_folder()
+        assert folder != own
+        assert folder.parent == tmp_path
+        assert folder.stat().st_mode & 0o777 == 0o700

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.local.compiled import find_compiler, kernel_folder
-from serving.local.kernels.build import AVX2, AVX512, available, compile_library
+from serving.local.kernels.build import AVX2, AVX512, available, compile_library, find_compiler, kernel_folder
 from serving.local.kernels.library import Kernels
 from serving.local.ranking import Ranking
 
@@ -18,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
     pytest.mark.skipif(not available(), reason="a CPU without AVX2, or with AMX"),
 ]
-needs_avx512 = pytest.mark.skipif(AVX512 not in available(), reason="a CPU without AVX-512 VNNI")
+needs_avx512 = pytest.mark.skipif(AVX512 not in available(), reason="a CPU without AVX-512")
 PYTORCH = Ranking(None)
 
 
