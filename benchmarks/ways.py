@@ -68,8 +68,8 @@ class Forecast:
 
 
 @dataclass
-class _Planners:
-    """Implements `serving.local.proposer.Planner` by that of the way that is gone."""
+class _Planners(RoundPlanner):
+    """A planner for each way; that of the way under way plans."""
 
     max_depth: int
     way: str = "hybrid"
@@ -84,6 +84,7 @@ class _Planners:
     """In all rounds so far."""
 
     def __post_init__(self) -> None:
+        super().__init__(max_depth=self.max_depth)
         self.plans = {way: RoundPlanner(max_depth=self.max_depth) for way in WAYS}
 
     @property

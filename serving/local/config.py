@@ -26,10 +26,6 @@ class LocalEngineConfig:
     """Most proposals of the draft head in a round; 0 never asks it."""
     suffix_depth: int = 16
     """Most proposals from suffixes of earlier text; 0 keeps no text to propose from."""
-    min_confidence: float | None = None
-    """None plans every round by what rounds cost and earn (speculator/planner.py). A number instead verifies the
-    draft's proposals, and no others, while it thinks that they are reached and accepted with this probability: what a
-    round does then depends on nothing that was measured."""
     max_depth: int = 5
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
@@ -45,10 +41,6 @@ class LocalEngineConfig:
     """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
     num_threads: int | None = None
     """None: all cores but one."""
-    compile_target: bool = False
-    """Off: it needs a C++ compiler, and up to a minute at the first start; unused where our kernels run the pass."""
-    int8_target: bool = False
-    """Off: the text is another one than in `dtype`."""
 
     @property
     def cache_margin(self) -> int:

@@ -29,7 +29,6 @@ from serving.local.inbox import Errand, Inbox
 from serving.local.loading import load_tokenizer
 from serving.local.loop import DecodeLoop
 from serving.local.outbox import Arrived, Outbox
-from serving.local.proposer import Planner
 from serving.local.rounds import RoundRunner
 from serving.local.target import Target
 from serving.local.telling import RoundTeller
@@ -39,7 +38,6 @@ from serving.local.threads import use_threads
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.errors import EngineDeadError, RequestError
-from speculator.fixed_planner import FixedPlanner
 from speculator.load import EngineLoad
 from speculator.model import Eagle3Draft
 from speculator.planner import RoundPlanner
@@ -57,7 +55,7 @@ class LocalEngine:
     """Implements `serving.engine.Engine` over a Hugging Face model directory.
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
-    round says about the draft; neither may block. `planner` takes the place of the one that the settings ask for.
+    round says about the draft; neither may block. `planner` takes the place of one of the engine's own.
     `sharing` brings the text of prompt groups to other engines, and theirs here. `load` measures how busy it is.
     """
 
@@ -74,7 +72,7 @@ class LocalEngine:
         meter: SpeedupMeter,
         on_trace: Callable[[Trace], object] | None = None,
         on_round: Callable[[WatchedRound], object] | None = None,
-        planner: Planner | None = None,
+        planner: RoundPlanner | None = None,
         sharing: GroupSharing | None = None,
     ) -> None:
         self._config, self._target, self._load_draft = config, target, load_draft
@@ -82,7 +80,7 @@ class LocalEngine:
         self._tokenizer = load_tokenizer(config.model_dir, vocab_size=target.embed.shape[0])
         cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
-        planner = planner or _planner(config)
+        planner = planner or RoundPlanner(max_depth=config.max_depth)
         self._outbox = Outbox()
         self._assembler = TraceAssembler(target, on_trace or _no_trace, metrics)
         runner = RoundRunner(
@@ -273,12 +271,6 @@ class LocalEngine:
 
 def _no_trace(trace: Trace) -> None:
     """Nobody captures."""
-
-
-def _planner(config: LocalEngineConfig) -> Planner:
-    if config.min_confidence is not None:
-        return FixedPlanner(config.min_confidence)
-    return RoundPlanner(max_depth=config.max_depth)
 
 
 def _begun(request: GenerateRequest) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from serving.local.config import LocalEngineConfig
 from serving.local.draft import ServingDraft
 from serving.local.inbox import Inbox
 from serving.local.prompts import Piece
-from serving.local.proposer import Planner
 from serving.local.rounds import RoundRunner
 from serving.local.slots import Slots
 from serving.local.target import Target
@@ -22,6 +21,7 @@ from serving.local.texts import RecentTexts
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, HeadArm, HeadSwitch
 from speculator.load import EngineLoad
+from speculator.planner import RoundPlanner
 from speculator.spans import record
 
 _ALONE_EVERY = 8
@@ -43,7 +43,7 @@ class DecodeLoop:
         inbox: Inbox,
         target: Target,
         draft: ServingDraft,
-        planner: Planner,
+        planner: RoundPlanner,
         texts: RecentTexts,
         runner: RoundRunner,
         capture: Capture,

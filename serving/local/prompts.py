@@ -12,9 +12,9 @@ from torch import Tensor
 
 from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, TopK
-from serving.local.proposer import Planner
 from serving.local.ranking import Ranking
 from serving.local.reading import DraftReader
+from speculator.planner import RoundPlanner
 from speculator.tree import NO_PROPOSALS
 
 
@@ -51,7 +51,7 @@ class PromptReader:
     def __init__(
         self,
         reader: DraftReader,
-        planner: Planner,
+        planner: RoundPlanner,
         ranking: Ranking,
         *,
         capture_topk: int,

@@ -9,47 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
 from serving.local.reading import DraftReader
 from speculator.earnings import HeadVerdict
-from speculator.planner import Plan
+from speculator.planner import Plan, RoundPlanner
 from speculator.tree import NO_PROPOSALS, DraftTree
-
-
-class Planner(Protocol):
-    """Implemented by `speculator.planner`, which says what each method means."""
-
-    def plan(
-        self,
-        domains: Sequence[str],
-        num_keys: int,
-        suffixes: Sequence[Sequence[float]],
-        *,
-        head_depth: int,
-        unread: Sequence[int],
-    ) -> Plan: ...
-
-    def head_probability(self, step: int, probability: float) -> float: ...
-
-    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool: ...
-
-    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool: ...
-
-    def observe(
-        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
-    ) -> None: ...
-
-    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None: ...
-
-    def renew(self) -> None: ...
-
-    @property
-    def is_awake(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +66,7 @@ class Proposals:
 class Proposer:
     """Used by the engine's thread."""
 
-    def __init__(self, draft: ServingDraft, reader: DraftReader, planner: Planner, *, suffix_depth: int) -> None:
+    def __init__(self, draft: ServingDraft, reader: DraftReader, planner: RoundPlanner, *, suffix_depth: int) -> None:
         self._draft, self._reader, self._planner, self._suffix_depth = draft, reader, planner, suffix_depth
 
     def propose(self, generations: Sequence[Generation], *, head_depth: int) -> Proposals:

@@ -17,10 +17,10 @@ from serving.local.draft import ServingDraft
 from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, RoundRecord, TopK
 from serving.local.prompts import Piece, PromptReader
-from serving.local.proposer import Planner, Proposal, Proposals, Proposer
+from serving.local.proposer import Proposal, Proposals, Proposer
 from serving.local.reading import DraftReader
 from serving.local.target import Target
-from speculator.planner import Plan
+from speculator.planner import Plan, RoundPlanner
 from speculator.trace import NO_DRAFT
 from speculator.tree import DraftTree
 
@@ -73,7 +73,7 @@ class RoundRunner:
         self,
         target: Target,
         draft: ServingDraft,
-        planner: Planner,
+        planner: RoundPlanner,
         *,
         suffix_depth: int,
         capture_topk: int,

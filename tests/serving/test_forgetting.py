@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    with toy_engine(make_toy_model(tmp_path_factory.mktemp("toy")), suffix_depth=8) as running:
+    with toy_engine(make_toy_model(tmp_path_factory.mktemp("toy")), dtype="float64") as running:
         yield running
 
 

@@ -272,7 +272,7 @@ def test_a_second_engine_proposes_what_the_first_has_answered(redis_client: redi
 
     def engine(peer: Peer) -> contextlib.AbstractContextManager[Harness]:
         draft = random_draft(model, seed=9)
-        return toy_engine(model, draft=draft, min_confidence=None, suffix_depth=8, sharing=peer.sharing)
+        return toy_engine(model, draft=draft, dtype="float64", sharing=peer.sharing)
 
     def ask(harness: Harness, tenant: str, *, max_tokens: int = 60, capture: bool = True) -> tuple[int, str]:
         policy = CapturePolicy(tenant=tenant, group_id="g", capture=capture)

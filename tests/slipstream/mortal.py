@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from safetensors import safe_open
 
+import serving.local.engine
 import slipstream.serve
 import trainer.loop
 import trainer.rollback
@@ -51,6 +52,7 @@ from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from tests.doubles import DoubleEngine
+from tests.planners import FixedPlanner
 from tests.trainer.examples import config_for, promote
 from trainer.run import run_trainer
 from trainer.training import Training
@@ -131,6 +133,8 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
         reach(f"serves {draft_version} at {server.url}")
         await serve_until_signal(server, draft_version=draft_version, **rest)
 
+    # Every round asks the head, so that a version is judged soon.
+    serving.local.engine.RoundPlanner = lambda **_: FixedPlanner()  # type: ignore[assignment,misc]
     slipstream.serve.LiveWatch = functools.partial(LiveWatch, rules=RULES)
     slipstream.serve.DraftFollower = functools.partial(DraftFollower, poll_s=0.02)
     slipstream.serve.serve_until_signal = told
@@ -139,7 +143,6 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
         model_name="toy",
         dtype="float64",
         depth=3,
-        min_confidence=0.0,
         control_share=0.0,
         num_slots=4,
         context_length=256,

@@ -20,7 +20,7 @@ from speculator.errors import ConfigError
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
-from tests.serving.local.harness import toy_engine
+from tests.serving.local.harness import fixed_engine
 from tests.toy import random_draft
 from tests.trainer.answers import ANSWER_TOKENS, answer_traces
 from tests.trainer.examples import batch_of, config_for, example_of, record
@@ -69,7 +69,7 @@ def test_an_answer_decoded_again_has_the_rounds_of_its_trace(
     served = random_draft(toy_model, seed=1, draft_vocab_size=40)
     served.load_state_dict(learner.draft.state_dict())
     prompts = torch.randint(6, 47, (6, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    with toy_engine(toy_model, draft=served, depth=4, min_confidence=min_confidence) as harness:
+    with fixed_engine(toy_model, draft=served, depth=4, min_confidence=min_confidence) as harness:
         for index, prompt in enumerate(prompts):
             request = GenerateRequest(
                 request_id=str(index),

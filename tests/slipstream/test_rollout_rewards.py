@@ -19,7 +19,7 @@ from speculator.codec import encode_trace
 from speculator.rewards import RewardStream
 from speculator.stream import TraceStream
 from tests.serving.gateway.client import ask
-from tests.serving.local.harness import toy_engine
+from tests.serving.local.harness import fixed_engine
 from tests.trainer.examples import config_for
 from trainer.service import Trainer
 
@@ -37,7 +37,7 @@ def test_what_is_rewarded_is_learnt_from_more_often(
         given = [{"group_id": "a", "sample": sample, "reward": reward} for sample, reward in ((0, -1.5), (1, 3))]
         (await client.post("/v1/rollouts/r/rewards", json={"rewards": given})).raise_for_status()
 
-    with toy_engine(toy_model) as harness:
+    with fixed_engine(toy_model) as harness:
         app = create_app(
             harness.engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=rewards.append
         )

@@ -31,7 +31,7 @@ from tests.collector import collecting
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
 from tests.serving.gateway.passage import host, talk
-from tests.serving.local.harness import toy_engine
+from tests.serving.local.harness import fixed_engine
 from tests.serving.sglang.test_capture import Request, end, make_capture, prefill, settle, verify
 from tests.serving.sglang.test_depth import make_control, step
 from tests.serving.sglang.test_swap import FusedDraft, make_draft, model
@@ -88,7 +88,7 @@ def is_under(span: ReadableSpan, parent: ReadableSpan) -> bool:
 
 
 def test_a_request_with_its_rounds_and_its_capture(seen: Seen, toy_model: Path) -> None:
-    with toy_engine(toy_model) as harness:
+    with fixed_engine(toy_model) as harness:
         app = create_app(harness.engine, settings=GatewaySettings(), registry=CollectorRegistry())
         body = {"model": "toy", "messages": [{"role": "user", "content": CANARY}], "max_tokens": 12, "temperature": 0}
 
@@ -188,7 +188,7 @@ def test_a_swap_in_sglang(seen: Seen, model: FusedDraft) -> None:
 
 
 def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
-    with toy_engine(toy_model) as harness:
+    with fixed_engine(toy_model) as harness:
         harness.drafts[2] = random_draft(toy_model, seed=2)
         pointer = FakePointer()
         pointer.version = 2

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from speculator.earnings import HeadVerdict
-from speculator.fixed_planner import FixedPlanner
 from speculator.planner import Plan, RoundPlanner
 
 DEPTH = 4
@@ -332,12 +331,3 @@ def test_domains_are_bounded() -> None:
     for number in range(1000):
         planner.observe_head([HeadVerdict(str(number), [0.5], 1)])
     assert len(planner.earnings._records) <= 65
-
-
-def test_the_fixed_plan_asks_the_head_always_and_nothing_at_depth_0() -> None:
-    planner = FixedPlanner(0.15)
-    assert planner.plan(["chat"], 10, [[0.9]], head_depth=4, unread=[1]).uses_head
-    assert not planner.plan(["chat"], 10, [[0.9]], head_depth=0, unread=[1]).uses_head
-    plan = planner.plan(["chat", "chat"], 10, [[], []], head_depth=4, unread=[1, 1])
-    assert planner.is_worth_verifying(plan, 3, 0.31)
-    assert not planner.is_worth_verifying(plan, 0, 0.29)

@@ -15,7 +15,7 @@ from speculator.labels import draft_ids_by_target_id
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
-from tests.serving.local.harness import toy_engine
+from tests.serving.local.harness import fixed_engine
 from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for
@@ -46,7 +46,7 @@ def served(
     """One request at a time, so that the engine's confidence is that request's alone."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(6, 47, (num_requests, 6), generator=generator).tolist()
-    with toy_engine(model_dir, draft=draft, depth=DEPTH, min_confidence=min_confidence) as harness:
+    with fixed_engine(model_dir, draft=draft, depth=DEPTH, min_confidence=min_confidence) as harness:
         for index, prompt in enumerate(prompts):
             harness.ask(
                 GenerateRequest(

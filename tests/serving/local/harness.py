@@ -1,12 +1,13 @@
-"""A local engine on the toy target, in float64 if not said otherwise, on one thread, and a way to ask it for text."""
+"""A local engine on the toy target and on one thread, else as it ships, and a way to ask it for text."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -16,26 +17,17 @@ from serving.evidence import WatchedRound
 from serving.group_text import GroupSharing
 from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.proposer import Planner
 from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
-from speculator.fixed_planner import FixedPlanner
 from speculator.model import Eagle3Draft
-from speculator.planner import Plan
+from speculator.planner import Plan, RoundPlanner
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
+from tests.planners import FixedPlanner
 from tests.toy import random_draft
 
 GREEDY = SamplingParams(temperature=0)
-
-
-class WholeTrees(FixedPlanner):
-    """Every suffix tree, up to eight tokens of it, whatever that takes."""
-
-    def plan(self, domains: Sequence[str], num_keys: int, suffixes: Sequence[Sequence[float]], **_: object) -> Plan:
-        batch = len(domains)
-        return Plan(batch=batch, num_keys=num_keys, num_proposals=8, from_suffix=(False,) * batch)
 
 
 @dataclass
@@ -90,18 +82,15 @@ def toy_engine(
     model_dir: Path,
     *,
     draft: Eagle3Draft | None = None,
-    depth: int = 3,
+    depth: int = LocalEngineConfig.depth,
     control_share: float = 0.0,
     head_off_share: float = 0.0,
     slots: int = 4,
-    min_confidence: float | None = 0.0,
-    suffix_depth: int = 0,
+    suffix_depth: int = LocalEngineConfig.suffix_depth,
     on_round: Callable[[WatchedRound], object] | None = None,
-    planner: Planner | None = None,
+    planner: RoundPlanner | None = None,
     sharing: GroupSharing | None = None,
-    compile_target: bool = False,
-    int8_target: bool = False,
-    dtype: DtypeName = "float64",
+    dtype: DtypeName = LocalEngineConfig.dtype,
     target: Target | None = None,
 ) -> Iterator[Harness]:
     """A running engine; stopped at the end of the block. A `target` is taken as it is, with as many slots."""
@@ -110,7 +99,6 @@ def toy_engine(
         model_name="toy",
         dtype=dtype,
         depth=depth,
-        min_confidence=min_confidence,
         suffix_depth=suffix_depth,
         control_share=control_share,
         head_off_share=head_off_share,
@@ -129,8 +117,6 @@ def toy_engine(
         context_length=256,
         cache_margin=config.cache_margin,
         dtype=getattr(torch, dtype),
-        compile_threads=config.num_threads if compile_target else None,
-        int8=int8_target,
     )
     drafts: dict[int, Eagle3Draft] = {}
     registry, traces = CollectorRegistry(), []
@@ -161,3 +147,13 @@ def toy_engine(
         yield Harness(engine, registry, traces, drafts, meter)
     finally:
         engine.stop()
+
+
+def fixed_engine(
+    model_dir: Path, *, min_confidence: float = 0.0, **changes: Any
+) -> contextlib.AbstractContextManager[Harness]:
+    """A `toy_engine` whose rounds are the same in every run: in float64, the head's chains alone, up to three tokens,
+    while it thinks that they are reached and accepted with this probability.
+    """
+    fixed = {"depth": 3, "suffix_depth": 0, "dtype": "float64", "planner": FixedPlanner(min_confidence)}
+    return toy_engine(model_dir, **{**fixed, **changes})

@@ -27,14 +27,14 @@ from serving.local.prompts import Piece
 from speculator.codec import decode_trace, encode_trace
 from speculator.earnings import HeadVerdict
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
-from speculator.fixed_planner import FixedPlanner
 from speculator.labels import make_verdicts
 from speculator.model import aux_layer_ids
 from speculator.planner import Plan
 from speculator.sampling import SamplingParams
 from speculator.suffix import SuffixRequest
 from speculator.trace import NO_DRAFT, Trace
-from tests.serving.local.harness import Answer, Harness, toy_engine
+from tests.planners import FixedPlanner
+from tests.serving.local.harness import Answer, Harness, fixed_engine, toy_engine
 from tests.toy import SPECIAL, make_toy_model, random_draft
 from tests.waiting import wait_until
 
@@ -46,7 +46,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def harness(model_dir: Path) -> Iterator[Harness]:
-    with toy_engine(model_dir) as running:
+    with toy_engine(model_dir, dtype="float64") as running:
         yield running
 
 
@@ -78,7 +78,7 @@ def test_end_of_sequence_ends_the_answer(harness: Harness, tmp_path: Path) -> No
     for end in (plain[7], 0):
         assert end in plain
         (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
-        with toy_engine(model_dir) as other:
+        with toy_engine(model_dir, dtype="float64") as other:
             answer = other.ask(other.request("hello", **drawn, ignore_eos=False))[0]
         first = min(plain.index(one) for one in (end, 2) if one in plain)
         assert answer.token_ids == plain[: first + 1]
@@ -180,7 +180,7 @@ def test_an_engine_that_stops_hands_on_the_traces_of_answers_that_ended(
 
 
 def test_a_trace_holds_what_the_model_computes(model_dir: Path) -> None:
-    with toy_engine(model_dir, depth=3, control_share=0.3) as harness:
+    with fixed_engine(model_dir, control_share=0.3) as harness:
         prompt = "a prompt that is longer than the kept window of twenty positions"
         answer = harness.ask(harness.request(prompt, max_tokens=25, policy=CapturePolicy(domain="test")))[0]
         wait_until(lambda: harness.traces)  # handed over just after the last chunk
@@ -224,7 +224,7 @@ def test_nothing_is_captured_for_a_request_that_opted_out(harness: Harness) -> N
 
 
 def test_control_rounds_give_the_baseline(model_dir: Path) -> None:
-    with toy_engine(model_dir, control_share=0.3) as harness:
+    with fixed_engine(model_dir, control_share=0.3) as harness:
         harness.ask(*(harness.request(f"q {n}") for n in range(4)))
         measured = harness.meter.measure()
         control = sum(harness.metric("slipstream_rounds_total", mode="control", batch=str(b)) for b in range(1, 5))
@@ -237,10 +237,10 @@ def test_the_ab_of_the_head_takes_it_away_for_stretches_and_changes_no_text(mode
         questions = [harness.request(f"question {number}", max_tokens=100) for number in range(3)]
         return [harness.ask(question)[0].text for question in questions]
 
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         texts = asked(harness)
         assert harness.metric("slipstream_head_ab_rounds_total", arm="both", batch="1") == 0
-    with toy_engine(model_dir, head_off_share=0.5) as harness:
+    with fixed_engine(model_dir, head_off_share=0.5) as harness:
         assert asked(harness) == texts
         wait_until(lambda: len(harness.traces) == 3)
         both, without = (
@@ -258,7 +258,7 @@ def test_the_ab_of_the_head_takes_it_away_for_stretches_and_changes_no_text(mode
 def test_an_unsure_draft_proposes_nothing_and_a_sure_one_the_whole_chain(model_dir: Path) -> None:
     unsure = random_draft(model_dir, seed=1)
     unsure.lm_head.weight.data.zero_()
-    with toy_engine(model_dir, draft=unsure, depth=4, min_confidence=0.1) as harness:
+    with fixed_engine(model_dir, draft=unsure, depth=4, min_confidence=0.1) as harness:
         harness.ask(harness.request("hello"))
         # The last chunk of an answer is delivered before its round is counted.
         wait_until(lambda: harness.traces)
@@ -267,7 +267,7 @@ def test_an_unsure_draft_proposes_nothing_and_a_sure_one_the_whole_chain(model_d
         assert len(harness.traces[0].rounds.position) == 0
     sure = random_draft(model_dir, seed=1)
     sure.lm_head.weight.data.mul_(100)
-    with toy_engine(model_dir, draft=sure, depth=4, min_confidence=0.1) as harness:
+    with fixed_engine(model_dir, draft=sure, depth=4, min_confidence=0.1) as harness:
         harness.ask(harness.request("hello"))
         assert harness.metric("slipstream_proposals_total", source="head", position="4") > 0
 
@@ -299,14 +299,14 @@ def test_a_look_is_what_verification_would_have_said_of_that_requests_next_token
             harness.request("and another one", seed=2, sampling=sampling, max_tokens=60),
         )
 
-    with toy_engine(model_dir, draft=copy.deepcopy(draft), depth=1) as harness:
+    with fixed_engine(model_dir, draft=copy.deepcopy(draft), depth=1) as harness:
         verified = ask(harness)
         wait_until(lambda: len(harness.traces) == 2)
         (trace,) = [trace for trace in harness.traces if trace.header.request_id == "and another one"]
-    with toy_engine(
+    with fixed_engine(
         model_dir,
         draft=draft,
-        planner=OnlyLooks(0.0),
+        planner=OnlyLooks(),
         on_round=lambda round_: looked.extend(round_.verifications),
     ) as harness:
         answers = ask(harness)
@@ -326,7 +326,7 @@ class Listens(FixedPlanner):
     """Always uses the head, and keeps what is said of it."""
 
     def __init__(self) -> None:
-        super().__init__(0.0)
+        super().__init__()
         self.verdicts: list[HeadVerdict] = []
 
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
@@ -338,7 +338,7 @@ def test_what_the_head_saves_is_less_where_a_suffix_would_have_known(model_dir: 
     planner, draft = Listens(), random_draft(model_dir, seed=1)
     sampling = SamplingParams(temperature=5.0)  # so hot that both are nearly uniform: shared noise makes them agree
     saved = []
-    with toy_engine(model_dir, draft=draft, depth=2, planner=planner, suffix_depth=suffix_depth) as harness:
+    with fixed_engine(model_dir, draft=draft, depth=2, planner=planner, suffix_depth=suffix_depth) as harness:
         for _ in range(2):
             planner.verdicts.clear()
             harness.ask(harness.request("hello you", seed=1, sampling=sampling, max_tokens=60))
@@ -350,7 +350,7 @@ def test_what_the_head_saves_is_less_where_a_suffix_would_have_known(model_dir: 
 
 
 def test_what_was_answered_before_is_proposed_again_to_the_same_tenant_alone(model_dir: Path) -> None:
-    with toy_engine(model_dir, draft=random_draft(model_dir, seed=9), min_confidence=None, suffix_depth=8) as harness:
+    with toy_engine(model_dir, draft=random_draft(model_dir, seed=9), dtype="float64") as harness:
 
         def rounds(tenant: str, *, capture: bool = True) -> int:
             policy = CapturePolicy(tenant=tenant, capture=capture)
@@ -370,7 +370,7 @@ def test_what_was_answered_before_is_proposed_again_to_the_same_tenant_alone(mod
 
 
 def test_depth_changes_between_rounds_and_zero_is_plain_decoding(model_dir: Path) -> None:
-    with toy_engine(model_dir, depth=0) as harness:
+    with fixed_engine(model_dir, depth=0) as harness:
         plain = harness.ask(harness.request("hello", max_tokens=150))[0].token_ids
         assert harness.metric("slipstream_verifications_total") == 0
         depths = iter([0, 5, 0, 2])
@@ -394,7 +394,7 @@ def test_depth_changes_between_rounds_and_zero_is_plain_decoding(model_dir: Path
 
 
 def test_a_refused_draft_leaves_the_version_in_service(model_dir: Path) -> None:
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         before = harness.ask(harness.request("hello"))[0]
         harness.drafts[2] = random_draft(model_dir, seed=2, draft_vocab_size=20)
         with pytest.raises(Exception, match="shapes"):
@@ -413,7 +413,7 @@ def test_a_refused_draft_leaves_the_version_in_service(model_dir: Path) -> None:
 def test_a_swap_that_fails_half_way_puts_the_previous_weights_back(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with toy_engine(model_dir, draft=random_draft(model_dir, seed=1).to(torch.bfloat16)) as harness:
+    with toy_engine(model_dir, dtype="float64", draft=random_draft(model_dir, seed=1).to(torch.bfloat16)) as harness:
         storage = harness.engine._draft.storage
         before = {name: place.clone() for name, place in storage.items()}
         harness.drafts[2] = random_draft(model_dir, seed=2)
@@ -441,7 +441,7 @@ def test_packed_layers_compute_what_the_plain_ones_do_and_take_new_weights_in_pl
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(48, 32, bias=False), torch.nn.Linear(32, 16)).to(torch.bfloat16)
     packed = copy.deepcopy(plain)
-    pack_linears(packed)
+    pack_linears(packed, kernels=None)
     for rows in (1, 3, 8, 40):
         x = torch.randn(rows, 48, dtype=torch.bfloat16)
         with torch.no_grad():
@@ -460,7 +460,7 @@ def test_samples_of_a_group_read_their_prompt_once(model_dir: Path) -> None:
 
     def run(group_id: str, *, lends: bool = True) -> tuple[int, list[list[int]], list[Trace]]:
         num_read = 0
-        with toy_engine(model_dir, suffix_depth=8) as harness:
+        with toy_engine(model_dir, dtype="float64") as harness:
             forward = harness.engine._loop._runner.prefill
 
             def prefill(piece: Piece, **named: Any) -> None:
@@ -508,11 +508,11 @@ def test_a_sample_of_a_group_does_not_draft_from_what_an_old_draft_has_read(mode
                 pass
         await first.aclose()  # type: ignore[attr-defined]
 
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         harness.drafts[2] = copy.deepcopy(new).to(torch.float64)
         asyncio.run(answer_after_a_swap(harness))
         wait_until(lambda: len(harness.traces) == 2)
-    with toy_engine(model_dir, draft=new) as alone:
+    with fixed_engine(model_dir, draft=new) as alone:
         alone.ask(alone.request("a prompt that an old draft has read"))
         wait_until(lambda: alone.traces)
     for trace in harness.traces:

@@ -13,7 +13,8 @@ from serving.engine import Chunk
 from speculator.model import Eagle3Draft
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace, check_trace
-from tests.serving.local.harness import GREEDY, Harness, WholeTrees, toy_engine
+from tests.planners import WholeTrees
+from tests.serving.local.harness import GREEDY, Harness, fixed_engine, toy_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until
 
@@ -34,7 +35,7 @@ def _constant(model_dir: Path) -> Eagle3Draft:
 
 
 def _texts(model_dir: Path, sampling: SamplingParams, **engine: object) -> list[list[int]]:
-    with toy_engine(model_dir, **engine) as harness:  # type: ignore[arg-type]
+    with fixed_engine(model_dir, **engine) as harness:  # type: ignore[arg-type]
         requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
         return [answer.token_ids for answer in harness.ask(*requests)]
 
@@ -53,7 +54,7 @@ def plain(model_dir: Path, sampling: SamplingParams) -> list[list[int]]:
 def test_greedy_text_is_the_models_own(tmp_path: Path, family: str) -> None:
     model_dir = make_toy_model(tmp_path, family=family)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
-    with toy_engine(model_dir, depth=3) as harness:
+    with fixed_engine(model_dir, depth=3) as harness:
         for prompt in PROMPTS:
             request = harness.request(prompt)
             tokens = list(request.prompt_token_ids)
@@ -104,14 +105,14 @@ def test_trees_change_no_text_and_their_branches_are_taken(
         keep_path(slot, start, path)
 
     moved: list[int] = []
-    with toy_engine(model_dir, planner=WholeTrees(0.0), suffix_depth=8, slots=slots) as harness:
+    with fixed_engine(model_dir, planner=WholeTrees(), suffix_depth=8, slots=slots) as harness:
         cache = harness.engine._target.cache
         keep_path, cache.keep_path = cache.keep_path, kept  # type: ignore[method-assign,assignment]
         texts = ask(harness)
         traces = {tuple(trace.token_ids): trace for trace in harness.traces}
     assert moved, "branches were taken"
     assert any((trace.rounds.draft_parents != _chain(trace)).any() for trace in harness.traces)
-    with toy_engine(model_dir, depth=0, slots=slots) as harness:
+    with fixed_engine(model_dir, depth=0, slots=slots) as harness:
         assert ask(harness) == texts
         for trace in harness.traces:
             other = traces[tuple(trace.token_ids)]
@@ -127,7 +128,7 @@ def _chain(trace: Trace) -> np.ndarray:
 def test_planned_rounds_and_suffix_trees_change_no_text(
     model_dir: Path, plain: list[list[int]], sampling: SamplingParams
 ) -> None:
-    with toy_engine(model_dir, min_confidence=None, suffix_depth=8, control_share=0.1) as harness:
+    with toy_engine(model_dir, dtype="float64", control_share=0.1) as harness:
         for _ in range(3):
             requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
             assert [answer.token_ids for answer in harness.ask(*requests)] == plain
@@ -137,7 +138,7 @@ def test_planned_rounds_and_suffix_trees_change_no_text(
 def test_one_at_a_time_is_the_same_as_together(
     model_dir: Path, plain: list[list[int]], sampling: SamplingParams
 ) -> None:
-    with toy_engine(model_dir, slots=1) as harness:
+    with toy_engine(model_dir, dtype="float64", slots=1) as harness:
         requests = [harness.request(prompt, sampling=sampling, seed=7) for prompt in PROMPTS]
         assert [answer.token_ids for answer in harness.ask(*requests)] == plain
 
@@ -145,7 +146,7 @@ def test_one_at_a_time_is_the_same_as_together(
 def test_swaps_in_the_middle_change_no_text_and_are_stamped_on_the_rounds(
     model_dir: Path, plain: list[list[int]], sampling: SamplingParams
 ) -> None:
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         storage = [place.data_ptr() for place in harness.engine._draft.storage.values()]
         harness.drafts.update({version: random_draft(model_dir, seed=version) for version in (2, 3, 4)})
         left = [4, 3, 2]
@@ -168,7 +169,7 @@ def test_swaps_in_the_middle_change_no_text_and_are_stamped_on_the_rounds(
 
 
 def test_a_seed_gives_the_same_text_again_and_another_seed_another(model_dir: Path) -> None:
-    with toy_engine(model_dir) as harness:
+    with toy_engine(model_dir, dtype="float64") as harness:
         one, again, other = (
             harness.ask(harness.request("hello", sampling=SAMPLED, seed=seed))[0].token_ids for seed in (1, 1, 2)
         )

@@ -19,7 +19,7 @@ from serving.local.target import Target
 from speculator.errors import EngineDeadError, RequestError, TargetError
 from speculator.suffix import SuffixConfig, SuffixDrafter
 from tests.moved import WEIGHTS, moved_model
-from tests.serving.local.harness import Harness, toy_engine
+from tests.serving.local.harness import Harness, fixed_engine, toy_engine
 from tests.toy import make_toy_model
 from tests.waiting import wait_until
 
@@ -38,13 +38,13 @@ def new_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def old(model_dir: Path) -> Iterator[Harness]:
-    with toy_engine(model_dir) as running:
+    with fixed_engine(model_dir) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def new(new_dir: Path) -> Iterator[Harness]:
-    with toy_engine(new_dir) as running:
+    with fixed_engine(new_dir) as running:
         yield running
 
 
@@ -80,7 +80,7 @@ def test_moved_weights_compute_what_loaded_ones_do(
 def test_after_the_change_the_text_is_that_of_a_fresh_engine(
     model_dir: Path, new_dir: Path, old: Harness, new: Harness
 ) -> None:
-    with toy_engine(model_dir) as harness:
+    with toy_engine(model_dir, dtype="float64") as harness:
         assert tokens_of(harness, *PROMPTS) == tokens_of(old, *PROMPTS)
         report = harness.engine.move_target(3, new_dir)
         assert (report.version, report.previous, harness.engine.target_version) == (3, 0, 3)
@@ -118,7 +118,7 @@ def test_running_requests_go_on_and_their_traces_end_at_the_change(
         if num_rounds[0] == 10:
             moves.now()
 
-    with toy_engine(model_dir, on_round=count) as harness:
+    with fixed_engine(model_dir, on_round=count) as harness:
         moves.engine.set_result(harness.engine)
         answers = harness.ask(*map(harness.request, PROMPTS))
         assert moves.report.result().stall_ms > 0
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_being_read_is_read_anew(
     model_dir: Path, new_dir: Path, new: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves = MovesAt(new_dir)
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         moves.engine.set_result(harness.engine)
         read = harness.engine._loop._runner.prefill
 

@@ -57,7 +57,7 @@ def test_text_held_for_a_stop_string_keeps_its_source(byte_tokenizer: LocalToken
 
 def test_every_chunk_of_the_engine_is_its_pieces(tmp_path: Path) -> None:
     model = make_toy_model(tmp_path / "toy")
-    with toy_engine(model, draft=random_draft(model, seed=9), min_confidence=None, suffix_depth=8) as engine:
+    with toy_engine(model, draft=random_draft(model, seed=9), dtype="float64") as engine:
         # The second answer is proposed from the first.
         for name in ("first", "second"):
             [answer] = engine.ask(engine.request("what is 2 and 2?", request_id=name, max_tokens=60))

@@ -19,7 +19,7 @@ from serving.local.rounds import RoundReport
 from serving.local.target import Target
 from speculator.planner import RoundPlanner
 from speculator.sampling import SamplingParams
-from tests.serving.local.harness import GREEDY, Harness, toy_engine
+from tests.serving.local.harness import GREEDY, Harness, fixed_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until
 
@@ -53,7 +53,7 @@ def test_texts_and_traces_are_the_same(
     for takes_windows in (True, False):
         monkeypatch.setattr(Target, "takes_windows", takes_windows)
         draft = random_draft(model_dir, seed=1)
-        with toy_engine(model_dir, draft=draft, dtype="bfloat16", target=target, control_share=0.1) as harness:
+        with fixed_engine(model_dir, draft=draft, dtype="bfloat16", target=target, control_share=0.1) as harness:
             requests = [
                 harness.request(prompt, sampling=sampling, seed=seed, logprobs=True)
                 for seed, prompt in enumerate(PROMPTS)
@@ -89,9 +89,9 @@ def test_texts_and_traces_are_the_same(
 def test_clients_that_leave_and_drafts_that_come_between_two_pieces_change_no_text(
     target: Target, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with toy_engine(model_dir, depth=0, dtype="bfloat16", target=target) as harness:
+    with fixed_engine(model_dir, depth=0, dtype="bfloat16", target=target) as harness:
         alone = [harness.ask(harness.request(prompt))[0].token_ids for prompt in PROMPTS]
-    with toy_engine(model_dir, draft=random_draft(model_dir, seed=1), dtype="bfloat16", target=target) as harness:
+    with fixed_engine(model_dir, draft=random_draft(model_dir, seed=1), dtype="bfloat16", target=target) as harness:
         harness.drafts[2] = random_draft(model_dir, seed=2)
         run, num_shared = harness.engine._loop._runner.run, 0
         clients: dict[str, asyncio.Task[list[int]]] = {}
@@ -143,7 +143,7 @@ def test_one_piece_in_eight_is_read_alone_so_that_rounds_are_timed(target: Targe
         add_verification(*args)  # type: ignore[arg-type]
 
     planner.times.add_verification = count  # type: ignore[method-assign]
-    with toy_engine(model_dir, dtype="bfloat16", target=target, planner=planner) as harness:
+    with fixed_engine(model_dir, dtype="bfloat16", target=target, planner=planner) as harness:
         # One answer goes on while one prompt after the other is read.
         harness.ask(
             harness.request("first", max_tokens=200), *(harness.request(text, max_tokens=1) for text in PROMPTS)

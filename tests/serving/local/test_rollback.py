@@ -12,7 +12,7 @@ from serving.watch import LiveWatch
 from speculator.lifecycle import Lifecycle, State
 from speculator.model import Eagle3Draft
 from speculator.pointer import DraftPointer
-from tests.serving.local.harness import toy_engine
+from tests.serving.local.harness import fixed_engine
 from tests.toy import make_toy_model, random_draft
 
 PROMPTS = ["a", "7", "what?", "6"]
@@ -31,7 +31,7 @@ def _draft(model_dir: Path, *, scale: float) -> Eagle3Draft:
 def test_a_useless_draft_is_taken_back_under_load(tmp_path: Path, redis_client: redis.Redis) -> None:
     model_dir = make_toy_model(tmp_path / "toy")
     good, useless = _draft(model_dir, scale=0.0), _draft(model_dir, scale=1.0)
-    with toy_engine(model_dir, depth=0, draft=good) as harness:
+    with fixed_engine(model_dir, depth=0, draft=good) as harness:
         plain = [answer.token_ids for answer in harness.ask(*(harness.request(prompt) for prompt in PROMPTS))]
     states, pointer, watch = Lifecycle(tmp_path), DraftPointer(redis_client, "toy"), LiveWatch(1)
     for version in (1, 2):
@@ -41,7 +41,7 @@ def test_a_useless_draft_is_taken_back_under_load(tmp_path: Path, redis_client: 
         states.move(1, state, actor="test")
     pointer.publish(2)
 
-    with toy_engine(model_dir, draft=good, control_share=0.05, on_round=watch.observe) as harness:
+    with fixed_engine(model_dir, draft=good, control_share=0.05, on_round=watch.observe) as harness:
         harness.drafts.update({1: _draft(model_dir, scale=0.0), 2: useless})
         follower = DraftFollower(harness.engine, pointer, engine_id="e", watch=watch, lifecycle=states)
         for turn in range(200):

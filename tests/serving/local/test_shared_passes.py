@@ -25,7 +25,8 @@ from serving.local.target import Target
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.moved import moved_model
-from tests.serving.local.harness import GREEDY, Answer, Harness, WholeTrees, toy_engine
+from tests.planners import WholeTrees
+from tests.serving.local.harness import GREEDY, Answer, Harness, fixed_engine
 from tests.toy import make_toy_model
 from tests.waiting import wait_until
 
@@ -106,12 +107,12 @@ def _ask(harness: Harness, sampling: SamplingParams, count: int = len(PROMPTS)) 
 def test_texts_proposals_and_traces_are_those_of_pieces_read_alone(
     model_dir: Path, sampling: SamplingParams, windows: pytest.MonkeyPatch
 ) -> None:
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         seen = Seen.of(harness)
         answers, traces = _ask(harness, sampling)
         assert len(seen.shared) > 10
     windows.undo()
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         seen = Seen.of(harness)
         others, other_traces = _ask(harness, sampling)
         assert not seen.shared
@@ -149,7 +150,7 @@ def test_proposals_of_different_number_are_not_padded(
         return answers, sorted(harness.traces, key=lambda trace: trace.header.request_id)
 
     windows.setattr(Target, "forward_windows", watched)
-    with toy_engine(model_dir, planner=WholeTrees(0.0), suffix_depth=8) as harness:
+    with fixed_engine(model_dir, planner=WholeTrees(), suffix_depth=8) as harness:
         run = harness.engine._loop._runner.run
 
         def watched_run(
@@ -166,7 +167,7 @@ def test_proposals_of_different_number_are_not_padded(
         answers, traces = ask(harness)
     assert sum(uneven) > 3
     windows.undo()
-    with toy_engine(model_dir, depth=0) as harness:
+    with fixed_engine(model_dir, depth=0) as harness:
         others, other_traces = ask(harness)
     for answer, other in zip(answers, others, strict=True):
         assert answer.token_ids == other.token_ids
@@ -182,9 +183,9 @@ def test_proposals_of_different_number_are_not_padded(
 def test_a_target_that_moves_between_two_shared_pieces(model_dir: Path, tmp_path: Path) -> None:
     """The prompt is read anew; who was running goes on."""
     new_dir = moved_model(model_dir, tmp_path / "1")
-    with toy_engine(new_dir) as harness:
+    with fixed_engine(new_dir) as harness:
         (new, *_), (new_trace, *_) = _ask(harness, GREEDY, count=1)
-    with toy_engine(model_dir) as harness:
+    with fixed_engine(model_dir) as harness:
         engine, seen = harness.engine, Seen.of(harness)
         run, runner = engine._loop._runner.run, engine._loop._runner
         moved: list[Piece] = []
@@ -217,7 +218,7 @@ def test_samples_of_a_group_copy_what_a_shared_pass_has_read(model_dir: Path) ->
     prompt, policy = "a prompt that is longer than the kept window of twenty positions", CapturePolicy(group_id="g")
 
     def ask(policy: CapturePolicy) -> tuple[Seen, list[list[int]]]:
-        with toy_engine(model_dir) as harness:
+        with fixed_engine(model_dir) as harness:
             seen = Seen.of(harness)
             samples = [
                 harness.request(prompt, request_id=str(seed), seed=seed, policy=policy, sampling=SAMPLED)
@@ -241,7 +242,7 @@ def test_samples_of_a_group_copy_what_a_shared_pass_has_read(model_dir: Path) ->
 def test_control_rounds_make_way_for_no_prompt_and_prompts_of_one_piece_are_shared_all_the_same(
     model_dir: Path,
 ) -> None:
-    with toy_engine(model_dir, control_share=0.2) as harness:
+    with fixed_engine(model_dir, control_share=0.2) as harness:
         seen = Seen.of(harness)
         for start in range(0, 64, 16):
             harness.ask(*(harness.request(f"p{number}", max_tokens=12) for number in range(start, start + 16)))
@@ -253,7 +254,7 @@ def test_control_rounds_make_way_for_no_prompt_and_prompts_of_one_piece_are_shar
 
 @pytest.mark.usefixtures("windows")
 def test_a_long_prompt_makes_way_for_control_rounds_that_are_due(model_dir: Path) -> None:
-    with toy_engine(model_dir, control_share=0.2) as harness:
+    with fixed_engine(model_dir, control_share=0.2) as harness:
         seen = Seen.of(harness)
         harness.ask(
             harness.request("first", max_tokens=200), *(harness.request(text, max_tokens=1) for text in PROMPTS)

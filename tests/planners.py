@@ -1,22 +1,21 @@
-"""Rounds that do not depend on anything that was measured."""
+"""Planners whose rounds depend on nothing that was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from speculator.earnings import HeadVerdict
-from speculator.planner import Plan
+from speculator.planner import Plan, RoundPlanner
 
 
-class FixedPlanner:
-    """Always the head, whose chains end where the probability that the next token is reached and accepted, as the head
-    itself sees it and on average over the requests, falls below `min_confidence`. For tests and recordings: what it
-    does depends on nothing that was measured.
+class FixedPlanner(RoundPlanner):
+    """Always asks the head. Its chains end where the probability that the next token is reached and accepted, as the
+    head itself sees it and on average over the requests, falls below `min_confidence`.
     """
 
-    def __init__(self, min_confidence: float) -> None:
+    def __init__(self, min_confidence: float = 0.0) -> None:
+        super().__init__(max_depth=0)
         self._min_confidence = min_confidence
-        self.is_awake = True
 
     def plan(
         self,
@@ -29,6 +28,10 @@ class FixedPlanner:
     ) -> Plan:
         batch = len(domains)
         return Plan(batch=batch, num_keys=num_keys, uses_head=head_depth > 0, from_suffix=(False,) * batch)
+
+    @property
+    def is_awake(self) -> bool:
+        return True
 
     def head_probability(self, step: int, probability: float) -> float:
         return probability
@@ -47,5 +50,18 @@ class FixedPlanner:
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
         """Nothing is learned."""
 
-    def renew(self) -> None:
-        """Nothing was known of the version before."""
+
+class WholeTrees(FixedPlanner):
+    """Every suffix tree, up to eight tokens of it, whatever that takes."""
+
+    def plan(
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
+    ) -> Plan:
+        batch = len(domains)
+        return Plan(batch=batch, num_keys=num_keys, num_proposals=8, from_suffix=(False,) * batch)
