@@ -23,7 +23,7 @@ RedisUrl = Annotated[
     str,
     typer.Option(
         envvar="SLIPSTREAM_REDIS_URL",
-        help="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// with the trace stream.",
+        help="redis://, rediss://, unix:// or redis+sentinel:// with the trace stream.",
     ),
 ]
 Store = Annotated[

@@ -1,6 +1,6 @@
 """Every Redis key of Slipstream.
 
-All keys of a model share one hash tag, so they live in one cluster slot and one transaction can change them together.
+All keys of a model share one prefix, and one transaction can change them together.
 """
 
 from __future__ import annotations

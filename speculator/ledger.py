@@ -73,7 +73,7 @@ class StreamLag:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerKeys:
-    """Key names, all in one cluster slot."""
+    """Key names."""
 
     traces: str
     """The stream itself."""

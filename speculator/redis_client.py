@@ -12,10 +12,9 @@ import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from speculator.errors import ConfigError, StreamError
-from speculator.redis_cluster import cluster_client
-from speculator.redis_sentinel import sentinel_client
 from speculator.redis_url import RedisUrl
 from speculator.secret import read_secret
 
@@ -42,8 +41,8 @@ def connect(url: str) -> redis.Redis:
     except ValueError:
         # Without the cause: its text may quote a part of the password.
         raise ConfigError(
-            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix://, "
-            "redis+sentinel://HOST:PORT,…/SERVICE/DB or redis+cluster://HOST:PORT,…"
+            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix:// or "
+            "redis+sentinel://HOST:PORT,…/SERVICE/DB"
         ) from None
 
 
@@ -68,14 +67,21 @@ def _client(url: RedisUrl) -> redis.Redis:
     }
     _check_files(url)
     never = Retry(NoBackoff(), 0)
-    if url.kind == "cluster":
-        return cluster_client(url.places, has_tls=url.has_tls, **options)
-    if url.kind == "sentinel":
-        return sentinel_client(url, retry=never, **options)
+    if url.service:
+        return _master(url, retry=never, **options)
     if url.path:
         return redis.Redis(unix_socket_path=url.path, retry=never, **options)
     [(host, port)] = url.places
     return redis.Redis(host=host, port=port, ssl=url.has_tls, retry=never, **options)
+
+
+def _master(url: RedisUrl, **options: Any) -> redis.Redis:
+    """A client of the master that the Sentinels of `url` name; each new connection asks them."""
+    of_sentinels = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    common = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
+    sentinel = Sentinel(url.places, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
+    client: redis.Redis = sentinel.master_for(url.service, ssl=url.has_tls, **options)
+    return client
 
 
 def _check_files(url: RedisUrl) -> None:
@@ -100,10 +106,22 @@ def redis_errors(
     def wrapped(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(self, *args, **kwargs)
+        except StreamError:
+            _close_idle(getattr(self, "_redis", self))
+            raise
         except (exceptions.RedisError, OSError) as error:
+            _close_idle(getattr(self, "_redis", self))
             raise StreamError(_explain(error)) from error
 
     return wrapped
+
+
+def _close_idle(client: object) -> None:
+    """Close connections that no command uses. A new one asks the Sentinels who the master is; redis-py may have
+    reopened an old one to a master that was demoted, in the middle of a transaction.
+    """
+    if isinstance(client, redis.Redis):
+        client.connection_pool.disconnect(inuse_connections=False)
 
 
 def is_denied(error: StreamError) -> bool:

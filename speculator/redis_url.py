@@ -1,8 +1,9 @@
-"""Where Redis is: one server, one that Sentinels name, or the nodes of a Redis Cluster.
+"""Where Redis is: one server, or one that Sentinels name.
 
     redis://[user:password@]host:port/db                    rediss:// with TLS, unix:///path?db=0
     redis+sentinel://[user:password@]host:port,…/service/db   rediss+sentinel://; the hosts are Sentinels
-    redis+cluster://[user:password@]host:port,…               rediss+cluster://; the hosts are any nodes
+
+A Redis Cluster is refused: one server carries what 100 engines capture (docs/scaling.md).
 
 A query sets the options of `_OPTIONS` and no others. What else redis-py takes there would change what our client needs,
 such as replies in bytes (`decode_responses`) and waits that end (`socket_timeout`).
@@ -15,16 +16,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from speculator.errors import ConfigError
 
-Kind = Literal["server", "sentinel", "cluster"]
 Place = tuple[str, int]
 
+_CLUSTER = re.compile(r"\s*rediss?\+cluster:")
 # What urllib splits, too; it also judges hosts in brackets, and takes several hosts for one.
-_URL = re.compile(r"(rediss?(?:\+sentinel|\+cluster)?|unix)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
+_URL = re.compile(r"(rediss?(?:\+sentinel)?|unix)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
 _HOST = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:\s]*))(?::([0-9]{1,5}))?")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _NAME = re.compile(r"[a-z_]{1,40}")
@@ -87,7 +88,6 @@ _UNLIKE = ("ssl", "ssl_ca_data")
 
 @dataclass(frozen=True, kw_only=True)
 class RedisUrl:
-    kind: Kind
     shown: str
     """Without what is secret."""
     username: str
@@ -98,18 +98,26 @@ class RedisUrl:
     path: str = ""
     """Of a Unix socket."""
     service: str = ""
-    """The name that Sentinels know the server by."""
+    """The name that Sentinels know the server by; empty without Sentinels."""
     options: dict[str, Any]
     """Of redis-py's connections: user, password and database, and what the query sets."""
 
     @classmethod
     def parse(cls, url: str) -> RedisUrl:
-        """Raises ConfigError for an option, and ValueError for the rest. Only the former's text may be shown."""
+        """Raises ConfigError for an option or a Redis Cluster, and ValueError for the rest.
+
+        Only the text of a ConfigError may be shown.
+        """
+        if _CLUSTER.match(url):
+            raise ConfigError(
+                "the Redis URL names a Redis Cluster, which is not supported: give one server (redis://, rediss:// or "
+                "unix://), or its Sentinels (redis+sentinel://)"
+            )
         if not (parts := _URL.fullmatch(url.strip())):
             raise ValueError("no URL of Redis")
         scheme, location, path, query = (part or "" for part in parts.groups())
         base, _, suffix = scheme.partition("+")
-        kind: Kind = "sentinel" if suffix == "sentinel" else "cluster" if suffix else "server"
+        has_sentinels = bool(suffix)
         login, at, hosts = location.rpartition("@")
         # A / or ? in the password that is not quoted would make the rest of it a path or an option.
         if "@" in query or ("@" in path and not (base == "unix" and (at or not location))):
@@ -120,35 +128,32 @@ class RedisUrl:
             socket, db = unquote(path, errors="strict"), ""
             if hosts or socket in ("", "/"):
                 raise ValueError("no path of a socket")
-        if kind == "sentinel":
+        if has_sentinels:
             service, _, db = path.removeprefix("/").partition("/")
             service = unquote(service)
             if not service:
                 raise ValueError("no service")
         has_tls = base == "rediss"
-        options = dict(_options(query, kind, has_tls=has_tls))
+        options = dict(_options(query, has_sentinels=has_sentinels, has_tls=has_tls))
         if (db := db.strip("/")) and options.setdefault("db", _number(db)) != _number(db):
             raise ConfigError("the Redis URL names two databases: remove the option db or the path")
-        if kind == "cluster" and options.pop("db", 0) != 0:
-            raise ValueError("a cluster has database 0 alone")
         for name, value in (("username", username), ("password", password)):
             if value and name in options:
                 raise ConfigError(f"the Redis URL names two {name}s: remove the option {name}")
             options |= {name: value} if value else {}
         return cls(
-            kind=kind,
             shown=f"{scheme}://{hosts}{path}",
             username=options.get("username", ""),
             password=options.get("password", ""),
             has_tls=has_tls,
-            places=() if base == "unix" else tuple(_place(host, kind) for host in hosts.split(",")),
+            places=() if base == "unix" else tuple(_place(host, has_sentinels) for host in hosts.split(",")),
             path=socket,
             service=service,
             options=options,
         )
 
 
-def _options(query: str, kind: Kind, *, has_tls: bool) -> Iterator[tuple[str, Any]]:
+def _options(query: str, *, has_sentinels: bool, has_tls: bool) -> Iterator[tuple[str, Any]]:
     """Raises ConfigError. Values are not quoted: they may be secret."""
     seen = set()
     for name, value in parse_qsl(query, keep_blank_values=True):
@@ -165,7 +170,7 @@ def _options(query: str, kind: Kind, *, has_tls: bool) -> Iterator[tuple[str, An
             raise ConfigError(f"the Redis URL sets {name} twice: remove one")
         if name.startswith("ssl_") and not has_tls:
             raise ConfigError(f"the Redis URL sets {name} without TLS: write rediss://, or remove it")
-        if name.startswith("sentinel_") and kind != "sentinel":
+        if name.startswith("sentinel_") and not has_sentinels:
             raise ConfigError(f"the Redis URL sets {name} without Sentinels: write redis+sentinel://, or remove it")
         seen.add(name)
         try:
@@ -174,14 +179,14 @@ def _options(query: str, kind: Kind, *, has_tls: bool) -> Iterator[tuple[str, An
             raise ConfigError(f"{name} in the Redis URL is not {option.expected}: correct or remove it") from None
 
 
-def _place(text: str, kind: Kind) -> Place:
+def _place(text: str, is_sentinel: bool) -> Place:
     parts = _HOST.fullmatch(text)
     if parts is None:
         raise ValueError("no host and port")
     host = unquote(parts[1] or parts[2], errors="strict")
-    if not host and kind != "server":
+    if not host and is_sentinel:
         raise ValueError("a host is missing")
-    port = int(parts[3]) if parts[3] else 26379 if kind == "sentinel" else 6379
+    port = int(parts[3]) if parts[3] else 26379 if is_sentinel else 6379
     if not 0 < port < 2**16:
         raise ValueError("no port")
     return host.lower() or "localhost", port

@@ -1,4 +1,4 @@
-"""Real Redis processes on loopback ports, for what one embedded server is not: replicas, Sentinels, clusters."""
+"""Real Redis processes on loopback ports, for what one embedded server is not: replicas and Sentinels."""
 
 from __future__ import annotations
 

@@ -87,10 +87,10 @@ def test_a_redis_that_anybody_reaches_is_refused(keys: Path, tmp_path: Path, mon
         assert f":{weak}@" not in told(f"redis://u:{weak}@127.0.0.1/0")
     assert "no password" in told("redis://far:6379/0")
     assert "no password" in told("redis://user@far:6379/0")
-    for several in ("redis+sentinel://127.0.0.1,far/m", "redis+cluster://far:7001,farther:7001"):
-        assert "Redis at far has no password" in told(several)
-        assert told(several.replace("://", f"://:{STRONG}@")) == ""
-        assert told(several.replace("redis", "rediss")) == ""
+    several = "redis+sentinel://127.0.0.1,far/m"
+    assert "Redis at far has no password" in told(several)
+    assert told(several.replace("://", f"://:{STRONG}@")) == ""
+    assert told(several.replace("redis", "rediss")) == ""
     file = tmp_path / "password"
     file.write_text(STRONG)
     monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD_FILE", str(file))

@@ -78,7 +78,7 @@ def test_a_master_that_was_demoted_is_left(started: Servers) -> None:
         wait_until(lambda: _is_failing_over(asked))
         wait_until(lambda: asked.sentinel_master("traces")["port"] == ports[1])
         old.replicaof("127.0.0.1", ports[1])
-        assert _is_appended(stream, "after")
+        wait_until(lambda: _is_appended(stream, "after"))
         assert new.xlen("slipstream:{m}:traces") == 2
 
 
