@@ -105,7 +105,6 @@ class Found:
             Target("swap_gap_over_p99", swapping["max"] / calm["p99"], 2.0, at_least=False),
             Target("failed_requests", swaps.failed_requests, 0, at_least=False),
             Target("swaps", swaps.num_swaps, 5 if swaps.seconds >= 60 else 2),
-            Target("target_unchanged", float(swaps.report["target_ok"]), 1),
         ]
         self.document["swaps"] = {
             "seconds": swaps.seconds,

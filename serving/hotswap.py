@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from serving.canary import Canary, HoldsCanarySlot
-from serving.engine import SwapReport
 from serving.installer import Installer, SwapsDrafts
 from serving.reporter import Reporter, Status, TakesReports
 from serving.trials import Trials
@@ -52,8 +51,8 @@ class Pointer(Replaces, TakesReports, HoldsCanarySlot, Protocol):
 class DraftFollower:
     """Drives one engine towards the pointer's version.
 
-    `on_swap` is told of each swap; `status` adds to what the engine reports. Without a `watch` every version is taken
-    as it comes; without a `lifecycle` its state is not asked for and not written. `clock` times the canary, in seconds.
+    `status` adds to what the engine reports. Without a `watch` every version is taken as it comes; without a
+    `lifecycle` its state is not asked for and not written. `clock` times the canary, in seconds.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class DraftFollower:
         *,
         engine_id: str,
         poll_s: float = 0.5,
-        on_swap: Callable[[SwapReport], object] | None = None,
         status: Callable[[], Status] = dict,
         watch: LiveWatch | None = None,
         lifecycle: Lifecycle | None = None,
@@ -72,7 +70,7 @@ class DraftFollower:
         every_s = _REPORT_EVERY_POLLS * poll_s
         self._pointer, self._poll_s = pointer, poll_s
         self._record = record = VersionRecord(lifecycle, pointer, engine_id=engine_id)
-        self._installer = Installer(engine, record, on_swap=on_swap)
+        self._installer = Installer(engine, record)
         self._canary = Canary(pointer, self._installer, record, watch, engine_id=engine_id, look_s=every_s, clock=clock)
         self._trials = Trials(self._installer, watch, record, self._canary)
         self._reporter = Reporter(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.engine import SwapReport
 from serving.versions import VersionRecord
-from speculator.errors import DraftError, EngineBusyError, type_and_place
+from speculator.errors import DraftError, EngineBusyError
 from speculator.spans import span
 
 log = logging.getLogger(__name__)
@@ -59,16 +58,10 @@ class SwapLog:
 
 
 class Installer:
-    """Used by the follower's thread; any thread may read `log`. `on_swap` is told of each swap."""
+    """Used by the follower's thread; any thread may read `log`."""
 
-    def __init__(
-        self,
-        engine: SwapsDrafts,
-        record: VersionRecord,
-        *,
-        on_swap: Callable[[SwapReport], object] | None = None,
-    ) -> None:
-        self._engine, self._record, self._on_swap = engine, record, on_swap
+    def __init__(self, engine: SwapsDrafts, record: VersionRecord) -> None:
+        self._engine, self._record = engine, record
         self.num_attempts = 0
         self.log = SwapLog()
 
@@ -97,12 +90,6 @@ class Installer:
             raise
         self.log.add(report)
         log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
-        if self._on_swap is not None:
-            try:
-                self._on_swap(report)
-            except Exception as error:
-                # The version is in service all the same, and its trial begins.
-                log.error("what follows the swap to version %d failed: %s", version, type_and_place(error))
         return True
 
     def _refuse(self, version: int, reason: str) -> None:

@@ -36,7 +36,6 @@ VERIFIED_TOKENS = (
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
-TARGET_UNCHANGED = "slipstream_target_unchanged", "1 while the target's weights are those of the start, or announced"
 
 HEAD_AB_ARMS = ("suffix_only", "both")
 GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")
@@ -122,8 +121,6 @@ class EngineMetrics:
         self.capture_failures = Counter(
             "slipstream_capture_failures", "Traces and distributions that could not be made (a bug)", registry=registry
         )
-        self.target_unchanged = Gauge(*TARGET_UNCHANGED, registry=registry)
-        self.target_unchanged.set(1)
         self.suffix_tokens = Gauge(
             "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from", registry=registry
         )

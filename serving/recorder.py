@@ -29,15 +29,13 @@ DROP_REASONS = (
     "too_large",
     "invalid",
     "failed",
-    "target_changed",
     "closed",
     "erased",
     "expired",
     *SAMPLING_REASONS,
     *REASONS,
 )
-"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug, target_changed says that what
-was served is not the target's (serving/target_guard.py), erased that its tenant was, expired that it is too old, those
+"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug, erased that its tenant was, expired that it is too old, those
 of sampling that Redis or the trainer cannot take everything, and the rest that it holds personal data.
 """
 
@@ -119,7 +117,6 @@ class TraceRecorder:
         self._bytes_appended = self._tokens_appended = 0
         self._dropped: collections.Counter[str] = collections.Counter()
         self._closing = False
-        self._is_distrusted = False
         self._thread = threading.Thread(target=self._run, name="trace-recorder", daemon=True)
         self._thread.start()
 
@@ -130,8 +127,6 @@ class TraceRecorder:
             self._captured += 1
             if self._closing:
                 reason = "closed"
-            elif self._is_distrusted:
-                reason = "target_changed"
             elif num_bytes > self._max_buffer_bytes:
                 reason = "too_large"
             elif self._buffer_bytes + num_bytes > self._max_buffer_bytes:
@@ -143,16 +138,6 @@ class TraceRecorder:
                 return True
             self._dropped[reason] += 1
             return False
-
-    def distrust(self) -> None:
-        """Drop all traces from now on: they are not of the target that they name."""
-        with self._changed:
-            self._is_distrusted = True
-
-    def trust(self) -> None:
-        """The target has been announced anew: take traces again."""
-        with self._changed:
-            self._is_distrusted = False
 
     def forget(self, tenants: Collection[str]) -> None:
         """Drop what is queued of these tenants. After it has returned, nothing of theirs that was submitted before is

@@ -10,7 +10,6 @@ vocabulary its drafts are for. A target that moves keeps all of these, and its v
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -21,25 +20,15 @@ from speculator.errors import EngineBusyError, RequestError, SlipstreamError, Ta
 
 log = structlog.get_logger(__name__)
 
-_Move = Callable[[], TargetReport]
-
 
 class TargetDesk:
     """One engine's target; for any thread, one change at a time.
 
-    `folder` is where weights may lie; without it no path is taken. `around` runs the change (see
-    `serving.target_guard.TargetGuard.move`).
+    `folder` is where weights may lie; without it no path is taken.
     """
 
-    def __init__(
-        self,
-        host: MovesTarget,
-        metrics: TargetMetrics,
-        *,
-        folder: Path | None,
-        around: Callable[[_Move], TargetReport] = lambda move: move(),
-    ) -> None:
-        self._host, self._metrics, self._around = host, metrics, around
+    def __init__(self, host: MovesTarget, metrics: TargetMetrics, *, folder: Path | None) -> None:
+        self._host, self._metrics = host, metrics
         self._folder = None if folder is None else folder.resolve()
         self._moving = threading.Lock()
 
@@ -64,7 +53,7 @@ class TargetDesk:
         if version <= in_service:
             raise TargetError(f"version {version} is not newer than {in_service}, which is in service")
         folder = None if path is None else self._allowed(path)
-        return self._around(lambda: self._host.move_target(version, folder))
+        return self._host.move_target(version, folder)
 
     def _allowed(self, path: str) -> Path:
         """The folder that a caller names, links followed; it must lie below ours."""

@@ -27,7 +27,6 @@ from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
 from serving.sampler import CaptureSampler
 from serving.speedup import SpeedupMeter
-from serving.target_guard import TargetGuard
 from serving.targets import TargetDesk
 from serving.watch import LiveWatch
 from slipstream.registry import process_registry
@@ -130,7 +129,6 @@ def open_app(
     site: Site,
     settings: GatewaySettings,
     engine: LocalEngine,
-    guard: TargetGuard,
     pointer: DraftPointer,
     *,
     takes_rewards: bool,
@@ -140,7 +138,7 @@ def open_app(
         settings=settings,
         registry=site.registry,
         drafts=DraftDesk(site.store, lambda: pointer, target_fingerprint=site.fingerprint),
-        targets=TargetDesk(engine, TargetMetrics(site.registry), folder=settings.targets_dir, around=guard.move),
+        targets=TargetDesk(engine, TargetMetrics(site.registry), folder=settings.targets_dir),
         send_rewards=RewardStream(site.connect(), site.key).append if takes_rewards else None,
     )
 

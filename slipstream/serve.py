@@ -20,7 +20,6 @@ from serving.hotswap import DraftFollower
 from serving.local.engine import LocalEngine
 from serving.metrics import VerdictCollector
 from serving.recorder import TraceRecorder
-from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
 from slipstream.effects import GATEWAY_OF_LOCAL, check_variables
 from slipstream.exposure import check_exposure
@@ -62,21 +61,15 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         watch = LiveWatch(version)
         sharing = open_sharing(site, vocab_size=target.embed.shape[0])
         engine = open_engine(site, target, version, recorder, watch, sharing)
-        guard = TargetGuard(
-            target.weights,
-            on_change=partial(_target_changed, engine, recorder),
-            on_renewal=partial(_target_renewed, engine, recorder),
-        )
         engine.start()
         opened.callback(engine.stop)
-        app = open_app(site, settings, engine, guard, pointer, takes_rewards=recorder is not None)
+        app = open_app(site, settings, engine, pointer, takes_rewards=recorder is not None)
         privacy = open_privacy(site, app.state.erase, engine, recorder, sharing)
         follower = DraftFollower(
             engine,
             pointer,
             engine_id=options.engine.engine_id,
-            on_swap=lambda report: guard.look(),
-            status=partial(_status, engine, guard, recorder, privacy),
+            status=partial(_status, engine, recorder, privacy),
             watch=watch,
             lifecycle=site.store.lifecycle,
         )
@@ -104,26 +97,11 @@ async def until_it_fails(engine: Engine) -> None:
     raise EngineDeadError(f"the engine ended ({health.detail}): the log says why")
 
 
-def _status(
-    engine: LocalEngine, guard: TargetGuard, recorder: TraceRecorder | None, privacy: ErasureWatch
-) -> dict[str, str | int | float]:
+def _status(engine: LocalEngine, recorder: TraceRecorder | None, privacy: ErasureWatch) -> dict[str, str | int | float]:
     """What the engine's report says beside its version."""
     return {
-        "target_ok": int(guard.look_at_times()),
         "target_version": engine.target_version,
         **engine.load.report(),
         **({"capture_share": round(recorder.stats().share, 4)} if recorder else {}),
         **privacy.look(),
     }
-
-
-def _target_changed(engine: LocalEngine, recorder: TraceRecorder | None) -> None:
-    engine.metrics.target_unchanged.set(0)
-    if recorder is not None:
-        recorder.distrust()
-
-
-def _target_renewed(engine: LocalEngine, recorder: TraceRecorder | None) -> None:
-    engine.metrics.target_unchanged.set(1)
-    if recorder is not None:
-        recorder.trust()

@@ -67,7 +67,6 @@ class Candidates:
             store.lifecycle,
             metrics,
             published=pointer.published,
-            engines=pointer.engines,
             first_pause_s=config.publish_pause_s,
             clock=clock,
         )

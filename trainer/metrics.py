@@ -206,8 +206,7 @@ class TrainerMetrics:
         )
         self.publishing_paused = Gauge(
             "slipstream_trainer_publishing_paused",
-            "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since, "
-            "or an engine reports that its target has changed",
+            "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since",
             registry=registry,
         )
         self.started_over = Counter(

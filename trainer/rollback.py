@@ -7,16 +7,12 @@ versions in a row that engines rolled back mean that the gate does not see what 
 
 Then one version is published on trial, and the next one waits for what becomes of it: promoted, everything is as
 before; rolled back, the pause is twice as long. A promotion by an operator ends it at once.
-
-Publishing pauses, too, while an engine reports that its target's weights have changed (serving/target_guard.py): what
-it sent lately was another model's. It goes on when no engine says so any more, because they were restarted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import structlog
 
@@ -48,15 +44,13 @@ class RollbackWatch:
         metrics: TrainerMetrics,
         *,
         published: Callable[[], int | None],
-        engines: Callable[[], Mapping[str, Mapping[str, str]]],
         first_pause_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`published` gives the version that the pointer names, `engines` what each reports, or they raise StreamError;
-        `clock` seconds since the epoch, as the lifecycle's transitions have them.
+        """`published` gives the version that the pointer names, or raises StreamError; `clock` seconds since the epoch,
+        as the lifecycle's transitions have them.
         """
-        self._lifecycle, self._metrics, self._published, self._engines = lifecycle, metrics, published, engines
-        self._changed_targets: list[str] = []
+        self._lifecycle, self._metrics, self._published = lifecycle, metrics, published
         self._first_pause_s, self._clock = first_pause_s, clock
         self._looked = (0, -math.inf)
         self.paused = False
@@ -86,33 +80,19 @@ class RollbackWatch:
         if len(rollbacks) >= 2:
             until_s = rollbacks[-1].at_ms / 1000 + pause_s(len(rollbacks), self._first_pause_s)
         on_trial = len(rollbacks) >= 2 and self._is_on_trial(version)
-        self._look_at_targets()
-        paused = now_s < until_s or on_trial or bool(self._changed_targets)
+        paused = now_s < until_s or on_trial
         if paused == self.paused:
             return
         self.paused = paused
         self._metrics.publishing_paused.set(paused)
-        numbers = {
-            "num_rollbacks": len(rollbacks),
-            "until_ms": int(1000 * until_s),
-            "on_trial": on_trial,
-            "num_changed_targets": len(self._changed_targets),
-        }
-        if paused and self._changed_targets:
-            log.critical("publishing paused: weights of a target have changed", engines=self._changed_targets)
-        elif paused and not on_trial:
+        numbers = {"num_rollbacks": len(rollbacks), "until_ms": int(1000 * until_s), "on_trial": on_trial}
+        if paused and not on_trial:
             log.error("publishing paused: engines rolled back one version after the other", **numbers)
         else:
             log.info("publishing waits for a trial" if paused else "publishing goes on", **numbers)
         self._lifecycle.events.append(
             "publishing_paused" if paused else "publishing_resumed", actor="trainer", **numbers
         )
-
-    def _look_at_targets(self) -> None:
-        """Without Redis what was last said stands."""
-        with contextlib.suppress(StreamError):
-            reports = self._engines()
-            self._changed_targets = [name for name, report in reports.items() if report.get("target_ok") == "0"]
 
     def _is_on_trial(self, version: int) -> bool:
         """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed."""

@@ -173,14 +173,13 @@ PLUGIN = Row(
         ),
         Panel(
             title="State",
-            description="1 is good: SGLang answers, the plugin reports, the target's weights are unchanged.",
+            description="1 is good: SGLang answers and the plugin reports.",
             unit="none",
             decimals=0,
             kind="stat",
             queries=(
                 Query("min(slipstream_engine_up)", "engine up"),
                 Query("min(slipstream_engine_report_fresh)", "plugin reports"),
-                Query("min(slipstream_target_unchanged)", "target unchanged"),
             ),
         ),
     ),

@@ -6,7 +6,6 @@ verifying 4 tokens cost 1.4 × one. With weights packed beforehand (what Inducto
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 
@@ -31,12 +30,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
-
-
-def stored_bytes(packed: Tensor) -> Tensor:
-    """The memory of a packed tensor as it lies there, [bytes] uint8; valid as long as that tensor lives."""
-    address, num_bytes = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
-    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 class PackedLinear(nn.Module):

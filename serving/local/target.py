@@ -7,7 +7,7 @@ Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.attention import KVSlots, Parents, SlotWindow
-from serving.local.decoder import Decoder, RMSNorm, fuse, fusible
+from serving.local.decoder import Decoder, fuse, fusible
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.decoder import KernelDecoder, fits
 from serving.local.kernels.layers import KernelLinear, gather
@@ -27,7 +27,7 @@ from serving.local.kernels.library import Kernels
 from serving.local.kernels.slots import PanelSlots
 from serving.local.loading import load_model
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.local.packed import Replaced, pack_linears, stored_bytes
+from serving.local.packed import pack_linears
 from serving.local.ranking import Ranking
 from speculator.errors import ConfigError
 from speculator.model import aux_layer_ids
@@ -152,16 +152,6 @@ class Target:
         assert isinstance(self._run, KernelDecoder)
         assert isinstance(self.cache, PanelSlots)
         return self._run.windows(rows, starts, parents or [None] * len(rows), self.cache)
-
-    def weights(self) -> Iterator[Tensor]:
-        """What the passes read, packed layers as they lie in memory, always in the same order."""
-        for module in self._model.modules():
-            if isinstance(module, Replaced):
-                yield from (stored_bytes(part) if part.is_mkldnn else part for part in module.parts)
-            elif isinstance(module, RMSNorm):
-                yield from module.derived
-        # Without the tables that a pass may compute anew, such as those of rotary embeddings that stretch.
-        yield from self._model.state_dict().values()
 
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""

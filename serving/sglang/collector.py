@@ -21,7 +21,6 @@ from serving.metrics import (
     ROUND_TOKENS,
     ROUNDS,
     SWAPS,
-    TARGET_UNCHANGED,
     VERIFICATIONS,
     VERIFIED_TOKENS,
     baseline_gauge,
@@ -97,7 +96,6 @@ def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
     for failure, count in report.failures.items():
         failures.add_metric(failure.partition(":")[::2], count)
     yield failures
-    yield _gauge(*TARGET_UNCHANGED, report.target_ok)
 
 
 def _round_metrics(report: EngineReport) -> Iterator[Metric]:

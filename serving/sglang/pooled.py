@@ -75,7 +75,6 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
     values["failures"] = _total_by(report.failures for report in now)
     values |= {name: _mean(_known(now, name)) for name in _MEANS}
     values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched")}
-    targets = _known(now, "target_ok")
     version = commonest(_known(now, "version"))
     return replace(
         now[0],
@@ -87,7 +86,6 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         refused=frozenset(version for report in now for version in report.refused),
         pending=_total(_known(now, "pending")),
         running=_total(_known(now, "running")),
-        target_ok=all(targets) if targets else None,
         last_verdict=next((report.last_verdict for report in now if report.last_verdict), ""),
         target_version=min(_known(now, "target_version"), default=None),
         model=next((report.model for report in now if report.model), ""),

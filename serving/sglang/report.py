@@ -45,7 +45,6 @@ class EngineReport:
     """Ends of the 95% interval of the measured speedup."""
     speedup_estimated: float | None
     baseline_ms_per_token: float | None
-    target_ok: bool | None
     watched: int | None
     """The version on trial; 0 where none is."""
     verdicts: Mapping[str, int]

@@ -33,9 +33,8 @@ from serving.sglang.status import Fields, of_depth, of_speedup, of_swaps
 from serving.sglang.swap import SglangDraft
 from serving.sglang.target import RankTarget
 from serving.sglang.traces import TracePipeline
-from serving.sglang.worker import depths_of, device_of, tensor_parallel_group, weights_of
+from serving.sglang.worker import depths_of, device_of, tensor_parallel_group
 from serving.speedup import ControlShare, SpeedupMeter
-from serving.target_guard import TargetGuard
 from serving.watch import LiveWatch
 from speculator.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.depth import DepthPolicy, RoundCosts
@@ -103,17 +102,7 @@ class EngineRuntime:
                 self._traces = self._new_traces(settings, key, manifest)
             forget = [] if self._traces is None else [self._traces.forget]
             self._erasures = ErasureWatch(self._pointer.orders, forget)
-        self._guard = TargetGuard(
-            partial(weights_of, target.model), on_change=self._distrust_traces, on_renewal=self._trust_traces
-        )
-        self._target = RankTarget(
-            self._guard,
-            self._agreement,
-            self._pointer,
-            on_change=self._distrust_traces,
-            on_renewal=self._trust_traces,
-            on_version=self._target_renewed,
-        )
+        self._target = RankTarget(self._agreement, self._pointer, on_version=self._target_renewed)
         self._follower = self._new_follower(settings, store, watch)
         self._follower.start()
         atexit.register(self.close)
@@ -294,21 +283,12 @@ class EngineRuntime:
             self._rank_pointer if self._pointer is None else self._pointer,
             engine_id=self._engine_id,
             poll_s=settings.poll_s,
-            on_swap=lambda report: self._guard.look(),
             status=self._status,
             watch=watch,
             lifecycle=store.lifecycle if self._is_writer else None,
         )
 
-    # -- on the follower's thread; what a meeting finds is told on the scheduler's ----------------------------------
-
-    def _distrust_traces(self) -> None:
-        if self._traces is not None:
-            self._traces.distrust()
-
-    def _trust_traces(self) -> None:
-        if self._traces is not None:
-            self._traces.trust()
+    # -- on the follower's thread -----------------------------------------------------------------------------------
 
     def _target_renewed(self, version: int) -> None:
         self.depth.target_version = version

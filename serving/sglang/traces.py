@@ -72,13 +72,6 @@ class TracePipeline:
         )
         self.capture = Capture(settings, self._assembler, device=device, probe=probe, budget=budget, sampler=sampler)
 
-    def distrust(self) -> None:
-        """The target's weights are not the right ones: nothing is recorded until `trust`."""
-        self._recorder.distrust()
-
-    def trust(self) -> None:
-        self._recorder.trust()
-
     def target_renewed(self, version: int) -> None:
         """A new target is announced: what was begun under another is not recorded."""
         self._assembler.target_version = version

@@ -23,9 +23,6 @@ def device_of(worker: Any) -> torch.device:
     return device
 
 
-def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """In the same order each time."""
-    return [parameter for _, parameter in sorted(model.named_parameters())]
 
 
 def tensor_parallel_group() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -184,7 +184,6 @@ class Scene:
         for state in (State.LIVE, State.PROMOTED):
             self.states.move(1, state, actor="test")
         self._rng = random.Random(0)
-        self.on_swap: Callable[[], object] = lambda: None
         self.start()
 
     def start(self) -> None:
@@ -195,7 +194,6 @@ class Scene:
             self.engine,
             self.pointer,
             engine_id="e",
-            on_swap=lambda report: self.on_swap(),
             watch=self.watch,
             lifecycle=self.states,
         )
@@ -245,11 +243,6 @@ def test_a_good_version_is_promoted(scene: Scene) -> None:
     assert float(last.numbers["accept_change"] or 0) == pytest.approx(0.2, abs=0.08)
     assert scene.follower.log.verdicts == {"promoted": 1, "rolled_back": 0, "withdrawn": 0}
     assert scene.states.last_good() == 2
-
-
-def test_a_version_is_tried_also_where_what_follows_its_swap_fails(scene: Scene) -> None:
-    scene.on_swap = lambda: 1 // 0
-    scene.on_trial()
 
 
 def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:

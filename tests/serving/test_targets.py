@@ -1,4 +1,4 @@
-"""Who may move the target where to, what is counted and told, and what the guard makes of it."""
+"""Who may move the target where to, and what is counted and told."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from serving.engine import TargetReport
 from serving.metrics import TargetMetrics
-from serving.target_guard import TargetGuard
 from serving.targets import TargetDesk
 from speculator.errors import EngineBusyError, RequestError, SlipstreamError, TargetError
 
@@ -119,37 +117,3 @@ def test_one_change_at_a_time() -> None:
     here.host.gate.set()
     first.join()
     assert here.desk.announce(2, None).previous == 1
-
-
-def test_the_guard_takes_announced_weights_for_the_right_ones_and_no_others() -> None:
-    weights, said = torch.ones(9), []
-    guard = TargetGuard(
-        lambda: [weights], on_change=lambda: said.append("changed"), on_renewal=lambda: said.append("renewed")
-    )
-    guard.move(lambda: weights.fill_(2.0))
-    assert guard.look()
-    weights[3] = 5.0
-    assert not guard.look()
-    guard.move(lambda: weights.fill_(3.0))
-    assert guard.look()
-    weights[3] = 5.0
-    assert not guard.look()
-    assert said == ["changed", "renewed", "changed"]
-
-
-def test_a_guard_without_memory_for_a_look_takes_the_target_as_it_finds_it() -> None:
-    weights, memory = torch.ones(9), [True]
-
-    def read() -> list[torch.Tensor]:
-        if not memory[0]:
-            raise torch.OutOfMemoryError("none left")
-        return [weights]
-
-    guard = TargetGuard(read)
-    memory[0] = False
-    guard.move(lambda: weights.fill_(2.0))
-    assert guard.look()
-    memory[0] = True
-    assert guard.look()
-    weights[3] = 5.0
-    assert not guard.look()

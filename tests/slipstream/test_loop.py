@@ -116,7 +116,6 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
             assert ask(0) != first
             moved = _metrics(url)
             assert moved.total("slipstream_target_version") == 5
-            assert moved.total("slipstream_target_unchanged") == 1
             rollout = {"id": "r", "model": "toy", "groups": [{"prompt": "question", "max_tokens": 4}]}
             said = httpx.post(f"{url}/v1/rollouts", json=rollout).text.splitlines()
             assert json.loads(said[1])["target_version"] == 5

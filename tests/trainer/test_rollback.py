@@ -23,7 +23,6 @@ class Desk:
         self.lifecycle, self.registry, self.now_s = Lifecycle(root), CollectorRegistry(), time.time()
         self.published: int | None = None
         self.is_redis_away = False
-        self.engines: dict[str, dict[str, str]] = {}
         self.watch = self.new_watch(self.registry)
         self.make(1, State.LIVE, State.PROMOTED)
 
@@ -32,7 +31,6 @@ class Desk:
             self.lifecycle,
             TrainerMetrics(registry),
             published=self.pointer,
-            engines=self.reports,
             first_pause_s=PAUSE_S,
             clock=lambda: self.now_s,
         )
@@ -41,11 +39,6 @@ class Desk:
         if self.is_redis_away:
             raise StreamError("away")
         return self.published
-
-    def reports(self) -> dict[str, dict[str, str]]:
-        if self.is_redis_away:
-            raise StreamError("away")
-        return self.engines
 
     def make(self, version: int, *states: State, actor: str = "engine:0") -> None:
         if self.lifecycle.state(version) is None:
@@ -187,24 +180,6 @@ def test_a_pause_survives_a_restart(desk: Desk) -> None:
     after = desk.new_watch(CollectorRegistry())
     assert after.look(1) is None
     assert after.paused
-
-
-def test_nothing_is_published_while_the_target_of_an_engine_has_changed(desk: Desk) -> None:
-    desk.engines = {"a": {"target_ok": "1"}, "b": {}}
-    desk.look(1)
-    assert not desk.watch.paused
-    desk.engines["a"] = {"target_ok": "0"}
-    desk.look(1)
-    assert (desk.watch.paused, desk.gauge) == (True, 1)
-    desk.is_redis_away = True
-    desk.look(1)
-    assert desk.watch.paused, "what was last said stands"
-    desk.is_redis_away = False
-    # Its report expires when it is gone.
-    del desk.engines["a"]
-    desk.look(1)
-    assert (desk.watch.paused, desk.gauge) == (False, 0)
-    assert desk.kinds() == ["publishing_paused", "publishing_resumed"]
 
 
 def test_states_that_cannot_be_read_stop_nothing(desk: Desk) -> None:
