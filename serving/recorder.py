@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.capture_share import REASONS as SAMPLING_REASONS
-from serving.personal import REASONS
-from serving.sampler import LOOK_EVERY_S
+from serving.capture_filter import REASONS as FILTER_REASONS
+from serving.sampler import LOOK_EVERY_S, CaptureSampler
+from serving.sampler import REASONS as SAMPLING_REASONS
 from speculator.codec import Features, encode_trace
 from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.trace import Trace
@@ -33,10 +33,11 @@ DROP_REASONS = (
     "erased",
     "expired",
     *SAMPLING_REASONS,
-    *REASONS,
+    *FILTER_REASONS,
 )
-"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug, erased that its tenant was, expired that it is too old, those
-of sampling that Redis or the trainer cannot take everything, and the rest that it holds personal data.
+"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug, erased that its tenant was,
+expired that it is too old, those of sampling that Redis or the trainer cannot take everything, and the rest are of the
+operator's filter.
 """
 
 log = logging.getLogger(__name__)
@@ -48,20 +49,6 @@ class AppendStream(Protocol):
     max_bytes: int
 
     def append(self, payload: bytes, *, trace_id: str) -> str: ...
-
-
-class Sampler(Protocol):
-    """What the recorder needs of a `serving.sampler.CaptureSampler`."""
-
-    @property
-    def share(self) -> float: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    def choose(self, trace: Trace) -> Trace | None: ...
-
-    def look(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +74,9 @@ class TraceRecorder:
     """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
 
     The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis.
-    `on_append` is told, there, how many bytes each trace took; there the `sampler` chooses, and `reason_to_drop` says
-    why a trace must not leave the process, if it must not. Traces older than `ttl_s` are dropped; 0 sets no limit.
+    `on_append` is told, there, how many bytes each trace took; there the `sampler` looks and draws, and
+    `reason_to_drop` says why a trace must not leave the process, if it must not. Traces older than `ttl_s` are dropped;
+    0 sets no limit.
     """
 
     def __init__(
@@ -100,7 +88,7 @@ class TraceRecorder:
         on_append: Callable[[int], None] | None = None,
         reason_to_drop: Callable[[Trace], str | None] | None = None,
         ttl_s: float = 0,
-        sampler: Sampler | None = None,
+        sampler: CaptureSampler | None = None,
     ) -> None:
         self._stream_factory = stream_factory
         self._max_buffer_bytes, self._on_append = max_buffer_bytes, on_append
@@ -198,27 +186,19 @@ class TraceRecorder:
                 if self._changed.wait_for(lambda: self._queue or self._closing, LOOK_EVERY_S if sampled else None):
                     return self._queue[0] if self._queue else None
             if sampled is not None:
-                self._look(sampled)
-
-    def _look(self, sampler: Sampler) -> None:
-        try:
-            sampler.look()
-        except Exception as error:
-            log.error("the stream could not be looked at: %s", type_and_place(error))
+                sampled.look()
 
     def _record(self, trace: Trace) -> None:
         """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""
-        chosen = trace
         if self._sampler is not None:
-            kept = self._sampler.choose(trace)
-            if kept is None:
+            self._sampler.look()
+            if not self._sampler.keeps():
                 self._drop(trace, self._sampler.reason)
                 return
-            chosen = kept
         if self._reason_to_drop is not None and (reason := self._reason_to_drop(trace)) is not None:
             self._drop(trace, reason)
             return
-        payload = encode_trace(chosen, features=self._features)
+        payload = encode_trace(trace, features=self._features)
         pause_s = _FIRST_RETRY_S
         while self._is_pending(trace):
             if self._ttl_s and time.time() - trace.header.created_ms / 1000 > self._ttl_s:

@@ -1,29 +1,49 @@
-"""What capture keeps, decided on the recorder's thread before anything is encoded or written.
+"""How much of the traffic is captured: all of it while Redis and the trainer keep up, less before anything is lost.
 
-The share (serving/capture_share.py) comes from a look at the stream, the choice (serving/selection.py) from the trace.
-Where following an answer costs more than the choice, as in SGLang, only some answers are followed to their end:
-FOLLOWED_PER_KEPT for each that will be kept, so that there is something to choose from.
+Three figures each ask for a share of the traces, and the smallest share counts:
+
+* stream: bytes that nobody has acked, of the stream's cap. At the cap the oldest go, and are lost;
+* memory: what Redis uses, of its `maxmemory`. There it refuses every write, of the draft pointer as well;
+* trainer: how long it needs for what waits, at the speed at which it takes traces while some wait. What it would learn
+  from in ten minutes is stale by then.
+
+Each share falls from 1 to the floor as floor^x while its figure rises from one bound to the other (x from 0 to 1). The
+share settles where as much is captured as is taken. Because it falls by a factor and not by an amount, how fast it
+settles depends on what the trainer takes, not on how many engines there are: each looks for itself, and they need not
+know of one another.
+
+Which traces are kept is drawn without a look at them, so those that are kept speak for the traffic.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import msgspec
+from speculator.errors import StreamError, type_and_place
 
-from serving.capture_share import CaptureShare, StreamFigures
-from serving.selection import Selection
-from speculator.errors import StreamError
-from speculator.ledger import StreamLag
-from speculator.trace import Trace
+if TYPE_CHECKING:
+    # The command line needs the default floor, and no Redis client for it.
+    from speculator.ledger import StreamLag
 
-FOLLOWED_PER_KEPT = 4
+REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer")
+"""Why sampling leaves a trace out: the figure that asks for the smallest share."""
+
+DEFAULT_FLOOR = 0.01
 LOOK_EVERY_S = 1.0
+_STREAM = (0.3, 0.8)
+_MEMORY = (0.7, 0.9)
+_TRAINER_S = (60.0, 300.0)
+_SPEED_OVER_S = 30.0
+"""A trainer that steps, publishes and gates takes nothing for seconds; one that takes nothing for longer is slow."""
+_LEAST_WATCHED_S = 25.0
+"""Of a trainer that had kept up no speed is known: it may be gone for 50 s, a restart, before that counts as one."""
+_LONGEST_S = 10.0
+"""Between two looks that are further apart the trainer may have had nothing to do."""
 
 log = logging.getLogger(__name__)
 
@@ -39,63 +59,92 @@ class WatchedStream(Protocol):
 
 
 class CaptureSampler:
-    """Keeps all, or as little as `floor` of what is finished. While Redis is away the last share stands."""
+    """One engine's share of kept traces, in [floor, 1]. While Redis is away the last share stands.
+
+    `look` is for one thread; `follows` and `keeps` draw, for any.
+    """
 
     def __init__(
         self,
         open_stream: Callable[[], WatchedStream],
         *,
         floor: float,
-        follows_all: bool = True,
+        at_start: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`follows_all`: every answer comes to `choose`, none is asked about at its beginning (`follows`)."""
-        self._open_stream, self._clock = open_stream, clock
-        self._policy, self._follows_all = CaptureShare(floor), follows_all
-        self._rng = rng or random.Random()
-        self._selection = Selection(self._rng)
+        """`at_start`: it is drawn as an answer begins, where following it costs something, and not at its end."""
+        self._open_stream, self._floor, self._at_start = open_stream, floor, at_start
+        self._clock, self._rng = clock, rng or random.Random()
+        self.share, self.reason = 1.0, REASONS[0]
+        """`reason` says which of REASONS decided the share last."""
         self._stream: WatchedStream | None = None
-        self._looked_s = -LOOK_EVERY_S
-
-    @property
-    def share(self) -> float:
-        return self._policy.share
-
-    @property
-    def reason(self) -> str:
-        """Why a trace is left out, of serving.capture_share.REASONS."""
-        return self._policy.reason
+        self._looked_s = -math.inf
+        self._last: tuple[int, int, float] | None = None
+        """Entries that waited, entries that trainers had ever taken, and when that was."""
+        self._watched_s = self._num_taken = 0.0
+        """While entries waited: seconds, and what trainers took in them; of the last _SPEED_OVER_S, older ones fade."""
 
     def follows(self) -> bool:
-        """Whether to follow an answer that begins now. For another thread than the rest."""
-        return self._rng.random() < self._followed
+        """Whether to follow an answer that begins now."""
+        return not self._at_start or self._rng.random() < self.share
 
-    def choose(self, trace: Trace) -> Trace | None:
-        """The trace, marked where it was preferred; None where it is left out."""
-        self.look()
-        choice = self._selection.choose(trace, self.share / self._followed)
-        if choice != "preferred":
-            return trace if choice else None
-        return dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, preferred=True))
+    def keeps(self) -> bool:
+        """Whether to keep a finished trace."""
+        return self._at_start or self._rng.random() < self.share
 
     def look(self) -> None:
-        """Where the last look is old enough. Call it also while no trace comes: a share below 1 must find its way back,
-        and the trainer's speed shows only in looks that are close together.
+        """Set the share anew where the last look is old enough. Raises nothing: whatever fails, the share stands.
+
+        Call it also while no trace comes: a share below 1 must find its way back, and the trainer's speed shows only in
+        looks that are close together.
         """
-        if self._clock() - self._looked_s < LOOK_EVERY_S:
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_EVERY_S:
             return
         try:
             stream = self._stream = self._stream or self._open_stream()
-            figures = StreamFigures.of(stream.lag(), max_bytes=stream.max_bytes, memory_share=stream.memory_share())
-            self._policy.look(figures, self._clock())
+            self._decide(stream.lag(), stream.max_bytes, stream.memory_share(), now_s)
         except StreamError as error:
             self._stream = None
             log.debug("the capture share stands: %s", error)
+        except Exception as error:
+            log.error("the stream could not be looked at: %s", type_and_place(error))
         # After the look: one that waits for a Redis that is away must not be due again at once.
         self._looked_s = self._clock()
 
-    @property
-    def _followed(self) -> float:
-        """Share of the answers. One that began under another share is judged by this one: a few too many or too few."""
-        return 1.0 if self._follows_all else min(1.0, FOLLOWED_PER_KEPT * self.share)
+    def _decide(self, lag: StreamLag, max_bytes: int, memory_share: float | None, now_s: float) -> None:
+        self._measure_trainer(lag, now_s)
+        mean_bytes = lag.bytes / lag.length if lag.length else 0.0
+        positions = (
+            _position(mean_bytes * (lag.pending + lag.undelivered) / max_bytes, _STREAM),
+            _position(memory_share or 0.0, _MEMORY),
+            _position(self._delay_s(lag.undelivered), _TRAINER_S),
+        )
+        highest, self.reason = max(zip(positions, REASONS, strict=True), key=lambda one: one[0])
+        self.share = self._floor**highest
+
+    def _measure_trainer(self, lag: StreamLag, now_s: float) -> None:
+        taken = lag.acked + lag.pending
+        last, self._last = self._last, (lag.undelivered, taken, now_s)
+        if last is None or taken == 0:
+            return
+        num_waited, taken_before, seconds = last[0], last[1], now_s - last[2]
+        # A trainer that emptied the stream in between was waiting for us: that says nothing about its speed.
+        if not (num_waited and lag.undelivered and 0 < seconds <= _LONGEST_S):
+            return
+        fade = math.exp(-seconds / _SPEED_OVER_S)
+        self._watched_s = fade * self._watched_s + seconds
+        self._num_taken = fade * self._num_taken + max(taken - taken_before, 0)
+
+    def _delay_s(self, num_waiting: int) -> float:
+        """Where no trainer has ever read, only the room counts."""
+        if self._watched_s < _LEAST_WATCHED_S or num_waiting == 0:
+            return 0.0
+        return num_waiting * self._watched_s / self._num_taken if self._num_taken > 0 else math.inf
+
+
+def _position(value: float, bounds: tuple[float, float]) -> float:
+    """0 up to the lower bound, 1 from the upper one on."""
+    low, high = bounds
+    return min(max((value - low) / (high - low), 0.0), 1.0)

@@ -44,7 +44,7 @@ def _sglang(values: Values) -> bool:
 
 
 _CAPTURE = Rule(
-    names=("capture_floor", "drop_personal_data", "stream_max_bytes", "context_window", "capture_bytes_per_s"),
+    names=("capture_floor", "capture_filter", "stream_max_bytes", "context_window", "capture_bytes_per_s"),
     needs=lambda values: values["capture"],
     otherwise="has no effect without --capture",
     is_refused=False,

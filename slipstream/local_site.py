@@ -13,7 +13,7 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from serving.capture_share import DEFAULT_FLOOR
+from serving.capture_filter import CaptureFilter
 from serving.forgetting import ErasureWatch, Forget
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
@@ -23,9 +23,8 @@ from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.local.threads import spare_cores
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics
-from serving.personal import PersonalData
 from serving.recorder import TraceRecorder
-from serving.sampler import CaptureSampler
+from serving.sampler import DEFAULT_FLOOR, CaptureSampler
 from serving.speedup import SpeedupMeter
 from serving.targets import TargetDesk
 from serving.watch import LiveWatch
@@ -60,7 +59,8 @@ class ServeOptions:
     seed: int | None
     trace_ttl_hours: float = 0
     """0 sets no limit."""
-    drop_personal_data: bool = False
+    capture_filter: str | None = None
+    """MODULE:FUNCTION; see serving/capture_filter.py."""
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
 
@@ -103,11 +103,12 @@ def open_recorder(site: Site) -> TraceRecorder | None:
     if not options.engine.capture:
         return None
     stream = TraceStream(site.connect(), site.key, max_bytes=options.stream_max_bytes, ttl_s=options.trace_ttl_s)
-    is_sampled, model_dir = options.capture_floor < 1, options.engine.model_dir
+    name, is_sampled = options.capture_filter, options.capture_floor < 1
+    keep = CaptureFilter.load(name, options.engine.model_dir) if name else None
     recorder = TraceRecorder(
         lambda: stream,
         max_buffer_bytes=_RECORDER_BUFFER_BYTES,
-        reason_to_drop=PersonalData.of_model(model_dir).reason if options.drop_personal_data else None,
+        reason_to_drop=None if keep is None else keep.reason_to_drop,
         ttl_s=options.trace_ttl_s,
         sampler=CaptureSampler(lambda: stream, floor=options.capture_floor) if is_sampled else None,
     )

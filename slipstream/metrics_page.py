@@ -101,9 +101,9 @@ LABELS = {
     "`admin_key_missing`, `admin_key_wrong`, `no_admin_key`, `not_declared`, `gateway_busy`, `engine_busy`, "
     "`concurrency_limit_exceeded`, `rate_limit_exceeded`, `host_not_allowed`",
     "status": "HTTP status codes that the gateway sends; 499: the client left",
-    "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `target_changed`, `closed`, `erased`, `expired`, "
-    "`sampled_stream`, `sampled_memory`, `sampled_trainer`, `personal_email`, `personal_card`, `personal_iban`, "
-    "`personal_phone`; with SGLang also `budget`, `unmarked`, `aborted`, `retracted`, `nothing_computed`, "
+    "reason": "`buffer_full`, `too_large`, `invalid`, `failed`, `closed`, `erased`, `expired`, "
+    "`sampled_stream`, `sampled_memory`, `sampled_trainer`, `filtered`, `filter_failed`; with SGLang also `budget`, "
+    "`unmarked`, `aborted`, `retracted`, `nothing_computed`, "
     "`inconsistent`, `target_moved`; of rollouts the words in the help text; of the plugin types of errors",
     "outcome": "the words in the help text",
     "operation": "`read`, `ack`, `lag`, `recent`, `take_over`, `dead_letter`, `rewards`",

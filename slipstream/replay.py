@@ -162,8 +162,7 @@ def read_split(
     recordings: Iterable[Path], model_dir: Path, draft: Eagle3Draft, *, seed: int, learn: bool = True
 ) -> Split:
     """The traces of the recordings; of every domain a fifth, and at least one of two, is held out. Without `learn` all
-    are held out. What capture preferred when it could not keep everything is only learnt from: it was accepted badly.
-    Raises ConfigError where a recording is of another target, or holds too little.
+    are held out. Raises ConfigError where a recording is of another target, or holds too little.
     """
     fingerprint = target_fingerprint(model_dir)
     to_example = partial(
@@ -174,7 +173,6 @@ def read_split(
     )
     examples: list[Example] = []
     recorded: list[Acceptance] = []
-    judging: list[int] = []
     num_unusable = 0
     for path in recordings:
         with RecordingReader(path) as reader:
@@ -187,10 +185,8 @@ def read_split(
                 except TraceError:
                     num_unusable += 1
                     continue
-                if not trace.header.preferred:
-                    judging.append(len(examples) - 1)
             num_unusable += reader.num_damaged
-    held_out = _held_out(examples, judging, seed) if learn else set(judging)
+    held_out = _held_out(examples, seed) if learn else set(range(len(examples)))
     if not held_out:
         raise ConfigError("the recordings hold too few traces: give at least two of one domain")
     return Split(
@@ -201,11 +197,11 @@ def read_split(
     )
 
 
-def _held_out(examples: Sequence[Example], judging: Iterable[int], seed: int) -> set[int]:
-    """Of the indices `judging`."""
+def _held_out(examples: Sequence[Example], seed: int) -> set[int]:
+    """Indices of the examples that are held out."""
     by_domain: dict[str, list[int]] = defaultdict(list)
-    for index in judging:
-        by_domain[examples[index].domain].append(index)
+    for index, example in enumerate(examples):
+        by_domain[example.domain].append(index)
     rng = random.Random(seed)
     chosen: set[int] = set()
     for indices in by_domain.values():

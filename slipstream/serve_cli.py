@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from serving.capture_share import DEFAULT_FLOOR
+from serving.sampler import DEFAULT_FLOOR
 from slipstream import serve_options as options
 from slipstream.effects import warn_of_unread_variables
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
@@ -30,7 +30,7 @@ def serve(
     capture: options.Capture = False,
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
-    drop_personal_data: options.DropPersonalData = False,
+    capture_filter: options.CaptureFilter = None,
     depth: Depth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
@@ -83,7 +83,7 @@ _EITHER = (
     "vocab_texts",
     "seed",
     "trace_ttl_hours",
-    "drop_personal_data",
+    "capture_filter",
     "capture_floor",
 )
 """Options that mean the same to both engines; the names of the fields that take them."""

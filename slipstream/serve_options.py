@@ -84,12 +84,12 @@ TraceTtl = Annotated[
         help="Hours after which traces are gone from the stream and text from the engine; 0 sets no limit.",
     ),
 ]
-DropPersonalData = Annotated[
-    bool,
+CaptureFilter = Annotated[
+    str | None,
     typer.Option(
-        "--drop-personal-data",
-        envvar="SLIPSTREAM_DROP_PERSONAL_DATA",
-        help="Drop traces with e-mail addresses, phone, card or account numbers before they leave the process.",
+        metavar="MODULE:FUNCTION",
+        envvar="SLIPSTREAM_CAPTURE_FILTER",
+        help="Function of text and tenant: traces of which it says False are dropped before they leave the process.",
     ),
 ]
 StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
@@ -102,9 +102,9 @@ def check_together(context: typer.Context) -> None:
     if engine == "local":
         if unknown := context.params["sglang_arguments"]:
             raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
-        if context.params["share_groups"] and context.params["drop_personal_data"]:
+        if context.params["share_groups"] and context.params["capture_filter"]:
             raise ConfigError(
-                "--share-groups sends answers to Redis as they come, and --drop-personal-data searches whole ones: "
+                "--share-groups sends answers to Redis as they come, and --capture-filter is asked about whole ones: "
                 "leave one of them out"
             )
         if dtype == "float16":

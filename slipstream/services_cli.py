@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from serving.capture_share import DEFAULT_FLOOR
+from serving.sampler import DEFAULT_FLOOR
 from slipstream import effects
 from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
@@ -39,7 +39,7 @@ def sglang(
     capture: options.Capture = False,
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
-    drop_personal_data: options.DropPersonalData = False,
+    capture_filter: options.CaptureFilter = None,
     depth: Depth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
@@ -74,7 +74,7 @@ def sglang(
             depth=depth,
             capture=capture,
             trace_ttl_hours=trace_ttl_hours,
-            drop_personal_data=drop_personal_data,
+            capture_filter=capture_filter,
             control_share=control_share,
             context_window=context_window,
             capture_bytes_per_s=capture_bytes_per_s,

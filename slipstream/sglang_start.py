@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import structlog
 
-from serving.capture_share import DEFAULT_FLOOR
+from serving.sampler import DEFAULT_FLOOR
 from serving.sglang.interpreter import check_interpreter, find_interpreter
 from serving.sglang.launcher import SglangOptions, adaptive_config, command, environment
 from slipstream.draft import version_folder
@@ -39,7 +39,7 @@ class SglangStart:
     context_window: int
     capture_bytes_per_s: int
     trace_ttl_hours: float = 0
-    drop_personal_data: bool = False
+    capture_filter: str | None = None
     capture_floor: float = DEFAULT_FLOOR
     store: Path
     redis_url: str
@@ -72,7 +72,7 @@ class SglangStart:
             context_window=self.context_window,
             capture_bytes_per_s=self.capture_bytes_per_s,
             trace_ttl_hours=self.trace_ttl_hours,
-            drop_personal_data=self.drop_personal_data,
+            capture_filter=self.capture_filter,
             capture_floor=self.capture_floor,
             stream_max_bytes=self.stream_max_bytes,
             extra=self.extra,

@@ -47,8 +47,6 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     domain: str = ""
     target_version: int = 0
     """Everything in the trace is of this one: an answer that goes on under another is cut where that came."""
-    preferred: bool = False
-    """Captured for what it says, where not everything was: it teaches, and does not speak for the traffic."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -114,10 +114,7 @@ def golden_set(
 
 
 def _usable(reader: RecordingReader, make_example: Callable[[Trace], Example]) -> Iterator[Stored]:
-    """Without those that sampling preferred: they do not speak for the traffic."""
     for trace in reader.traces():
-        if trace.header.preferred:
-            continue
         try:
             yield Stored(example=make_example(trace), provenance=provenance_of(trace))
         except TraceError:

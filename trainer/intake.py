@@ -195,7 +195,7 @@ class Intake:
         self.num_traces += 1
         self.new_tokens += stored.num_bases
         provenance = stored.provenance
-        if provenance.acceptance is not None and not provenance.preferred:
+        if provenance.acceptance is not None:
             domain = self.domains.name(provenance.domain, provenance.tenant)
             self.watch(domain, provenance.num_accepted, provenance.num_completion_tokens)
         return admission
@@ -204,11 +204,7 @@ class Intake:
         text_hash = stored.provenance.text_hash
         if text_hash in self.golden or text_hash in self.held_out:
             admission = Admission.REPEATED
-        elif (
-            self._replay.knows(stored)
-            or stored.provenance.target_version < self.target_version
-            or stored.provenance.preferred
-        ):
+        elif self._replay.knows(stored) or stored.provenance.target_version < self.target_version:
             return self._offer(stored)
         elif self.golden.wants(stored):
             self.golden.keep(stored)

@@ -38,8 +38,6 @@ class Provenance:
     num_proposed_by_version: tuple[tuple[int, int], ...]
     """(draft version, proposals), by version; empty where nothing was proposed."""
     target_version: int = 0
-    preferred: bool = False
-    """Captured because it was accepted badly, or is rare: no measure of the traffic."""
 
     @property
     def acceptance(self) -> float | None:
@@ -85,7 +83,6 @@ def provenance_of(trace: Trace) -> Provenance:
         num_completion_tokens=trace.num_completion_tokens,
         num_accepted=int(rounds.num_accepted.sum()),
         target_version=header.target_version,
-        preferred=header.preferred,
         num_proposed_by_version=tuple(
             (version, count) for version, count in sorted(proposed.items()) if count and version != NO_DRAFT
         ),

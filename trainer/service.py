@@ -74,9 +74,7 @@ class Trainer:
         newest = self.intake.target_version
         if newest > previous:
             self.learner.target_moved()
-        self._candidates.review.arrived(
-            one for one in arrivals.traces if one.provenance.target_version == newest and not one.provenance.preferred
-        )
+        self._candidates.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
         num_news, num_repeated_tokens = self.ranks.sum([arrivals.is_news, arrivals.num_repeated_tokens])
         repeated = int(self._config.max_passes * num_repeated_tokens)
         since_news = max(self._training.tokens_since_news - repeated, 0)

@@ -26,7 +26,7 @@ from typing import IO
 
 import httpx
 
-from serving.capture_share import DEFAULT_FLOOR
+from serving.sampler import DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
 from speculator.ports import free_port
 
@@ -78,7 +78,7 @@ class SglangOptions:
     """0 sets no limit."""
     stream_max_bytes: int
     trace_ttl_hours: float = 0
-    drop_personal_data: bool = False
+    capture_filter: str | None = None
     capture_floor: float = DEFAULT_FLOOR
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
@@ -127,7 +127,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CAPTURE_FLOOR": str(options.capture_floor),
         "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
         "SLIPSTREAM_TRACE_TTL_HOURS": str(options.trace_ttl_hours),
-        "SLIPSTREAM_DROP_PERSONAL_DATA": str(int(options.drop_personal_data)),
+        "SLIPSTREAM_CAPTURE_FILTER": options.capture_filter or "",
         # Asking for its health would otherwise make it generate a token each time.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }

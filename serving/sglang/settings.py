@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from serving.capture_share import DEFAULT_FLOOR
+from serving.sampler import DEFAULT_FLOOR
 from speculator.errors import ConfigError
 
 PREFIX = "SLIPSTREAM_"
@@ -54,8 +54,8 @@ class PluginSettings:
     """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them."""
     trace_ttl_hours: float = 0.0
     """Traces older than this are removed from the stream, and not written to it; 0 sets no limit."""
-    drop_personal_data: bool = False
-    """Drop traces with e-mail addresses, phone, card or account numbers before they leave the process."""
+    capture_filter: str = ""
+    """MODULE:FUNCTION of text and tenant: traces of which it says False are dropped before they leave the process."""
     control_share: float = 0.02
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
     watch: bool = True

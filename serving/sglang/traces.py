@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from serving.personal import PersonalData
+from serving.capture_filter import CaptureFilter
 from serving.recorder import TraceRecorder
 from serving.sampler import CaptureSampler
 from serving.sglang.assembler import TraceAssembler
@@ -53,13 +53,14 @@ class TracePipeline:
         budget = ByteBudget(settings.capture_bytes_per_s)
         sampler = None
         if settings.capture_floor < 1:
-            sampler = CaptureSampler(open_stream, floor=settings.capture_floor, follows_all=False)
+            sampler = CaptureSampler(open_stream, floor=settings.capture_floor, at_start=True)
+        keep = CaptureFilter.load(settings.capture_filter, model_dir) if settings.capture_filter else None
         self._recorder = TraceRecorder(
             open_stream,
             max_buffer_bytes=settings.buffer_bytes,
             features=cast("Features", settings.capture_features),
             on_append=budget.spend,
-            reason_to_drop=PersonalData.of_model(model_dir).reason if settings.drop_personal_data else None,
+            reason_to_drop=None if keep is None else keep.reason_to_drop,
             ttl_s=ttl_s,
             sampler=sampler,
         )

@@ -160,7 +160,6 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
         vocab_texts=(),
         seed=0,
         trace_ttl_hours=0,
-        drop_personal_data=False,
     )
     slipstream.serve.run_server(options, GatewaySettings())
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -167,23 +165,6 @@ def test_the_split_holds_out_whole_traces_of_every_domain(toy_model: Path) -> No
     assert {example.domain for example in splits[0].held_out} == {"explain", "list", "code"}
     learnt = [example.domain for example in splits[0].learnt]
     assert set(learnt[learnt.index("code") :]) == {"code"}, "the order of the recording is kept"
-
-
-def test_what_capture_preferred_is_learnt_from_and_judges_nothing(toy_model: Path, tmp_path: Path) -> None:
-    path, fingerprint = tmp_path / "sampled.rec", target_fingerprint(toy_model)
-    header = RecordingHeader(target_fingerprint=fingerprint, model="toy", created_ms=1)
-    with RecordingWriter(path, header) as writer:
-        for index, trace in enumerate(answer_traces(toy_model, num_traces=10)):
-            marked = dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, preferred=index >= 2))
-            writer.append(encode_trace(marked), trace_id=trace.header.trace_id)
-    draft = fresh_draft(toy_model, draft_vocab_size=40, seed=0)
-    drawn = {"trace-0", "trace-1"}
-    for seed in range(5):
-        split = read_split([path], toy_model, draft, seed=seed)
-        assert {example.trace_id for example in split.held_out} < drawn
-        assert len(split.learnt) == 9
-    judged = read_split([path], toy_model, draft, seed=0, learn=False)
-    assert ({example.trace_id for example in judged.held_out}, judged.learnt) == (drawn, [])
 
 
 def test_a_stored_draft_is_evaluated_as_it_is_on_all_traces(

@@ -169,7 +169,7 @@ Refused = Callable[..., str]
         (("--start-timeout-s", 5), "--start-timeout-s is for --engine sglang"),
         (("--dtype", "float16"), "float16"),
         (("--engine", "sglang", "--share-groups"), "--share-groups is for --engine local"),
-        (("--share-groups", "--drop-personal-data"), "leave one of them out"),
+        (("--share-groups", "--capture-filter", "os:getcwd"), "leave one of them out"),
         (("--share-groups", "--suffix-depth", 0), "--suffix-depth to 1 or more"),
         (("--", "--tp-size", 2), "'--tp-size' is an argument for --engine sglang"),
     ],

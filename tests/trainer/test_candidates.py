@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import redis
 import torch
@@ -18,7 +16,7 @@ from speculator.lifecycle import State
 from speculator.pointer import DraftPointer
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
-from speculator.trace import Trace, VerifyRounds
+from speculator.trace import Trace
 from tests.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
 from tests.trainer.examples import metric, promote, record
@@ -121,34 +119,6 @@ def test_an_incumbent_that_cannot_be_loaded_is_a_failure_and_no_promotion(
 
 def kept(trainer: Trainer) -> tuple[list[str], list[str]]:
     return trainer.intake.held_out.trace_ids, trainer.intake.golden.trace_ids
-
-
-def test_what_was_preferred_teaches_and_judges_nothing(
-    start: MakeTrainer, stream: TraceStream, fresh: list[Trace]
-) -> None:
-    trainer = start(holdout_share=0.5, holdout_traces=8, golden_traces=4, max_waiting_traces=24)
-    send(stream, [renamed(refused(trace), f"p-{number}", preferred=True) for number, trace in enumerate(fresh)])
-    trainer.read(block_ms=0)
-    assert (kept(trainer), waiting(trainer), trainer.intake.drift.states) == (([], []), 24, {})
-    send(stream, [renamed(refused(different(fresh[0], 1)), "drawn")])
-    trainer.step()
-    trainer.read(block_ms=0)
-    assert kept(trainer)[1] == ["drawn"]
-    assert set(trainer.intake.drift.states) == {"all", "default"}
-    trainer.close()
-
-
-def refused(trace: Trace) -> Trace:
-    """With one verification, in which the target refused the proposal."""
-    rounds = VerifyRounds(
-        position=np.array([trace.header.num_prompt_tokens], np.int32),
-        draft_tokens=np.array([[1]], np.int32),
-        draft_logprobs=np.array([[-1.0]], np.float16),
-        draft_parents=np.array([[-1]], np.int8),
-        num_accepted=np.array([0], np.int8),
-        draft_version=np.array([1], np.int32),
-    )
-    return dataclasses.replace(trace, rounds=rounds)
 
 
 def test_held_out_and_golden_traces_are_settled_and_survive_a_restart(

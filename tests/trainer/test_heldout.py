@@ -11,7 +11,6 @@ from speculator.fresh import fresh_draft
 from speculator.model import Eagle3Draft
 from speculator.trace import Trace
 from tests.drafts import make_draft
-from tests.trainer.answers import renamed
 from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of
 from trainer.distributed import Ranks
@@ -129,21 +128,6 @@ def test_an_operators_recording_takes_the_place_of_traffic(
         read(Ranks(), target="another")
     with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_GOLDEN"):
         read(Ranks(), draft=make_draft())
-
-
-def test_what_sampling_preferred_is_not_among_an_operators_golden_traces(
-    model_dir: Path, traces: list[Trace], tmp_path: Path
-) -> None:
-    draft = fresh_draft(model_dir, draft_vocab_size=40, seed=0)
-    marked = [renamed(trace, trace.header.trace_id, preferred=index < 3) for index, trace in enumerate(traces)]
-    config = config_for(model_dir, tmp_path, golden=record(tmp_path / "golden.rec", marked), golden_traces=2)
-    kept = golden_set(
-        config,
-        lambda trace: example_of(trace, draft),
-        Ranks(),
-        target_fingerprint=traces[0].header.target_fingerprint,
-    )
-    assert kept.trace_ids == [trace.header.trace_id for trace in traces[3:5]]
 
 
 def test_siblings_leave_before_other_prompts_do() -> None:

@@ -68,7 +68,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_CAPTURE_FLOOR": "0.01",
         "SLIPSTREAM_STREAM_MAX_BYTES": "1000",
         "SLIPSTREAM_TRACE_TTL_HOURS": "0",
-        "SLIPSTREAM_DROP_PERSONAL_DATA": "0",
+        "SLIPSTREAM_CAPTURE_FILTER": "",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     assert environment(make_options(device="cpu"), {})["SGLANG_USE_CPU_ENGINE"] == "1"
