@@ -46,8 +46,10 @@ class Figures:
     def memory_share(self) -> float | None:
         return self.share_of_memory
 
-    def sampler(self, **options: bool) -> CaptureSampler:
-        return CaptureSampler(lambda: self, floor=FLOOR, clock=lambda: self.now_s, rng=random.Random(0), **options)
+    def sampler(self, *, at_start: bool = False) -> CaptureSampler:
+        return CaptureSampler(
+            lambda: self, floor=FLOOR, clock=lambda: self.now_s, rng=random.Random(0), at_start=at_start
+        )
 
 
 def share_of(seen: Figures) -> tuple[float, str]:
