@@ -1,4 +1,4 @@
-"""Writes the page of all settings and options: `python -m slipstream.configuration_page docs/configuration.md`."""
+"""Writes the tables of docs/configuration.md: `python -m slipstream.configuration_page docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -8,77 +8,61 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli import app
-from slipstream.settings import Group, commands, groups, variables
+from slipstream.settings import commands, groups, variables
 
-_INTRODUCTION = """\
-# Configuration
-
-This page is generated from the code by `make docs`; a test fails where it is stale.
-
-What concerns one start is an option of the command; what an operator sets once is an environment variable. An option on
-the command line stands before its variable. A value that cannot be used ends the start with one line that names the
-variable, and exit code 2; `slipstream doctor` checks them all and points out variables that nothing reads.
-
-Exit codes: 0 done, 1 something failed while it ran or `doctor` found a fault, 2 something has to be changed first (an
-option, a setting, the model, Redis, the store).
-
-`slipstream --install-completion` makes the shell complete commands and options; `--show-completion` prints what it
-would install.
-"""
+MARKER = "<!-- What follows is written by `make docs`; a test compares. -->\n"
 
 
-def page() -> str:
-    """The whole page as Markdown."""
-    return "\n".join([_INTRODUCTION, "## Environment variables\n", *_settings(), "## Commands\n", *_commands()])
+def page(path: Path, generated: str) -> str:
+    """A page of docs/ with what stands below its marker written anew. Raises ValueError where it has no marker."""
+    head, marker, _ = path.read_text().partition(MARKER)
+    if not marker:
+        raise ValueError(f"{path} has no line {MARKER!r}")
+    return f"{head}{marker}\n{generated}"
 
 
-def _settings() -> Iterator[str]:
-    for group in groups():
-        yield f"### {group.title}\n"
-        if group.class_name:
-            yield f"`{group.class_name}`\n"
-        yield _table(("variable", "type", "default", "meaning"), _rows(group))
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table as Markdown."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines) + "\n"
 
 
-def _rows(group: Group) -> Iterator[tuple[str, ...]]:
-    for each in group.settings:
-        yield f"`{each.variable}`", each.kind, each.default, each.meaning
+def configuration() -> str:
+    """All environment variables and all options of all commands."""
+    parts = ["## Environment variables\n"]
+    for title, settings in groups().items():
+        parts += [f"### {title}\n", table(("variable", "type", "default", "meaning"), map(_setting, settings))]
+    return "\n".join([*parts, "## Commands\n", *_commands()])
+
+
+def _setting(setting: tuple[str, ...]) -> tuple[str, ...]:
+    variable, *rest = setting
+    return f"`{variable}`", *rest
 
 
 def _commands() -> Iterator[str]:
     for name, command in commands(app):
         arguments = [option for option in command.params if option.param_type_name == "argument"]
-        usage = " ".join(option.metavar or option.name.upper() for option in arguments)
         yield f"### `{name}`\n"
-        yield f"{_paragraph(command.help)}\n"
-        if usage:
-            yield f"Arguments: `{usage}`\n"
+        yield f"{' '.join((command.help or '').split())}\n"
+        if arguments:
+            yield f"Arguments: `{' '.join(option.metavar or option.name.upper() for option in arguments)}`\n"
         rows = [_option(option) for option in command.params if option.param_type_name == "option"]
         if rows:
-            yield _table(("option", "variable", "default", "meaning"), rows)
+            yield table(("option", "variable", "default", "meaning"), rows)
 
 
 def _option(option: Any) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in option.opts)
     environment = ", ".join(f"`{name}`" for name in variables(option))
-    default = "required" if option.required else _default(option)
+    if option.required:
+        default = "required"
+    elif option.is_flag:
+        default = "on" if option.default else "off"
+    else:
+        default = "–" if option.default is None else f"{option.default}"
     return names, environment, default, option.help or ""
 
 
-def _default(option: Any) -> str:
-    if option.is_flag:
-        return "on" if option.default else "off"
-    return "–" if option.default is None else f"{option.default}"
-
-
-def _paragraph(text: str | None) -> str:
-    return " ".join((text or "").split())
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines) + "\n"
-
-
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page())
+    Path(sys.argv[1]).write_text(page(Path(sys.argv[1]), configuration()))

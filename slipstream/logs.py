@@ -39,7 +39,7 @@ _MESSAGE_IS_SAFE = (SlipstreamError, OSError, MemoryError, RuntimeError)
 class LogSettings(BaseSettings):
     """How services log."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     format: Literal["auto", "json", "console"] = "auto"
     """`auto` is readable on a terminal and JSON elsewhere."""

@@ -28,7 +28,7 @@ _MIB = 1024 * 1024
 class TrainerConfig(BaseSettings):
     """Raises pydantic's ValidationError; `load_config` says the same as a ConfigError that names the variable."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model_dir: Path
     """The target, a Hugging Face folder; only its embedding, output rows and final norm are read."""

@@ -18,7 +18,7 @@ _SPARE_CONNECTIONS = 200
 class GatewaySettings(BaseSettings):
     """Limits on requests, and the keys that open the gateway."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     default_max_tokens: int = Field(default=512, ge=1)
     """Completion tokens when the request names no limit, less where the context has less room."""

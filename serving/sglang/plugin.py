@@ -19,7 +19,7 @@ from serving.sglang.checks import (
     resolved,
     sglang_version,
 )
-from serving.sglang.settings import PluginSettings, is_enabled
+from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
@@ -36,7 +36,7 @@ def register() -> None:
     if _registered:
         refuse("the plugin is registered twice in one process: install slipstream-spec once")
     _registered = True
-    settings = refusing(PluginSettings.load)
+    settings = refusing(load_settings)
     refusing(_hook, settings)
 
 

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -20,7 +19,6 @@ from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
-from speculator.codec import Features
 from speculator.redis_client import connect
 from speculator.stream import TraceStream
 
@@ -58,7 +56,7 @@ class TracePipeline:
         self._recorder = TraceRecorder(
             open_stream,
             max_buffer_bytes=settings.buffer_bytes,
-            features=cast("Features", settings.capture_features),
+            features=settings.capture_features,
             on_append=budget.spend,
             reason_to_drop=None if keep is None else keep.reason_to_drop,
             ttl_s=ttl_s,

@@ -23,7 +23,8 @@ COMPOSE_VARIABLES = frozenset(
 
 def check_settings(known: Set[str]) -> Iterator[Finding]:
     from serving.gateway.config import load_settings as load_gateway
-    from serving.sglang.settings import PluginSettings, is_enabled
+    from serving.sglang.settings import is_enabled
+    from serving.sglang.settings import load_settings as load_plugin
     from slipstream.logs import load_settings as load_logs
     from speculator.spans import is_wanted as load_spans
     from trainer.config import load_config
@@ -35,7 +36,7 @@ def check_settings(known: Set[str]) -> Iterator[Finding]:
         load_spans,
         load_gateway,
         is_enabled,
-        PluginSettings.load,
+        load_plugin,
         lambda: load_config(model_dir=nowhere, redis_url="", model_key="", store_dir=nowhere, state_dir=nowhere),
     ):
         try:

@@ -74,12 +74,14 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
     assert environment(make_options(device="cpu"), {})["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
-def test_the_plugin_reads_that_environment(make_options: MakeOptions) -> None:
-    from serving.sglang.settings import PluginSettings, is_enabled
+def test_the_plugin_reads_that_environment(make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    from serving.sglang.settings import is_enabled, load_settings
 
     options = make_options(capture=True, context_window=99)
     made = environment(options, {})
-    settings = PluginSettings.load(made)
+    for name, value in made.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
     assert is_enabled(made)
     for name in ("redis_url", "store", "engine_id", "model_key", "target_fingerprint", "capture", "control_share"):
         assert getattr(settings, name) == getattr(options, name)
