@@ -10,7 +10,7 @@ from typing import Protocol
 from serving.engine import SwapReport
 from serving.versions import VersionRecord
 from speculator.errors import DraftError, EngineBusyError
-from speculator.spans import span
+from speculator.spans import prefixed, span
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Installer:
         try:
             with span("swap", version=version) as swap:
                 report = self._engine.install_draft(version)
-                swap.set(previous=report.previous, stall_ms=report.stall_ms, step=report.step)
+                swap.set_attributes(prefixed(previous=report.previous, stall_ms=report.stall_ms, step=report.step))
         except DraftError as error:
             self.log.num_failed += 1
             self._refuse(version, str(error))

@@ -1,83 +1,95 @@
 """Optional OpenTelemetry spans: how long a request, a verification, a swap or a training step took, and under what.
 
-Off, which is the default, nothing of OpenTelemetry is imported here and every call returns at once. With
-`SLIPSTREAM_OTEL=1` spans that have ended go into a bounded queue, which drops the oldest where it is full, and a thread
-of its own sends them: no caller waits. Attributes are ids, counts and times, never text and no tenant.
+Off, which is the default, the tracer is the API's own that records nothing. With `SLIPSTREAM_OTEL=1` spans that have
+ended go into a bounded queue, which drops the oldest where it is full, and a thread of its own sends them: no caller
+waits. Attributes are ids, counts and times, never text and no tenant.
+
+The tracer is not OpenTelemetry's global one: libraries would use that for spans whose attributes nobody here chose.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Self, TypeAlias
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+from opentelemetry import trace
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
-    from speculator.otel import Tracing
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 VARIABLE = "SLIPSTREAM_OTEL"
+CLOSE_S = 2.0
+"""How long the last spans may take: a collector that is away must not hold up a stop."""
 
 Value: TypeAlias = str | bool | int | float
-Parent: TypeAlias = "Context"
+Parent: TypeAlias = Context
 """A span that others are put under from another thread."""
 
-
-class Span:
-    """One that nobody records. A failure inside its block is told by its type alone: messages may quote a prompt."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        pass
-
-    def set(self, **attributes: Value) -> None:
-        """Add attributes; names without a dot are ours and get the prefix `slipstream.`."""
-
-    def fail(self, reason: str) -> None:
-        """Say that what the span stands for went wrong."""
+_W3C = TraceContextTextMapPropagator()
+_provider: TracerProvider | None = None
+_tracer: trace.Tracer = trace.NoOpTracer()
 
 
-NOTHING = Span()
-_tracing: Tracing | None = None
+def prefixed(**attributes: Value) -> dict[str, Value]:
+    """Attributes of ours, as spans name them."""
+    return {f"slipstream.{name}": value for name, value in attributes.items()}
 
 
-def is_on() -> bool:
-    return _tracing is not None
+@contextmanager
+def span(
+    name: str, /, parent: Parent | None = None, kind: trace.SpanKind = trace.SpanKind.INTERNAL, **attributes: Value
+) -> Iterator[trace.Span]:
+    """A span from the start to the end of a `with` block, under `parent` or the span of the block around it.
+
+    A failure inside the block is told by its type alone: messages may quote a prompt.
+    """
+    with _tracer.start_as_current_span(
+        name, parent, kind, prefixed(**attributes), record_exception=False, set_status_on_exception=False
+    ) as recorded:
+        try:
+            yield recorded
+        except BaseException as failure:
+            recorded.set_status(trace.StatusCode.ERROR, type(failure).__name__)
+            raise
 
 
-def span(name: str, /, **attributes: Value) -> Span:
-    """A span from the start to the end of a `with` block, under the one of the block around it."""
-    return NOTHING if _tracing is None else _tracing.span(name, attributes)
-
-
-def request_span(name: str, headers: Iterable[tuple[bytes, bytes]], /) -> Span:
-    """The same for a request that was received: it joins the trace that a W3C `traceparent` header names."""
-    return NOTHING if _tracing is None else _tracing.request_span(name, headers)
+def received(headers: Iterable[tuple[bytes, bytes]]) -> Parent:
+    """The span that a received request's W3C `traceparent` header names, or none at all."""
+    carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
+    return _W3C.extract(carrier, Context())
 
 
 def current() -> Parent | None:
     """The span of the block around the caller; None where there is none, or where it was not sampled."""
-    return None if _tracing is None else _tracing.current()
+    return _sampled(get_current())
 
 
 def joined(headers: Mapping[str, str]) -> Parent | None:
     """The span of another process by its `outgoing_headers`; None where they name none, or one not sampled."""
-    return None if _tracing is None else _tracing.joined(headers)
+    return _sampled(_W3C.extract(headers, Context()))
 
 
 def record(parent: Parent | None, name: str, seconds: float, /, **attributes: Value) -> None:
     """A span that ends now and took `seconds`, under `parent`; nothing where that is None."""
-    if _tracing is not None and parent is not None:
-        _tracing.record(parent, name, seconds, attributes)
+    if parent is not None:
+        now_ns = time.time_ns()
+        started_ns = now_ns - int(1e9 * seconds)
+        _tracer.start_span(name, parent, attributes=prefixed(**attributes), start_time=started_ns).end(now_ns)
 
 
 def outgoing_headers() -> dict[str, str]:
     """What a request to another server carries so that its spans join ours."""
-    return {} if _tracing is None else _tracing.outgoing_headers()
+    headers: dict[str, str] = {}
+    _W3C.inject(headers)
+    return headers
 
 
 def is_wanted() -> bool:
@@ -87,7 +99,8 @@ def is_wanted() -> bool:
             return False
         case "1":
             try:
-                import speculator.otel  # noqa: F401
+                import opentelemetry.exporter.otlp.proto.http.trace_exporter
+                import opentelemetry.sdk.trace.export  # noqa: F401
             except ModuleNotFoundError as missing:
                 fix = f"pip install 'slipstream-spec[otel]', or unset {VARIABLE}"
                 raise ConfigError(f"{VARIABLE}=1 needs {missing.name}, which is not installed: {fix}") from None
@@ -97,17 +110,39 @@ def is_wanted() -> bool:
 
 
 def configure_spans(service: str) -> None:
-    """Turn spans on where the environment asks for them. Raises ConfigError."""
-    global _tracing
+    """Send spans over OTLP where the environment asks for it, as OTEL_* variables say. Raises ConfigError."""
     if is_wanted():
-        from speculator.otel import exporting
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        _tracing = exporting(service)
+        try:
+            give_spans_to(BatchSpanProcessor(OTLPSpanExporter()), service=service)
+        except ValueError as invalid:
+            raise ConfigError(f"an OTEL_* variable is not usable: {invalid}") from None
+
+
+def give_spans_to(processor: SpanProcessor, *, service: str) -> None:
+    """Turn spans on; `processor` is handed those that have ended. OTEL_* variables stand before `service`."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    global _provider, _tracer
+    resource = Resource.create({"service.name": service}).merge(OTELResourceDetector().detect())
+    _provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    _provider.add_span_processor(processor)
+    _tracer = _provider.get_tracer("slipstream")
 
 
 def close_spans() -> None:
     """Send what is queued, for at most a moment, and turn spans off."""
-    global _tracing
-    tracing, _tracing = _tracing, None
-    if tracing is not None:
-        tracing.close()
+    global _provider, _tracer
+    provider, _provider, _tracer = _provider, None, trace.NoOpTracer()
+    if provider is not None:
+        # The provider's own shutdown may take half a minute.
+        closing = threading.Thread(target=provider.shutdown, name="spans-closing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+def _sampled(context: Context) -> Parent | None:
+    return context if trace.get_current_span(context).get_span_context().trace_flags.sampled else None

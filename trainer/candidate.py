@@ -16,7 +16,7 @@ import structlog
 
 from speculator.errors import StoreError
 from speculator.pointer import DraftPointer
-from speculator.spans import span
+from speculator.spans import prefixed, span
 from speculator.store import DraftStore
 from speculator.tenants import MANIFEST_KEY, TenantCounts, joined_counts
 from trainer.config import TrainerConfig
@@ -116,7 +116,7 @@ class Candidates:
             with span("gate", incumbent=incumbent) as judging:
                 decision = self._shadow.judge(averaged, incumbent=incumbent, has_moved=has_moved)
                 if decision is not None:
-                    judging.set(outcome=decision.outcome.value)
+                    judging.set_attributes(prefixed(outcome=decision.outcome.value))
         except StoreError as error:
             publisher.failed(error)
             return False

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from prometheus_client import CollectorRegistry
 
-from speculator.spans import span
+from speculator.spans import prefixed, span
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.metrics import TrainerMetrics
@@ -104,12 +104,14 @@ class Trainer:
         draw = self._replay.draw(self._config.batch_tokens, published=self._training.version)
         with span("train_step") as learning:
             report = self._training.step(draw.batch)
-            learning.set(
-                loss=report.loss,
-                tokens=report.num_bases,
-                traces=len(draw.batch),
-                applied=report.applied,
-                step=self.learner.num_steps,
+            learning.set_attributes(
+                prefixed(
+                    loss=report.loss,
+                    tokens=report.num_bases,
+                    traces=len(draw.batch),
+                    applied=report.applied,
+                    step=self.learner.num_steps,
+                )
             )
         self._source.mark_used([drawn.stored for drawn in draw.batch] + draw.passed_over)
         self._survey()
@@ -160,7 +162,7 @@ class Trainer:
                 # Before the engines hear of it: a trainer that is killed would not know what its weights became.
                 self.checkpoint()
                 self._candidates.announce()
-            publishing.set(published=published, version=self._training.version)
+            publishing.set_attributes(prefixed(published=published, version=self._training.version))
         if published:
             self.ack()
 

@@ -22,6 +22,7 @@ from serving.gateway.schema import GenerationBody
 from serving.gateway.telemetry import Exchange
 from speculator.errors import EngineError, RequestError
 from speculator.sampling import SamplingParams, sample_seed
+from speculator.spans import prefixed
 
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 """Called with the sample's index and its next chunk."""
@@ -85,10 +86,12 @@ class Generation:
             except ExceptionGroup as group_failure:
                 failures = cast(Sequence[Exception], group_failure.exceptions)
             finally:
-                self._exchange.span.set(
-                    prompt_tokens=self._num_prompt_tokens,
-                    completion_tokens=sum(sample.num_tokens for sample in self.samples),
-                    accepted_tokens=sum(sample.num_accepted for sample in self.samples),
+                self._exchange.span.set_attributes(
+                    prefixed(
+                        prompt_tokens=self._num_prompt_tokens,
+                        completion_tokens=sum(sample.num_tokens for sample in self.samples),
+                        accepted_tokens=sum(sample.num_accepted for sample in self.samples),
+                    )
                 )
         if failures:
             raise failures[0]

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 import structlog
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, unavailable
 from serving.gateway.headers import with_safe_headers
 from serving.gateway.metrics import GatewayMetrics
-from speculator.spans import NOTHING, Span, request_span
+from speculator.spans import prefixed, received, span
 
 CLIENT_LEFT = 499
 """The status that logs and metrics show where no status could be sent."""
@@ -38,7 +39,7 @@ class Exchange:
     status: int = 0
     error_code: str | None = None
     response_started: bool = False
-    span: Span = NOTHING
+    span: Span = INVALID_SPAN
     tenant: str = "default"
     """Whose request it is; the gate knows it by the key."""
     may_capture: bool = True
@@ -77,8 +78,11 @@ class Telemetry:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        with NOTHING if scope["path"] in PROBES else request_span("request", scope["headers"]) as span:
-            await self._answer(scope, receive, send, Exchange(span=span))
+        if scope["path"] in PROBES:
+            await self._answer(scope, receive, send, Exchange())
+            return
+        with span("request", received(scope["headers"]), SpanKind.SERVER) as recorded:
+            await self._answer(scope, receive, send, Exchange(span=recorded))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         scope.setdefault("state", {})["exchange"] = exchange
@@ -132,6 +136,6 @@ class Telemetry:
             "http.route": route,
             "http.response.status_code": exchange.status,
         }
-        exchange.span.set(request_id=exchange.request_id, **standard)
+        exchange.span.set_attributes({**standard, **prefixed(request_id=exchange.request_id)})
         if exchange.status >= 500:
-            exchange.span.fail(exchange.error_code or "error")
+            exchange.span.set_status(StatusCode.ERROR, exchange.error_code or "error")

@@ -12,7 +12,7 @@ from serving.local.generation import Generation
 from serving.local.rounds import RoundReport
 from serving.metrics import EngineMetrics
 from serving.speedup import HeadArm, SpeedupMeter
-from speculator.spans import is_on, record
+from speculator.spans import record
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class RoundTeller:
             )
         if self._on_round is not None:
             self._on_round(_watched(round_))
-        if is_on():
-            _record_spans(round_)
+        _record_spans(round_)
 
     def _measure(self, round_: Round) -> None:
         report = round_.report

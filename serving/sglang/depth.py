@@ -24,7 +24,7 @@ from serving.sglang.dormancy import Dormancy
 from serving.sglang.tally import RoundTally
 from serving.speedup import ControlShare, Group, SpeedupMeter
 from speculator.depth import DepthPolicy, RoundCosts
-from speculator.spans import Parent, is_on, record
+from speculator.spans import Parent, record
 
 _ASKED = "_slipstream_asked"
 
@@ -188,8 +188,7 @@ class DepthControl:
         self.tally.add(drafted=not done.is_control, depth=done.depth, seconds=seconds, accepted=accepted)
         if not done.is_control:
             self.estimated_speedup.add(batch=done.batch, depth=done.depth, committed=committed)
-        if is_on():
-            _record(done, seconds, accepted)
+        _record(done, seconds, accepted)
         if self._on_round is None:
             return
         self._on_round(_watched(done, seconds, accepted))
