@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,12 @@ from typing import Any
 import httpx
 import yaml
 
-from deploy.grafana.panels import Dashboard
 from speculator.ports import free_port
 
 CONFIG = Path(__file__).parent.parent / "deploy" / "prometheus" / "prometheus.yml"
 RULES = CONFIG.parent / "rules"
+BOARDS = CONFIG.parents[1] / "grafana" / "dashboards"
+LIVE, SGLANG = BOARDS / "slipstream-live.json", BOARDS / "slipstream-sglang.json"
 RATE_INTERVAL = "1m"
 """What Grafana's `$__rate_interval` stands for here."""
 _READY_TIMEOUT_S = 30.0
@@ -111,11 +113,15 @@ def rules(url: str) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def questions(board: Dashboard) -> list[Asked]:
-    """Every query of a dashboard, with its panel's or annotation's name."""
-    asked = [Asked(panel.title, query.expr) for row in board.rows for panel in row.panels for query in panel.queries]
-    asked += [Asked(f"marks: {mark.name}", mark.expr) for mark in board.annotations]
-    return [Asked(one.where, one.expr.replace("$__rate_interval", RATE_INTERVAL)) for one in asked]
+def questions(path: Path) -> list[Asked]:
+    """Every query of a dashboard of all engines, with its panel's or annotation's name."""
+    board = json.loads(path.read_text())
+    asked = [(panel["title"], query["expr"]) for panel in board["panels"] for query in panel.get("targets", ())]
+    asked += [(f"marks: {mark['name']}", mark["target"]["expr"]) for mark in board["annotations"]["list"]]
+    everything = {"$__rate_interval": RATE_INTERVAL, "$engine": ".*", "$model": ".*"}
+    for variable, value in everything.items():
+        asked = [(where, expr.replace(variable, value)) for where, expr in asked]
+    return [Asked(*one) for one in asked]
 
 
 def recorded() -> list[Asked]:

@@ -190,7 +190,10 @@ def test_autoscalers_scale_what_is_there_by_what_is_measured() -> None:
     [(adapted_name, query)] = adapted.items()
     assert queue["pods"]["metric"]["name"] == adapted_name
     assert "sglang:num_queue_reqs" in query
-    assert "sum(sglang:num_queue_reqs)" in (ROOT / "deploy" / "grafana" / "sglang.py").read_text()
+    assert (
+        "sum(sglang:num_queue_reqs{"
+        in (ROOT / "deploy" / "grafana" / "dashboards" / "slipstream-sglang.json").read_text()
+    )
     [cpu] = scalers["gateway"]["spec"]["metrics"]
     assert cpu["containerResource"]["container"] == container(PODS["gateway"])["name"]
 

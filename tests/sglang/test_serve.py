@@ -15,7 +15,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from playwright.sync_api import expect
 
-from deploy.grafana.sglang import SGLANG
 from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.codec import decode_trace
 from speculator.fresh import fresh_draft
@@ -25,7 +24,7 @@ from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from tests.page.conftest import Watched, browser, watched
-from tests.prometheus import answers, prometheus, questions
+from tests.prometheus import SGLANG, answers, prometheus, questions
 from tests.sglang.served import Served, serving
 from tests.waiting import wait_until
 

@@ -16,7 +16,6 @@ import httpx
 import openai
 import pytest
 
-from deploy.grafana.live import LIVE
 from slipstream.scrape import Sample
 from speculator.checkpoint import model_key, target_fingerprint
 from speculator.embedded_redis import EmbeddedRedis
@@ -25,7 +24,7 @@ from speculator.redis_client import connect
 from speculator.store import DraftStore
 from speculator.stream import TraceStream
 from tests.moved import moved_model
-from tests.prometheus import answers, last_time_up, query, questions, recorded, rules
+from tests.prometheus import LIVE, answers, last_time_up, query, questions, recorded, rules
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
 from tests.waiting import url_in, wait_until
 
