@@ -61,7 +61,7 @@ ACCESS = {
     "/ready": Access.OPEN,
     # The page without its figures: it asks for a key itself.
     "/": Access.OPEN,
-    "/page/{name}": Access.OPEN,
+    "/page/{name:path}": Access.OPEN,
     "/v1/target-version": Access.ADMIN,
     "/admin/drafts": Access.ADMIN,
     "/admin/drafts/events": Access.ADMIN,

@@ -36,9 +36,14 @@ _HEADERS = {
 def page_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     folder = files("serving.gateway") / "page"
-    found = {file.name: (file, _TYPES.get(file.name.rpartition(".")[2])) for file in folder.iterdir()}
-    # Whatever else lies there, such as what an editor left, is not of the page.
-    contents = {name: (file.read_bytes(), kind) for name, (file, kind) in found.items() if kind is not None}
+    found = {file.name: file for file in folder.iterdir()}
+    found |= {f"vendor/{file.name}": file for file in (folder / "vendor").iterdir()}
+    # Whatever else lies there, such as a licence or what an editor left, is not of the page.
+    contents = {
+        name: (file.read_bytes(), _TYPES[ending])
+        for name, file in found.items()
+        if (ending := name.rpartition(".")[2]) in _TYPES
+    }
 
     # Its addresses are relative to where it is, which a proxy may put anywhere.
     index, _ = contents.pop("index.html")
@@ -47,7 +52,7 @@ def page_routes() -> APIRouter:
     async def page() -> Response:
         return Response(index, media_type="text/html", headers=_HEADERS)
 
-    @router.get("/page/{name}")
+    @router.get("/page/{name:path}")
     async def page_file(name: str) -> Response:
         if name not in contents:
             raise ApiError(404, "There is no such file.", code="not_found")

@@ -1,9 +1,8 @@
-// One line over the last minutes, drawn as SVG: an interval around it, a dashed line at 1, and marks where drafts changed.
+// One line over the last minutes, drawn by uPlot: an interval around it, a dashed line at 1, and marks where drafts changed.
 
-import { byId, clock, svg } from "./dom.js";
+import { byId, clock } from "./dom.js";
 
 const HEIGHT = 190;
-const PAD = { top: 22, right: 8, bottom: 22, left: 34 };
 const LEAST_SPAN_MS = 60_000;
 const LABEL_WIDTH = 34;
 const GAP_MS = 5000;
@@ -13,134 +12,91 @@ export class Chart {
   constructor(id, readingId, { value, band, format, missing }) {
     this.root = byId(id);
     this.reading = byId(readingId);
-    Object.assign(this, { value, band, format, missing, points: [], marks: [], nowMs: 0, pointerX: null });
-    new ResizeObserver(() => this.redraw()).observe(this.root);
-    this.root.addEventListener("pointermove", (event) => this.point(event.offsetX));
-    this.root.addEventListener("pointerleave", () => this.point(null));
+    Object.assign(this, { value, band, format, missing, rows: [], marks: [], nowMs: 0 });
+    const accent = () => this.colour("--accent"), muted = () => this.colour("--muted");
+    const axis = { stroke: muted, grid: { stroke: () => this.colour("--line"), width: 1 }, ticks: { show: false }, font: `12px ${getComputedStyle(this.root).fontFamily}` };
+    const edge = { width: 0, points: { show: false } };
+    this.plot = new uPlot({
+      width: this.root.clientWidth,
+      height: HEIGHT,
+      padding: [22, 8, 0, 0],
+      pxAlign: false,
+      ms: 1,
+      legend: { show: false },
+      cursor: { y: false, drag: { x: false } },
+      scales: {
+        x: { range: () => [Math.min(this.rows[0]?.[0] ?? this.nowMs, this.nowMs - LEAST_SPAN_MS), this.nowMs] },
+        y: { range: () => range(this.rows) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, size: 24, space: 80, values: (_, splits) => splits.map(clock) },
+        { ...axis, size: 42, space: 30 },
+      ],
+      series: [{}, { stroke: accent, width: 2.25, points: { show: false } }, edge, edge],
+      bands: [{ series: [3, 2], fill: () => `color-mix(in srgb, ${accent()} 16%, transparent)` }],
+      hooks: { draw: [() => this.mark()], setCursor: [() => this.read()] },
+    }, [[], [], [], []], this.root);
+    new ResizeObserver(() => this.plot.setSize({ width: this.root.clientWidth, height: HEIGHT })).observe(this.root);
   }
 
   draw(points, marks, nowMs) {
-    Object.assign(this, { points, marks, nowMs });
-    this.redraw();
+    Object.assign(this, { rows: [], marks, nowMs });
+    for (const point of points.filter((point) => this.value(point) !== null)) {
+      if (point[0] - this.rows.at(-1)?.[0] > GAP_MS) this.rows.push([point[0] - 1, null, null, null]);
+      this.rows.push([point[0], this.value(point), ...this.band(point)]);
+    }
+    this.plot.setData([0, 1, 2, 3].map((place) => this.rows.map((row) => row[place])));
+    this.read();
   }
 
-  point(x) {
-    this.pointerX = x;
-    this.redraw();
-  }
-
-  redraw() {
-    const width = this.root.clientWidth;
-    if (width === 0 || this.nowMs === 0) return;
-    this.root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const known = this.points.filter((point) => this.value(point) !== null);
-    const scale = this.scale(known, width);
-    this.root.replaceChildren(
-      this.clip(width),
-      ...this.grid(scale, width),
-      ...this.bands(scale),
-      ...this.marked(scale),
-      ...this.lines(scale),
-      ...this.focus(known, scale),
-    );
-  }
-
-  scale(known, width) {
-    const firstMs = Math.min(this.points[0]?.[0] ?? this.nowMs, this.nowMs - LEAST_SPAN_MS);
-    // The newest interval is there whole; of the first ones, which are wide, what is beside the line.
-    const values = [...known.map(this.value), ...known.slice(-1).flatMap(this.band)].filter((value) => value !== null);
-    const low = Math.min(1, ...values), high = Math.max(1.2, ...values);
-    const margin = 0.15 * (high - low);
-    const bottom = low - margin / 2, top = high + margin;
-    const step = niceStep((top - bottom) / 4);
-    const right = width - PAD.right, down = HEIGHT - PAD.bottom;
-    return {
-      firstMs, step, bottom, top,
-      x: (ms) => PAD.left + ((right - PAD.left) * (ms - firstMs)) / (this.nowMs - firstMs),
-      y: (value) => down - ((down - PAD.top) * (value - bottom)) / (top - bottom),
+  /** The dashed line at 1, and a line with its version's number wherever that changed. */
+  mark() {
+    const { ctx, bbox, valToPos } = this.plot, scale = devicePixelRatio;
+    const line = (fromX, fromY, toX, toY, colour, width, dash) => {
+      ctx.strokeStyle = ctx.fillStyle = this.colour(colour);
+      ctx.lineWidth = width * scale;
+      ctx.setLineDash(dash);
+      ctx.beginPath();
+      ctx.moveTo(fromX, fromY);
+      ctx.lineTo(toX, toY);
+      ctx.stroke();
     };
-  }
-
-  clip(width) {
-    const area = svg("rect", { x: PAD.left, y: PAD.top, width: Math.max(width - PAD.left - PAD.right, 0), height: HEIGHT - PAD.top - PAD.bottom });
-    return svg("clipPath", { id: `${this.root.id}-clip` }, area);
-  }
-
-  grid({ x, y, step, bottom, top, firstMs }, width) {
-    const lines = [];
-    for (let value = Math.ceil(bottom / step) * step; value <= top; value += step) {
-      const at = y(value);
-      lines.push(svg("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }));
-      lines.push(svg("text", { class: "axis", x: PAD.left - 6, y: at + 4, "text-anchor": "end" }, value.toFixed(step < 0.1 ? 2 : 1)));
-    }
-    lines.push(svg("line", { class: "one", x1: PAD.left, x2: width - PAD.right, y1: y(1), y2: y(1) }));
-    const span = Math.round((this.nowMs - firstMs) / 1000);
-    const past = span < 120 ? `${span} s ago` : `${Math.round(span / 60)} min ago`;
-    lines.push(svg("text", { class: "axis", x: x(firstMs), y: HEIGHT - 6 }, past));
-    lines.push(svg("text", { class: "axis", x: width - PAD.right, y: HEIGHT - 6, "text-anchor": "end" }, "now"));
-    return lines;
-  }
-
-  /** The points in runs without a gap. */
-  runs(has) {
-    const runs = [];
-    let beforeMs = -Infinity;
-    for (const point of this.points) {
-      if (!has(point)) continue;
-      if (point[0] - beforeMs > GAP_MS) runs.push([]);
-      runs.at(-1).push(point);
-      beforeMs = point[0];
-    }
-    return runs;
-  }
-
-  bands({ x, y }) {
-    return this.runs((point) => this.band(point).every((bound) => bound !== null)).map((run) => {
-      const ends = (index) => run.map((point) => `${x(point[0])},${y(this.band(point)[index])}`);
-      return svg("polygon", { class: "band", points: [...ends(1), ...ends(0).reverse()].join(" "), "clip-path": `url(#${this.root.id}-clip)` });
-    });
-  }
-
-  lines({ x, y }) {
-    return this.runs((point) => this.value(point) !== null).map((run) =>
-      svg("polyline", { class: "line", points: run.map((point) => `${x(point[0])},${y(this.value(point))}`).join(" ") }),
-    );
-  }
-
-  marked({ x }) {
+    ctx.save();
+    const one = valToPos(1, "y", true), bottom = bbox.top + bbox.height;
+    line(bbox.left, one, bbox.left + bbox.width, one, "--muted", 1, [3 * scale, 4 * scale]);
+    ctx.textAlign = "center";
     let freeFrom = 0;
-    return this.marks.flatMap(({ atMs, version, isBack }) => {
-      const at = x(atMs), kind = isBack ? "mark back" : "mark swap";
-      const line = svg("line", { class: kind, x1: at, x2: at, y1: PAD.top, y2: HEIGHT - PAD.bottom });
-      if (at < freeFrom) return [line];
-      freeFrom = at + LABEL_WIDTH;
-      return [line, svg("text", { class: kind, x: at, y: PAD.top - 7, "text-anchor": "middle" }, `${isBack ? "↩" : ""}v${version}`)];
-    });
-  }
-
-  /** The newest value, or the one under the pointer, in words; and a dot on it. */
-  focus(known, { x, y }) {
-    const newest = known.at(-1);
-    if (!newest) {
-      this.write(this.missing);
-      return [];
+    for (const { atMs, version, isBack } of this.marks) {
+      const x = valToPos(atMs, "x", true);
+      line(x, bbox.top, x, bottom, isBack ? "--bad" : "--muted", isBack ? 2 : 1, []);
+      if (x < freeFrom) continue;
+      freeFrom = x + LABEL_WIDTH * scale;
+      ctx.fillText(`${isBack ? "↩" : ""}v${version}`, x, bbox.top - 7 * scale);
     }
-    const distance = (point) => Math.abs(x(point[0]) - this.pointerX);
-    const chosen = this.pointerX === null ? newest : known.reduce((best, point) => (distance(point) < distance(best) ? point : best));
-    const [lower, upper] = this.band(chosen);
-    const bounds = lower === null || upper === null ? "" : ` (${lower.toFixed(2)} … ${upper.toFixed(2)})`;
-    const when = this.pointerX === null ? "" : `${clock(chosen[0])}  `;
-    this.write(`${when}${this.format(this.value(chosen))}${bounds}`);
-    return [svg("circle", { class: "dot", cx: x(chosen[0]), cy: y(this.value(chosen)), r: 4 })];
+    ctx.restore();
   }
 
-  write(text) {
+  /** The newest value, or the one under the pointer, in words. */
+  read() {
+    const under = this.rows[this.plot.cursor.idx];
+    const pointed = under && under[1] !== null ? under : null; // not in a gap
+    const [atMs, value, lower, upper] = pointed ?? this.rows.at(-1) ?? [];
+    const bounds = (lower ?? null) === null || upper === null ? "" : ` (${lower.toFixed(2)} … ${upper.toFixed(2)})`;
+    const text = (value ?? null) === null ? this.missing : `${pointed ? `${clock(atMs)}  ` : ""}${this.format(value)}${bounds}`;
     if (this.reading.textContent !== text) this.reading.textContent = text;
+  }
+
+  /** A colour of the page's theme, as a canvas takes it. */
+  colour(name) {
+    this.root.style.color = `var(${name})`;
+    return getComputedStyle(this.root).color;
   }
 }
 
-/** 1, 2 or 5 times a power of ten, not below `least`. */
-function niceStep(least) {
-  const power = 10 ** Math.floor(Math.log10(least));
-  return power * [1, 2, 5, 10].find((factor) => factor * power >= least);
+/** From where to where the values of rows are drawn. The newest interval is there whole; of the first ones, which are wide, what is beside the line. */
+export function range(rows) {
+  const values = [...rows.map((row) => row[1]), ...(rows.at(-1)?.slice(2) ?? [])].filter((value) => value !== null);
+  const low = Math.min(1, ...values), high = Math.max(1.2, ...values);
+  const margin = 0.15 * (high - low);
+  return [low - margin / 2, high + margin];
 }
