@@ -6,10 +6,11 @@ A draft is trained on a quarter of the recorded answers; the others are served a
 decodes them anew (benchmarks/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower, watch,
 store, lifecycle and Redis are the real ones, and so is the trainer's second look (trainer/review.py), which takes a
 turn at each poll, or none with `--alone`. Versions are published past the gate, each with nothing waiting behind it, so
-that nothing shortens its trial:
+that nothing shortens its trial. A version is done with when it is rolled back, or when both have ended well:
 
 * `--repeats` copies of the good draft, which must never be rolled back;
-* `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds;
+* `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds, which takes the
+  second look;
 * `--random` drafts of random weights: rolled back within 50 rounds or 5 s, whichever is later.
 
 And a draft that accepts 35% more than the incumbent comes while the traffic changes, `--repeats` times each way: 80% of
@@ -188,6 +189,7 @@ class Trials:
     good: Eagle3Draft
     review: Review
     arrived: list[Stored]
+    is_alone: bool
 
     def try_out(self, state: dict[str, Tensor], *, told: str) -> Tried:
         """What becomes of a version with these weights. Raises TimeoutError."""
@@ -202,7 +204,7 @@ class Trials:
             self.review.take_turn()
             last = self.store.lifecycle.history(version)[-1]
             is_gone = last.state is State.QUARANTINED and self.engine.draft_version != version
-            if is_gone or last.state is State.PROMOTED:
+            if is_gone or (last.state is State.PROMOTED and self._is_reviewed(version)):
                 rounds, seconds = self.engine.rounds_of[version], self.engine.seconds_of[version]
                 print(
                     f"{told}: {last.state.value} by {last.actor}, {rounds} rounds, {last.reason}, {last.numbers}",
@@ -211,6 +213,12 @@ class Trials:
                 self.store.prune(4)
                 return Tried(last, rounds, seconds)
         raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
+
+    def _is_reviewed(self, version: int) -> bool:
+        """Whether the second look at this version has ended; there is none with `--alone`."""
+        events = self.scene.store.lifecycle.events.tail(20)
+        told = (event.fields.get("version") for event in events if event.kind == "review")
+        return self.is_alone or version in told
 
 
 def main() -> None:
@@ -258,7 +266,7 @@ def main() -> None:
             load_draft=load,
             clock=lambda: engine.clock_s,
         )
-        trials = Trials(store, pointer, fingerprint, engine, follower, good, review, arrived)
+        trials = Trials(store, pointer, fingerprint, engine, follower, good, review, arrived, arguments.alone)
         weak, loss = subtly_worse(good, examples, 1 - 1 / (1 + GAIN))
         print(f"the incumbent of the shifts accepts {100 * loss:.0f}% less", flush=True)
         shifts = Shifts(weak, good, served, fingerprint, client, Path(folder))

@@ -1,74 +1,75 @@
-"""Whether a version on trial stays: what has been seen of it, against the record of the version before.
+"""Whether a draft version on trial stays: its rounds against the incumbent's rounds of the same kind.
 
-Like is compared with like, so that other traffic is not taken for another draft. The accept length is compared by
-strata. Times are those of rounds in which the draft took part, against the incumbent's rounds of as many proposals of
-each source, with the control rounds of both as the measure of the machine. What has no like is not held against a
-version. Both bounds hold over all looks together, so one may look as often as one likes:
+This is a circuit breaker. It takes back a version that is clearly worse, within some fifty rounds, or slower. A version
+that is a tenth worse is the trainer's to find: it decodes the same traces with both versions (trainer/review.py).
 
-* rolled back when it is confidently more than 2% worse (accept length) or more than 10% slower;
-* promoted when it is confidently not worse than the margin, and its time a token is known or cannot be;
-* promoted, too, when a newer version waits and 500 verifications do not look worse, or cannot be compared: the gate
-  found it better, and more of its time would be better spent on the one after it. A version that is hardly used,
-  because drafting does not pay, has few: 500 rounds in which it was not found worse will do;
-* after `max_verifications`: rolled back when one last, plain look says so; promoted when the estimate is within the
-  margin; watched on otherwise;
-* after twice as many: one more look, then promoted. (Independent verifications are counted, so with requests that
-  differ much it takes more of them, at most four times as many.)
+**Accepted proposals.** The new version accepts X proposals of a request where the incumbent would have accepted E: its
+mean over verifications of the same stratum and depth. Some requests are harder than others, so a request's rate varies
+by a gamma distribution of mean 1 and shape k, and X has a negative binomial distribution. That the version accepts c
+times as many as the incumbent is then exp Λ_c times as likely as that it accepts as many:
 
-Only confidence rolls a version back: where it takes so long to tell a difference there is little of one, and good
-versions would be lost for a coin's toss. So a version is promoted, too, that served only requests of strata in which
-the incumbent is unknown, as long as its time a token says nothing against it. And the 2% are for the incumbent's luck:
-its record may be that of a trial which it passed because it looked better than it is. The trainer finds out sooner, and
-for less, since it compares both versions on the same traces (trainer/review.py).
+    Λ_c = Σ_requests  X ln c + (X + k) ln((k + E) / (k + c E))
 
-Half of `alpha` goes to the bounds over all looks and a quarter to each of the two plain ones.
+It is rolled back when the mean of exp Λ_c over `_WORSE` reaches 1 / α. This is the sequential probability ratio test
+(Wald, Annals of Mathematical Statistics 16(2), 1945) of a mixture of alternatives (Robbins, ibid. 41(5), 1970): however
+often one looks, a version as good as the incumbent is rolled back with a probability of at most α. Λ rises where a
+version accepts less than about 70% of the incumbent's proposals and falls where it accepts more. E is divided by
+1 + 2 / √(k m) where m requests say what the incumbent accepts: two standard errors in the version's favour.
+
+**Time.** Each control round is paired with the last round before it in which the draft took part. Against the
+incumbent's rounds of the same kind (`WatchedRound.kind`) the one took d times as long and the other m times, which is
+the machine's part. The pair speaks against the version where d / m exceeds its gain in accept length by more than
+`slower_margin`. The test is Wald's again, on signs: nine such pairs in ten against one in two.
+
+What has no like among the incumbent's rounds is not compared. A version that is never asked is neither rolled back nor
+found as good: it stays on trial until a newer one waits, or for `most_rounds`.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from functools import partial
+import math
+import statistics
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 
-from serving.comparison import AcceptComparison, Change, has_controls, time_change
-from serving.evidence import Evidence, Reference, WatchedRound
+from serving.evidence import Stratum, Verification, WatchedRound
 from speculator.lifecycle import Number
 
-_MOST_INFLATION = 4
-"""Verifications that are waited for in the place of an independent one."""
+_WORSE = (0.1, 0.5)
+"""c: the shares of the incumbent's accepted proposals that are tested for."""
+_SHAPE = 4.0
+"""k: requests' accept rates have a coefficient of variation of 1 / √k, as real answers do (docs/versions.md)."""
+_SLOW_SHARE = 0.9
+"""Share of pairs that speak against a slow version."""
+_DOUBT = math.log(20)
+"""Evidence against a version with which it is neither kept nor taken back."""
+_FEWEST_KNOWN = 30
+"""Verifications of a stratum and position from which on the incumbent is known there."""
+_FEWEST_TIMED = 10
+"""The same for rounds of a kind."""
+_KEPT_VERIFICATIONS = 10_000
+_KEPT_ROUNDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchRules:
-    alpha: float = 0.01
-    """Share of good versions that may be rolled back."""
-    margin: float = 0.03
-    """A version is as good as the incumbent when its accept length is at most this much smaller."""
-    worse_margin: float = 0.02
-    """How much smaller than the incumbent's its accept length must be at least, as far as is known."""
-    promotion_alpha: float = 0.05
-    """Share of versions outside the margin that may pass for being inside."""
+    alpha: float = 0.001
+    """Probability with which a version as good as the incumbent may be rolled back, for each of the two tests."""
     slower_margin: float = 0.10
     """Time a token that a version may lose before it counts: a busy machine slows wide rounds more than narrow ones."""
-    min_verifications: int = 30
-    """Before these, nothing is concluded."""
+    enough_rounds: int = 2000
+    """Rounds after which a version that is not found worse is kept, if `enough_compared` verifications had a like."""
+    enough_compared: int = 500
     enough_for_a_successor: int = 500
-    """Verifications from which on a version that does not look worse makes room for a newer one."""
-    max_verifications: int = 2000
-    """Independent ones, from which on the estimate decides."""
-    baseline_error: float = 0.015
-    """Standard error of the incumbent's accept length, relative to it, from which on another version is tried: 10%
-    less can then be told in time. That takes some 1,500 verifications where 1.7 tokens are committed by each."""
-    min_baseline: int = 300
-    """Verifications that it takes at least, and that must do for a version that has been waiting for `patience_s`."""
+    """Rounds after which it makes room for a newer version that waits."""
+    most_rounds: int = 16_000
+    """Rounds after which a trial ends in any case."""
+    min_baseline: int = 500
+    """Rounds of the incumbent before which no version is tried against it."""
     patience_s: float = 30.0
-    idle_share: float = 0.25
-    """Verifications a round, lately, below which a version is one that the planner hardly uses: little is at stake, so
-    nothing waits until more is known of it."""
-
-    def is_idle(self, evidence: Evidence) -> bool:
-        share = evidence.recent_share
-        return share is not None and share < self.idle_share
+    """After which one is tried all the same where the target moves so often that no incumbent is ever known."""
 
 
 class Outcome(enum.Enum):
@@ -82,115 +83,183 @@ class Verdict:
     outcome: Outcome
     reason: str
     numbers: dict[str, Number]
-    is_better: bool = False
-    """Better than the incumbent, and confidently not worse."""
 
 
-def against(baseline: Evidence) -> AcceptComparison:
-    """For verifications that are to be compared with the incumbent's, as they were until now."""
-    return AcceptComparison(Reference(baseline.verifications))
+@dataclass
+class Record:
+    """The last verifications and rounds that tell what to expect of a version."""
+
+    verifications: deque[Verification] = field(default_factory=lambda: deque(maxlen=_KEPT_VERIFICATIONS))
+    times: deque[tuple[Hashable, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_ROUNDS))
+    """(kind of round, logarithm of its seconds)."""
+    num_rounds: int = 0
+
+    def add(self, round_: WatchedRound) -> None:
+        self.num_rounds += 1
+        self.verifications += round_.verifications
+        if round_.kind is not None:
+            self.times.append((round_.kind, math.log(round_.seconds)))
+
+    def extend(self, newer: Record) -> None:
+        """Add the record of a version that has proved as good."""
+        self.verifications += newer.verifications
+        self.times += newer.times
+        self.num_rounds += newer.num_rounds
+
+    def accept_length(self) -> float | None:
+        """Tokens a verification, bonus included; None before the first."""
+        num = len(self.verifications)
+        return 1 + sum(one.accepted for one in self.verifications) / num if num else None
+
+
+class _Expected:
+    """What the incumbent's record says of verifications and rounds; frozen."""
+
+    def __init__(self, record: Record) -> None:
+        counts: dict[Stratum, list[list[int]]] = {}
+        requests: dict[Stratum, set[str]] = {}
+        for one in record.verifications:
+            rows = counts.setdefault(one.stratum, [])
+            rows += ([0, 0] for _ in range(one.depth - len(rows)))
+            for position, row in enumerate(rows[: one.depth]):
+                row[0] += 1
+                row[1] += one.accepted > position
+            requests.setdefault(one.stratum, set()).add(one.request_id)
+        self._rates = {
+            stratum: [accepted / tried for tried, accepted in rows if tried >= _FEWEST_KNOWN]
+            for stratum, rows in counts.items()
+        }
+        """By stratum, for each position: how often at least so many proposals are accepted of chains that deep."""
+        self._doubt = {stratum: 1 + 2 / math.sqrt(_SHAPE * len(ids)) for stratum, ids in requests.items()}
+        times: dict[Hashable, list[float]] = {}
+        for kind, log_s in record.times:
+            times.setdefault(kind, []).append(log_s)
+        self._times = {kind: sum(each) / len(each) for kind, each in times.items() if len(each) >= _FEWEST_TIMED}
+
+    def accepted(self, one: Verification) -> tuple[int, float, float] | None:
+        """(accepted, expected, the least that is expected), as far down as the incumbent is known; None where not."""
+        rates = self._rates.get(one.stratum, [])[: one.depth]
+        mean = sum(rates)
+        return (min(one.accepted, len(rates)), mean, mean / self._doubt[one.stratum]) if rates else None
+
+    def log_slowdown(self, round_: WatchedRound) -> float | None:
+        """None where the incumbent had too few rounds of this kind."""
+        usual = self._times.get(round_.kind)
+        return None if usual is None else math.log(round_.seconds) - usual
 
 
 class Trial:
-    """One version's; `baseline` is the incumbent's record, to which nothing is added meanwhile."""
+    """One version's trial against the record of the version in service before it."""
 
-    def __init__(self, version: int, baseline: Evidence, rules: WatchRules, *, started_s: float) -> None:
-        self.evidence, self.comparison = Evidence(version), against(baseline)
-        self._baseline, self._rules, self._started_s = baseline, rules, started_s
-        self._num_looks = 0
-        """Plain ones."""
+    def __init__(self, version: int, baseline: Record, rules: WatchRules, *, started_s: float) -> None:
+        self.version, self.record = version, Record()
+        self.num_seen = self.num_compared = 0
+        """Verifications, and those that have a like among the incumbent's."""
+        self._rules, self._started_s = rules, started_s
+        self._expected, self._num_baseline = _Expected(baseline), len(baseline.verifications)
+        self._requests: dict[str, list[float]] = {}
+        """(X, E) by request id."""
+        self._accepted = self._compared_accepted = 0
+        self._expected_accepted = 0.0
+        self._drafted: float | None = None
+        """Log slowdown of the last round in which the draft took part."""
+        self._slowdowns: list[float] = []
+        """log d / m of each pair."""
 
     def add(self, round_: WatchedRound) -> None:
-        self.evidence.add(round_)
-        for verification in round_.verifications:
-            self.comparison.add(verification)
+        self.record.add(round_)
+        for one in round_.verifications:
+            self._compare(one)
+        slowdown = self._expected.log_slowdown(round_)
+        if slowdown is None:
+            return
+        if round_.drafted:
+            self._drafted = slowdown
+        elif self._drafted is not None:
+            self._slowdowns.append(self._drafted - slowdown)
+            self._drafted = None
+
+    def _compare(self, one: Verification) -> None:
+        self.num_seen += 1
+        self._accepted += one.accepted
+        found = self._expected.accepted(one)
+        if found is None:
+            return
+        accepted, expected, least = found
+        self.num_compared += 1
+        self._compared_accepted += accepted
+        self._expected_accepted += expected
+        sums = self._requests.setdefault(one.request_id, [0.0, 0.0])
+        sums[0] += accepted
+        sums[1] += least
 
     def judge(self, now_s: float, *, is_successor_waiting: bool) -> Verdict:
-        """What the evidence so far says; it may be asked again as often as one likes."""
-        accept, rules = self.comparison, self._rules
-        blocks, baseline = list(self.evidence.blocks), list(self._baseline.blocks)
-        gain = 1.0
-        if accept.known >= rules.min_verifications:
-            gain += max(accept.change(rules.alpha).estimate, 0.0)
-        timing = time_change(blocks, baseline, gain=gain, alpha=rules.alpha / 2)
-        tell = partial(Verdict, numbers=self._numbers(timing, now_s))
-        if timing is not None and timing.lower > rules.slower_margin:
-            return tell(outcome=Outcome.ROLLED_BACK, reason="slower a token than the incumbent")
-        if accept.known >= rules.min_verifications:
-            if accept.change(rules.alpha / 2).upper < -rules.worse_margin:
-                return tell(outcome=Outcome.ROLLED_BACK, reason="accepts less than the incumbent")
-            hopeful = accept.change(rules.promotion_alpha)
-            if hopeful.lower > -rules.margin and self._is_time_known(timing):
-                better = hopeful.estimate > 0
-                reason = "accepts more than the incumbent" if better else "accepts as much as the incumbent"
-                return tell(outcome=Outcome.PROMOTED, reason=reason, is_better=better)
-        if is_successor_waiting and self._makes_room(timing):
-            return tell(outcome=Outcome.PROMOTED, reason="looks no worse, and a newer version waits")
-        if self._patience() >= 1:
-            outcome, reason = self._late_outcome(is_last=self._patience() >= 2)
-            return tell(outcome=outcome, reason=reason)
-        return tell(outcome=Outcome.WATCHING, reason="")
+        """What the evidence so far says; it may be asked as often as one likes."""
+        rules, num = self._rules, self.record.num_rounds
+        worse, slower = _worse_evidence(self._requests.values()), self._slower_evidence()
 
-    def _late_outcome(self, *, is_last: bool) -> tuple[Outcome, str]:
-        """The evidence is all that is waited for: look plainly, at most twice."""
-        accept, rules = self.comparison, self._rules
-        if accept.known < rules.min_verifications:
-            outcome = Outcome.PROMOTED if is_last else Outcome.WATCHING
-            return outcome, "nothing to compare its accept length with"
-        if self._num_looks < 1 + is_last:
-            self._num_looks += 1
-            if accept.final_change(rules.alpha / 4).upper < -rules.worse_margin:
-                return Outcome.ROLLED_BACK, "accepts less than the incumbent"
-        if accept.change(rules.alpha).estimate >= -rules.margin:
-            return Outcome.PROMOTED, "accepts as much as the incumbent"
-        if is_last:
-            return Outcome.PROMOTED, "not confirmed to be worse"
-        return Outcome.WATCHING, ""
+        def tell(outcome: Outcome, reason: str) -> Verdict:
+            return Verdict(outcome=outcome, reason=reason, numbers=self._numbers(worse, now_s))
 
-    def _makes_room(self, timing: Change | None) -> bool:
-        accept, rules = self.comparison, self._rules
-        if rules.is_idle(self.evidence):
-            return True
-        is_slower = timing is not None and timing.estimate >= rules.slower_margin
-        if is_slower or accept.seen < rules.enough_for_a_successor:
-            return False
-        return accept.known < rules.min_verifications or accept.change(rules.alpha).estimate >= -rules.margin / 2
+        if worse >= -math.log(rules.alpha):
+            return tell(Outcome.ROLLED_BACK, "accepts less than the incumbent")
+        if slower >= -math.log(rules.alpha):
+            return tell(Outcome.ROLLED_BACK, "slower a token than the incumbent")
+        if max(worse, slower) < _DOUBT:
+            if num >= rules.enough_rounds and self.num_compared >= rules.enough_compared:
+                return tell(Outcome.PROMOTED, "not found worse than the incumbent")
+            if is_successor_waiting and num >= rules.enough_for_a_successor:
+                return tell(Outcome.PROMOTED, "looks no worse, and a newer version waits")
+        if num >= rules.most_rounds:
+            told = "not confirmed to be worse" if self.num_compared else "nothing to compare its accept length with"
+            return tell(Outcome.PROMOTED, told)
+        return tell(Outcome.WATCHING, "")
 
-    def _patience(self) -> float:
-        """What has been seen, in units of `max_verifications`."""
-        accept = self.comparison
-        # Rounds, too: an engine that is told not to draft has no verifications at all.
-        longest = max(accept.seen, self.evidence.num_rounds)
-        return max(accept.effective, longest / _MOST_INFLATION) / self._rules.max_verifications
+    def _slower_evidence(self) -> float:
+        """The logarithm of how much likelier a slow version makes these pairs."""
+        allowed = math.log1p(self._rules.slower_margin) + math.log(self._gain)
+        num_slow = sum(slowdown > allowed for slowdown in self._slowdowns)
+        num_other = len(self._slowdowns) - num_slow
+        return num_slow * math.log(2 * _SLOW_SHARE) + num_other * math.log(2 * (1 - _SLOW_SHARE))
 
-    def _is_time_known(self, timing: Change | None) -> bool:
-        """Control rounds are rare: where the incumbent has them, the version on trial waits for its own."""
-        if timing is not None:
-            return timing.estimate < self._rules.slower_margin
-        return has_controls(self.evidence.blocks) or not has_controls(self._baseline.blocks)
+    @property
+    def _gain(self) -> float:
+        """Its accept length over the incumbent's on equal requests; 1 where it is smaller."""
+        if not self.num_compared:
+            return 1.0
+        length = self.num_compared + self._compared_accepted
+        return max(length / (self.num_compared + self._expected_accepted), 1.0)
 
-    def _numbers(self, timing: Change | None, now_s: float) -> dict[str, Number]:
-        accept = self.comparison
+    def _numbers(self, worse: float, now_s: float) -> dict[str, Number]:
         numbers: dict[str, Number] = {
-            "verifications": accept.seen,
-            "compared": accept.known,
-            "rounds": self.evidence.num_rounds,
+            "verifications": self.num_seen,
+            "compared": self.num_compared,
+            "rounds": self.record.num_rounds,
             "seconds": round(now_s - self._started_s, 2),
-            "baseline_verifications": len(self._baseline.verifications),
+            "baseline_verifications": self._num_baseline,
         }
-        if accept.seen:
-            numbers["accept_length"] = round(1 + accept.accepted / accept.seen, 4)
-        if accept.known:
-            numbers["incumbent_accept_length"] = round(accept.incumbent_length, 4)
-            numbers |= _bounds("accept_change", accept.change(self._rules.alpha / 2))
-        if timing is not None:
-            numbers |= _bounds("time_change", timing)
+        if self.num_seen:
+            numbers["accept_length"] = round(1 + self._accepted / self.num_seen, 4)
+        if self.num_compared:
+            length = 1 + self._compared_accepted / self.num_compared
+            incumbent_length = 1 + self._expected_accepted / self.num_compared
+            numbers["incumbent_accept_length"] = round(incumbent_length, 4)
+            numbers["accept_change"] = round(length / incumbent_length - 1, 4)
+            numbers["worse_evidence"] = round(worse, 2)
+        if self._slowdowns:
+            numbers["time_change"] = round(math.exp(statistics.median(self._slowdowns)) / self._gain - 1, 4)
         return numbers
 
 
-def _bounds(name: str, change: Change) -> dict[str, Number]:
-    return {
-        name: round(change.estimate, 4),
-        f"{name}_lower": round(change.lower, 4),
-        f"{name}_upper": round(change.upper, 4),
-    }
+def _worse_evidence(requests: Iterable[Iterable[float]]) -> float:
+    """The logarithm of the mean of exp Λ_c, from (X, E) of each request."""
+    rows = list(requests)
+    ratios = [
+        sum(
+            accepted * math.log(c) + (accepted + _SHAPE) * math.log((_SHAPE + expected) / (_SHAPE + c * expected))
+            for accepted, expected in rows
+        )
+        for c in _WORSE
+    ]
+    most = max(ratios)
+    return most + math.log(sum(math.exp(ratio - most) for ratio in ratios) / len(ratios))

@@ -39,7 +39,6 @@ class Trials:
             self._withdraw("the target has moved")
         version = watch.watched
         if version is None:
-            self._look_back(watch)
             return
         if version == pinned:
             self._withdraw("pinned by the operator")
@@ -103,14 +102,6 @@ class Trials:
         self._log.end_trial(version, "rolled_back", verdict.reason)
         self._canary.give_up()
         self._record.barred(version, good, verdict.reason, {**verdict.numbers, "back_to": good})
-
-    def _look_back(self, watch: LiveWatch) -> None:
-        """Where the incumbent does as badly as the version that was rolled back, the traffic changed."""
-        change = watch.rollback_doubt()
-        if change is not None:
-            log.warning("the accept length has changed by %.1f%% with the incumbent, too", 100 * change)
-            in_service = self._installer.in_service
-            self._record.event("rollback_unconfirmed", version=in_service, accept_change=round(change, 4))
 
     def _fallback(self, bad: int) -> int | None:
         """The version before, else the last good one."""

@@ -88,9 +88,6 @@ class VersionRecord:
         if self._lifecycle is not None:
             self._bar(self._lifecycle, version, reason, numbers)
 
-    def event(self, kind: str, **fields: Number) -> None:
-        self._note(lambda states: states.events.append(kind, actor=self._actor, **fields))
-
     def flush(self) -> None:
         """Write what is owed, in its order; what fails stays owed."""
         owed, self._owed = self._owed, deque(maxlen=_MOST_OWED)

@@ -93,7 +93,7 @@ class Member:
     def __init__(self, scene: Scene, name: str) -> None:
         self.name, self._scene, self._rng = name, scene, random.Random(name)
         self.engine = RankedEngine(draft_version=scene.states.last_good() or 1)
-        self.watch = LiveWatch(self.engine.draft_version, WatchRules(max_verifications=1000))
+        self.watch = LiveWatch(self.engine.draft_version, WatchRules(enough_rounds=1000))
         self.line = Line(scene.client, MODEL)
         self.follower = DraftFollower(
             self.engine,
@@ -246,7 +246,7 @@ def test_one_engine_alone_is_the_canary(scene: Scene) -> None:
     a.serve(1000)
     scene.follow()
     last = scene.states.history(2)[-1]
-    assert (last.state, last.reason) == (State.PROMOTED, "accepts more than the incumbent")
+    assert (last.state, last.reason) == (State.PROMOTED, "not found worse than the incumbent")
 
 
 def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:

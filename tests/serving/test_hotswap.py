@@ -183,13 +183,13 @@ class Scene:
                 self.states.move(version, state, actor="test")
         for state in (State.LIVE, State.PROMOTED):
             self.states.move(1, state, actor="test")
-        self._rng = random.Random(0)
+        self._rng, self.now_s = random.Random(0), 0.0
         self.start()
 
     def start(self) -> None:
         """The engine's process, perhaps another one: it begins with the last good version."""
         self.engine.draft_version = self.states.last_good() or 1
-        self.watch = LiveWatch(self.engine.draft_version, WatchRules(max_verifications=1000))
+        self.watch = LiveWatch(self.engine.draft_version, WatchRules(enough_rounds=1000), clock=lambda: self.now_s)
         self.follower = DraftFollower(
             self.engine,
             self.pointer,
@@ -239,7 +239,7 @@ def test_a_good_version_is_promoted(scene: Scene) -> None:
     scene.serve(2.4, 1000)
     scene.follower.follow()
     last = scene.states.history(2)[-1]
-    assert (last.state, last.actor, last.reason) == (State.PROMOTED, "engine:e", "accepts more than the incumbent")
+    assert (last.state, last.actor, last.reason) == (State.PROMOTED, "engine:e", "not found worse than the incumbent")
     assert float(last.numbers["accept_change"] or 0) == pytest.approx(0.2, abs=0.08)
     assert scene.follower.log.verdicts == {"promoted": 1, "rolled_back": 0, "withdrawn": 0}
     assert scene.states.last_good() == 2
@@ -252,7 +252,7 @@ def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:
     assert states == [*WAY, State.LIVE, State.ROLLED_BACK, State.QUARANTINED]
     numbers = scene.states.history(2)[-1].numbers
     assert numbers["back_to"] == 1
-    assert float(numbers["accept_change_upper"] or 0) < 0
+    assert float(numbers["accept_change"] or 0) < -0.3
     assert scene.pointer.version == 1
     assert len(scene.states.rollbacks_in_a_row()) == 1
     assert scene.follower.log.last_verdict == "version 2 rolled_back: accepts less than the incumbent"
@@ -279,15 +279,13 @@ def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
 
 
 def test_an_incumbent_that_a_moving_target_keeps_unknown_is_not_waited_for_for_ever(scene: Scene) -> None:
-    now_s = [0.0]
-    scene.watch._clock = lambda: now_s[0]
     scene.serve(count=100)
     scene.pointer.version = 2
     for step in range(3):
         scene.follower.follow()
         scene.serve(count=100, target_version=step + 1)
     assert scene.engine.draft_version == 1
-    now_s[0] = scene.watch.rules.patience_s
+    scene.now_s = scene.watch.rules.patience_s
     scene.follower.follow()
     assert (scene.engine.draft_version, scene.watch.watched) == (2, 2)
 
@@ -431,14 +429,6 @@ def test_after_a_crash_it_goes_on_from_what_was_written(scene: Scene, written: t
     else:
         assert scene.states.state(2) is State.LIVE
         assert scene.watch.watched == 2
-
-
-def test_a_rollback_for_which_the_traffic_was_to_blame_is_doubted(scene: Scene) -> None:
-    scene.roll_back()
-    scene.serve(1.0, 400)
-    scene.follower.follow()
-    doubts = [event for event in scene.states.events.tail(20) if event.kind == "rollback_unconfirmed"]
-    assert [event.actor for event in doubts] == ["engine:e"]
 
 
 @pytest.mark.parametrize("states", [(), WAY[:2]])

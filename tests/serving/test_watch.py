@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 from collections.abc import Iterator
 
 import pytest
 
 from serving.evidence import Proposed, Stratum, Verification, WatchedRound, stratum_of
-from serving.judgement import Outcome, Verdict, WatchRules
-from serving.sequential import intraclass_correlation, mixture_bound
+from serving.judgement import Outcome, Verdict
 from serving.watch import LiveWatch
 from speculator.sampling import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, serve, try_out
 
+REAL_SPREAD = 0.15
+"""Of requests' acceptance; an accept length of 1.7 then spreads by 20%, as that of real answers does."""
+
 
 def _trial(
-    seed: int, change: float, *, baseline: int = 2000, length: float = 1.7, spread: float = 0.02, luck: float = 0.0
+    seed: int, change: float, *, length: float = 1.7, spread: float = REAL_SPREAD, luck: float = 0.0, batch: int = 1
 ) -> Verdict:
     """An incumbent of this accept length on two strata, then a version that differs by `change`; the incumbent's record
     flatters it by `luck`.
@@ -26,36 +27,32 @@ def _trial(
     rng = random.Random(seed)
     watch = LiveWatch(1)
     record = {CHAT: length * (1 + luck), CODE: 1.3 * length * (1 + luck)}
-    serve(watch, rounds(rng, 1, record, spread=spread), baseline)
+    serve(watch, rounds(rng, 1, record, spread=spread, batch=batch), 1000)
     after = {CHAT: length * (1 + change), CODE: 1.3 * length * (1 + change)}
-    return try_out(watch, 2, rounds(rng, 2, after, spread=spread), look_every=100)
+    return try_out(watch, 2, rounds(rng, 2, after, spread=spread, batch=batch), look_every=20)
 
 
-def test_an_equal_version_is_hardly_ever_rolled_back() -> None:
-    verdicts = [_trial(seed, 0.0) for seed in range(200)]
-    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) <= 2
-    assert sum(verdict.is_better for verdict in verdicts) <= 50
+@pytest.mark.parametrize(("batch", "luck"), [(1, 0.0), (4, 0.0), (1, 0.05)])
+def test_an_equal_version_is_kept(batch: int, luck: float) -> None:
+    """Also where requests differ much, and where the incumbent's record flatters it."""
+    verdicts = [_trial(seed, 0.0, batch=batch, luck=luck) for seed in range(100)]
+    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) == 0
 
 
-def test_a_better_version_is_never_rolled_back_and_mostly_found_out() -> None:
+def test_a_better_version_is_kept() -> None:
     verdicts = [_trial(seed, 0.1) for seed in range(40)]
     assert all(verdict.outcome is Outcome.PROMOTED for verdict in verdicts)
-    assert sum(verdict.is_better for verdict in verdicts) >= 25
 
 
-def test_an_incumbent_that_was_lucky_hardly_costs_an_equal_version_its_place() -> None:
-    """Its record ended when it looked better than its own predecessor. Without the margin it costs one in nine."""
-    verdicts = [_trial(seed, 0.0, baseline=1500, luck=0.03) for seed in range(60)]
-    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) <= 2
-
-
-def test_a_version_that_is_ten_per_cent_worse_is_caught_within_four_thousand_verifications() -> None:
-    verdicts = [_trial(seed, -0.1, baseline=4000) for seed in range(100)]
-    caught = [verdict for verdict in verdicts if verdict.outcome is Outcome.ROLLED_BACK]
-    in_time = [verdict for verdict in caught if float(verdict.numbers["verifications"] or 0) <= 4000]
-    assert len(in_time) >= 95
-    assert statistics.median(float(verdict.numbers["verifications"] or 0) for verdict in caught) <= 1500
-    assert all(verdict.reason == "accepts less than the incumbent" for verdict in caught)
+@pytest.mark.parametrize(("length", "change", "batch"), [(1.7, -0.3, 4), (1.7, -0.35, 1), (3.0, -0.45, 1)])
+def test_a_version_that_accepts_a_third_of_the_incumbents_proposals_is_taken_back(
+    length: float, change: float, batch: int
+) -> None:
+    verdicts = [_trial(seed, change, length=length, batch=batch) for seed in range(30)]
+    assert all(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts)
+    assert all(verdict.reason == "accepts less than the incumbent" for verdict in verdicts)
+    taken = sorted(float(verdict.numbers["rounds"] or 0) for verdict in verdicts)
+    assert taken[15] <= 500
 
 
 def _looks(rng: random.Random, version: int, rate: float) -> Iterator[WatchedRound]:
@@ -88,12 +85,6 @@ def test_a_useless_version_is_caught_within_fifty_rounds_or_five_seconds(batch: 
         serve(watch, rounds(rng, 1, {CHAT: 1.8}, batch=batch, spread=0.02), 2000)
         verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, batch=batch), look_every=10, most_rounds=most_rounds)
         assert verdict.outcome is Outcome.ROLLED_BACK
-
-
-def test_requests_that_differ_much_do_not_roll_a_good_version_back() -> None:
-    """Fifty verifications of one hard request are not fifty pieces of evidence."""
-    verdicts = [_trial(seed, 0.0, spread=0.15) for seed in range(30)]
-    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) <= 1
 
 
 def test_another_mix_of_requests_is_no_other_draft() -> None:
@@ -197,7 +188,7 @@ def test_traffic_that_repeats_more_or_less_of_earlier_text_is_no_fault_of_a_bett
     """The share of remembered text changes as the version comes; the version is 35% better on the same text."""
     for incumbent, version in ((1.0, 1.35), (1.5, 2.025)):
         for seed in range(3):
-            rng, watch = random.Random(seed), LiveWatch(1, WatchRules(max_verifications=500))
+            rng, watch = random.Random(seed), LiveWatch(1)
             serve(watch, mixed(rng, 1, incumbent, **before), 3000)  # type: ignore[arg-type]
             verdict = try_out(watch, 2, mixed(rng, 2, version, **now), look_every=100)  # type: ignore[arg-type]
             assert verdict.outcome is Outcome.PROMOTED, verdict
@@ -226,23 +217,6 @@ def test_deeper_chains_pay_for_themselves() -> None:
         watch.observe(round_._replace(committed=committed, verifications=cut, proposed=proposed))
     verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 3.0}, control_share=0.05, round_s=0.048))
     assert verdict.outcome is Outcome.PROMOTED
-
-
-def test_a_chain_of_slightly_worse_versions_cannot_creep() -> None:
-    """Each is 3% worse than the one before, which alone would mostly pass; together they are found out."""
-    reached = []
-    for seed in range(12):
-        rng, watch, length, version = random.Random(seed), LiveWatch(1), 2.0, 1
-        serve(watch, rounds(rng, 1, {CHAT: length}), 4000)
-        while version < 12:
-            version += 1
-            verdict = try_out(watch, version, rounds(rng, version, {CHAT: length * 0.97}))
-            if verdict.outcome is Outcome.ROLLED_BACK:
-                break
-            length *= 0.97
-        reached.append(length)
-    assert min(reached) > 2.0 * 0.8
-    assert sum(reached) / len(reached) > 2.0 * 0.87
 
 
 def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
@@ -282,67 +256,46 @@ def test_unknown_strata_are_counted_and_compared_with_nothing() -> None:
     assert (verdict.outcome, verdict.reason) == (Outcome.PROMOTED, "nothing to compare its accept length with")
     assert verdict.numbers["compared"] == 0
     # From now on they are known.
-    assert try_out(watch, 3, rounds(rng, 3, {CODE: 1.5})).is_better
+    assert try_out(watch, 3, rounds(rng, 3, {CODE: 1.5})).numbers["compared"]
 
 
 def test_it_is_ready_when_the_incumbent_is_known() -> None:
-    now = [0.0]
-    rng, watch = random.Random(0), LiveWatch(1, clock=lambda: now[0])
-    source = rounds(rng, 1, {CHAT: 2.0})
-    serve(watch, source, 400)
-    watch.expect()
-    assert not watch.is_ready()
-    now[0] = 20.0
-    watch.expect()
-    now[0] = 31.0
-    assert watch.is_ready(), "one that took another's place has waited as long"
-    watch.restart(1)
-    serve(watch, source, 400)
-    watch.expect()
-    assert not watch.is_ready()
-    serve(watch, source, 1600)
-    assert watch.is_ready()
-
-
-def test_a_version_that_looks_no_worse_makes_room_for_a_newer_one() -> None:
-    """A version that is 10% worse hardly ever does, nor does one that nobody waits for."""
-
-    def outcome(seed: int, length: float, *, is_waited_for: bool) -> str:
-        rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 1.7}), 2000)
-        watch.begin(2)
-        if is_waited_for:
-            watch.expect()
-        serve(watch, rounds(rng, 2, {CHAT: length}), 600)
-        return watch.judge().reason
-
-    room = "looks no worse, and a newer version waits"
-    assert sum(outcome(seed, 1.7, is_waited_for=True) == room for seed in range(20)) >= 10
-    assert sum(outcome(seed, 1.53, is_waited_for=True) == room for seed in range(20)) <= 1
-    assert all(outcome(seed, 1.7, is_waited_for=False) != room for seed in range(20))
-
-
-def test_a_version_that_cannot_be_compared_makes_room_for_a_newer_one() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
-    serve(watch, rounds(rng, 1, {CHAT: 1.7}), 2000)
-    watch.begin(2)
     watch.expect()
-    serve(watch, rounds(rng, 2, {CODE: 1.2}), 400)
-    assert watch.judge().outcome is Outcome.WATCHING
-    serve(watch, rounds(rng, 2, {CODE: 1.2}), 200)
-    assert watch.judge().outcome is Outcome.PROMOTED
-
-
-def test_an_idle_engine_is_not_ready_and_one_that_does_not_draft_is() -> None:
-    now = [0.0]
-    watch = LiveWatch(1, clock=lambda: now[0])
-    watch.expect()
+    assert not watch.is_ready(), "an idle engine has no need of another version"
+    source = rounds(rng, 1, {CHAT: 2.0})
+    serve(watch, source, 499)
     assert not watch.is_ready()
-    now[0] = 1e6
-    assert not watch.is_ready()
-    for _ in range(500):
-        watch.observe(WatchedRound(1, 1, True, 0.03, 1, ()))
+    serve(watch, source, 1)
     assert watch.is_ready()
+    watch.restart(1)
+    assert not watch.is_ready()
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(1.7, True), (1.0, False)])
+def test_a_version_that_looks_no_worse_makes_room_for_a_newer_one(length: float, is_kept: bool) -> None:
+    for seed in range(10):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        serve(watch, rounds(rng, 1, {CHAT: 1.7}), 1000)
+        watch.begin(2)
+        serve(watch, rounds(rng, 2, {CHAT: length}), 600)
+        if is_kept:
+            assert watch.judge().outcome is Outcome.WATCHING, "nobody waits for it"
+        watch.expect()
+        verdict = watch.judge()
+        assert (verdict.reason == "looks no worse, and a newer version waits") == is_kept
+
+
+def test_a_version_that_is_never_asked_is_neither_taken_back_nor_found_as_good() -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    serve(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 1000)
+    watch.begin(2)
+    for _ in range(15):
+        for turn in range(1000):
+            watch.observe(WatchedRound(2, 1, turn % 20 > 0, 0.06, 1, ()))
+        assert watch.judge().outcome is Outcome.WATCHING
+    watch.expect()
+    assert watch.judge().outcome is Outcome.PROMOTED, "there is no use for more of its time"
 
 
 def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]:
@@ -362,17 +315,6 @@ def test_versions_that_are_hardly_used_do_not_hold_up_the_next() -> None:
     serve(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 400)
     assert watch.judge().outcome is Outcome.WATCHING
     serve(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 200)
-    assert watch.judge().outcome is Outcome.PROMOTED
-
-
-def test_a_version_that_fell_asleep_after_much_use_makes_room_as_soon() -> None:
-    rng, watch = random.Random(0), LiveWatch(1)
-    serve(watch, rounds(rng, 1, {CHAT: 1.7}), 2000)
-    watch.begin(2)
-    watch.expect()
-    serve(watch, rounds(rng, 2, {CHAT: 1.6}), 1200)
-    assert watch.judge().outcome is Outcome.WATCHING
-    serve(watch, rarely(rounds(rng, 2, {CHAT: 1.6}), 20), 500)
     assert watch.judge().outcome is Outcome.PROMOTED
 
 
@@ -397,29 +339,6 @@ def test_rounds_of_other_versions_say_nothing() -> None:
     assert watch.baseline_verifications == 0
 
 
-def test_after_a_rollback_the_incumbent_is_looked_at_again() -> None:
-    """The traffic turned hard when the version came: the incumbent does no better on it."""
-    for hard, expected in ((True, True), (False, False)):
-        rng, watch = random.Random(3), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 2.0}), 3000)
-        assert try_out(watch, 2, rounds(rng, 2, {CHAT: 1.6})).outcome is Outcome.ROLLED_BACK
-        assert watch.rollback_doubt() is None, "nothing seen yet"
-        serve(watch, rounds(rng, 1, {CHAT: 1.6 if hard else 2.0}), 400)
-        doubt = watch.rollback_doubt()
-        assert (doubt is not None) == expected
-        assert watch.rollback_doubt() is None, "said once"
-
-
-def test_domains_are_bounded() -> None:
-    watch = LiveWatch(1)
-    for index in range(5000):
-        stratum = Stratum(f"domain {index}", "greedy")
-        watch.observe(WatchedRound(1, 1, True, 0.03, 2, (Verification("r", stratum, 1, DEPTH),)))
-    assert watch.baseline_verifications == 0, "nothing is counted before somebody looks"
-    watch.is_ready()
-    assert len({verification.stratum for verification in watch._baseline.verifications}) <= 65
-
-
 @pytest.mark.parametrize(
     ("sampling", "name"),
     [
@@ -431,33 +350,3 @@ def test_domains_are_bounded() -> None:
 )
 def test_sampling_is_part_of_the_stratum(sampling: SamplingParams, name: str) -> None:
     assert stratum_of("code", sampling) == Stratum("code", name)
-
-
-def test_the_bound_holds_at_all_times_together() -> None:
-    """Random walks of 2,000 steps with unit variance: how many ever cross?"""
-    rng, crossed = random.Random(0), 0
-    bounds = [mixture_bound(float(step), tuned_for=300, alpha=0.05) for step in range(1, 2001)]
-    for _ in range(400):
-        total = 0.0
-        for bound in bounds:
-            total += rng.choice((-1.0, 1.0))
-            if total > bound:
-                crossed += 1
-                break
-    assert 1 <= crossed <= 20
-
-
-def test_correlation_inside_requests_is_found() -> None:
-    rng = random.Random(0)
-
-    def clusters(between: float) -> list[tuple[int, float, float]]:
-        rows = []
-        for _ in range(300):
-            shift = rng.gauss(0, between)
-            values = [shift + rng.gauss(0, 1) for _ in range(rng.randint(5, 60))]
-            rows.append((len(values), sum(values), sum(value * value for value in values)))
-        return rows
-
-    assert intraclass_correlation(clusters(0.0)) < 0.01
-    assert intraclass_correlation(clusters(0.5)) == pytest.approx(0.2, abs=0.04)
-    assert intraclass_correlation([(10, 1.0, 5.0)]) == 0.02

@@ -58,7 +58,7 @@ from trainer.run import run_trainer
 from trainer.training import Training
 
 KEY = "the-key-of-the-operator"
-RULES = WatchRules(margin=0.2, promotion_alpha=0.3, min_verifications=10, min_baseline=30, baseline_error=1.0)
+RULES = WatchRules(min_baseline=30, enough_rounds=30, enough_compared=30)
 """Some answers decide. What is tried here is plain: as good, or of no use at all."""
 
 
