@@ -72,6 +72,8 @@ PLAIN_MS, ROUND_MS, SPREAD = (27.9, 31.8), (34.1, 44.2), 0.15
 verification. The spread is that of rounds of one batch size, 0.11 to 0.16."""
 LONGEST_TRIAL_S = 3600.0
 """Virtual."""
+REVIEWED_ROUNDS = 3000
+"""Until then a version that the watch has kept may still be rolled back by the second look."""
 LATEST_SHIFT_S = 20.0
 """After the swap; virtual, too."""
 SHIFTS = {"more remembered": (0.0, 0.8), "less remembered": (0.8, 0.0)}
@@ -215,10 +217,10 @@ class Trials:
         raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
 
     def _is_reviewed(self, version: int) -> bool:
-        """Whether the second look at this version has ended; there is none with `--alone`."""
+        """Whether the second look at this version has ended, or had its time; there is none with `--alone`."""
         events = self.scene.store.lifecycle.events.tail(20)
         told = (event.fields.get("version") for event in events if event.kind == "review")
-        return self.is_alone or version in told
+        return self.is_alone or version in told or self.engine.rounds_of[version] >= REVIEWED_ROUNDS
 
 
 def main() -> None:

@@ -11,10 +11,13 @@ times as many as the incumbent is then exp Λ_c times as likely as that it accep
     Λ_c = Σ_requests  X ln c + (X + k) ln((k + E) / (k + c E))
 
 It is rolled back when the mean of exp Λ_c over `_WORSE` reaches 1 / α. This is the sequential probability ratio test
-(Wald, Annals of Mathematical Statistics 16(2), 1945) of a mixture of alternatives (Robbins, ibid. 41(5), 1970): however
-often one looks, a version as good as the incumbent is rolled back with a probability of at most α. Λ rises where a
-version accepts less than about 70% of the incumbent's proposals and falls where it accepts more. E is divided by
-1 + 2 / √(k m) where m requests say what the incumbent accepts: two standard errors in the version's favour.
+(Wald, Annals of Mathematical Statistics 16(2), 1945) of a mixture of alternatives (Robbins, ibid. 41(5), 1970): by this
+model a version as good as the incumbent is rolled back with a probability of at most α, however often one looks. Λ
+rises where a version accepts less than about 70% of the incumbent's proposals, and falls where it accepts more.
+
+What is not known for sure counts in the version's favour. How much requests differ, 1 / k, is what the incumbent's did
+(method of moments, with a prior of k = 4 that weighs as much as 16 requests). E is divided by 1 + 2 / √(k m) where m
+requests say what the incumbent accepts: two standard errors.
 
 **Time.** Each control round is paired with the last round before it in which the draft took part. Against the
 incumbent's rounds of the same kind (`WatchedRound.kind`) the one took d times as long and the other m times, which is
@@ -31,7 +34,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from serving.evidence import Stratum, Verification, WatchedRound
@@ -39,8 +42,8 @@ from speculator.lifecycle import Number
 
 _WORSE = (0.1, 0.5)
 """c: the shares of the incumbent's accepted proposals that are tested for."""
-_SHAPE = 4.0
-"""k: requests' accept rates have a coefficient of variation of 1 / √k, as real answers do (docs/versions.md)."""
+_USUAL_VARIANCE, _USUAL_WEIGHT = 0.25, 16
+"""1 / k of requests that nothing is known of, and as how many requests that counts."""
 _SLOW_SHARE = 0.9
 """Share of pairs that speak against a slow version."""
 _DOUBT = math.log(20)
@@ -130,17 +133,38 @@ class _Expected:
             for stratum, rows in counts.items()
         }
         """By stratum, for each position: how often at least so many proposals are accepted of chains that deep."""
-        self._doubt = {stratum: 1 + 2 / math.sqrt(_SHAPE * len(ids)) for stratum, ids in requests.items()}
+        self.shape = self._shape(record, {stratum: len(ids) for stratum, ids in requests.items()})
+        """k, see above."""
+        self._doubt = {stratum: 1 + 2 / math.sqrt(self.shape * len(ids)) for stratum, ids in requests.items()}
         times: dict[Hashable, list[float]] = {}
         for kind, log_s in record.times:
             times.setdefault(kind, []).append(log_s)
         self._times = {kind: sum(each) / len(each) for kind, each in times.items() if len(each) >= _FEWEST_TIMED}
 
-    def accepted(self, one: Verification) -> tuple[int, float, float] | None:
-        """(accepted, expected, the least that is expected), as far down as the incumbent is known; None where not."""
+    def _shape(self, record: Record, num_requests: Mapping[Stratum, int]) -> float:
+        """From the variance of X, which is E + E² / k, over the incumbent's own requests."""
+        sums: dict[tuple[str, Stratum], list[float]] = {}
+        for one in record.verifications:
+            if num_requests[one.stratum] > 1 and (found := self.accepted(one)) is not None:
+                row = sums.setdefault((one.request_id, one.stratum), [0.0, 0.0])
+                row[0] += found[0]
+                row[1] += found[1]
+        # A request is part of the mean that it is compared with.
+        own = {stratum: num / (num - 1) for stratum, num in num_requests.items() if num > 1}
+        squares = sum(own[stratum] * (x - e) ** 2 - e for (_, stratum), (x, e) in sums.items())
+        expected = sum(e * e for _, e in sums.values())
+        variance = max(squares / expected, 0.0) if expected else 0.0
+        weight = len({request_id for request_id, _ in sums}) if expected else 0
+        return (weight + _USUAL_WEIGHT) / (weight * variance + _USUAL_WEIGHT * _USUAL_VARIANCE)
+
+    def accepted(self, one: Verification) -> tuple[int, float] | None:
+        """(accepted, expected), as far down as the incumbent is known; None where it is not."""
         rates = self._rates.get(one.stratum, [])[: one.depth]
-        mean = sum(rates)
-        return (min(one.accepted, len(rates)), mean, mean / self._doubt[one.stratum]) if rates else None
+        return (min(one.accepted, len(rates)), sum(rates)) if rates else None
+
+    def doubt(self, stratum: Stratum) -> float:
+        """By how much what is expected may be too large."""
+        return self._doubt[stratum]
 
     def log_slowdown(self, round_: WatchedRound) -> float | None:
         """None where the incumbent had too few rounds of this kind."""
@@ -185,18 +209,18 @@ class Trial:
         found = self._expected.accepted(one)
         if found is None:
             return
-        accepted, expected, least = found
+        accepted, expected = found
         self.num_compared += 1
         self._compared_accepted += accepted
         self._expected_accepted += expected
         sums = self._requests.setdefault(one.request_id, [0.0, 0.0])
         sums[0] += accepted
-        sums[1] += least
+        sums[1] += expected / self._expected.doubt(one.stratum)
 
     def judge(self, now_s: float, *, is_successor_waiting: bool) -> Verdict:
         """What the evidence so far says; it may be asked as often as one likes."""
         rules, num = self._rules, self.record.num_rounds
-        worse, slower = _worse_evidence(self._requests.values()), self._slower_evidence()
+        worse, slower = self._worse_evidence(), self._slower_evidence()
 
         def tell(outcome: Outcome, reason: str) -> Verdict:
             return Verdict(outcome=outcome, reason=reason, numbers=self._numbers(worse, now_s))
@@ -214,6 +238,16 @@ class Trial:
             told = "not confirmed to be worse" if self.num_compared else "nothing to compare its accept length with"
             return tell(Outcome.PROMOTED, told)
         return tell(Outcome.WATCHING, "")
+
+    def _worse_evidence(self) -> float:
+        """The logarithm of the mean of exp Λ_c."""
+        k = self._expected.shape
+        ratios = [
+            sum(x * math.log(c) + (x + k) * math.log((k + e) / (k + c * e)) for x, e in self._requests.values())
+            for c in _WORSE
+        ]
+        most = max(ratios)
+        return most + math.log(statistics.fmean(math.exp(ratio - most) for ratio in ratios))
 
     def _slower_evidence(self) -> float:
         """The logarithm of how much likelier a slow version makes these pairs."""
@@ -249,17 +283,3 @@ class Trial:
         if self._slowdowns:
             numbers["time_change"] = round(math.exp(statistics.median(self._slowdowns)) / self._gain - 1, 4)
         return numbers
-
-
-def _worse_evidence(requests: Iterable[Iterable[float]]) -> float:
-    """The logarithm of the mean of exp Λ_c, from (X, E) of each request."""
-    rows = list(requests)
-    ratios = [
-        sum(
-            accepted * math.log(c) + (accepted + _SHAPE) * math.log((_SHAPE + expected) / (_SHAPE + c * expected))
-            for accepted, expected in rows
-        )
-        for c in _WORSE
-    ]
-    most = max(ratios)
-    return most + math.log(sum(math.exp(ratio - most) for ratio in ratios) / len(ratios))
