@@ -36,6 +36,7 @@ import statistics
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from serving.evidence import Stratum, Verification, WatchedRound
 from speculator.lifecycle import Number
@@ -54,6 +55,7 @@ _FEWEST_TIMED = 10
 """The same for rounds of a kind."""
 _KEPT_VERIFICATIONS = 10_000
 _KEPT_ROUNDS = 4096
+_RECENT_VERIFICATIONS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +112,12 @@ class Record:
         self.num_rounds += newer.num_rounds
 
     def accept_length(self) -> float | None:
-        """Tokens a verification, bonus included; None before the first."""
-        num = len(self.verifications)
-        return 1 + sum(one.accepted for one in self.verifications) / num if num else None
+        """Tokens a verification, bonus included, over the last 1,000; None before the first."""
+        recent = [one.accepted for one in islice(reversed(self.verifications), _RECENT_VERIFICATIONS)]
+        return 1 + statistics.fmean(recent) if recent else None
 
 
-class _Expected:
+class _Incumbent:
     """What the incumbent's record says of verifications and rounds; frozen."""
 
     def __init__(self, record: Record) -> None:
@@ -180,7 +182,7 @@ class Trial:
         self.num_seen = self.num_compared = 0
         """Verifications, and those that have a like among the incumbent's."""
         self._rules, self._started_s = rules, started_s
-        self._expected, self._num_baseline = _Expected(baseline), len(baseline.verifications)
+        self._incumbent, self._num_baseline = _Incumbent(baseline), len(baseline.verifications)
         self._requests: dict[str, list[float]] = {}
         """(X, E) by request id."""
         self._accepted = self._compared_accepted = 0
@@ -194,7 +196,7 @@ class Trial:
         self.record.add(round_)
         for one in round_.verifications:
             self._compare(one)
-        slowdown = self._expected.log_slowdown(round_)
+        slowdown = self._incumbent.log_slowdown(round_)
         if slowdown is None:
             return
         if round_.drafted:
@@ -206,7 +208,7 @@ class Trial:
     def _compare(self, one: Verification) -> None:
         self.num_seen += 1
         self._accepted += one.accepted
-        found = self._expected.accepted(one)
+        found = self._incumbent.accepted(one)
         if found is None:
             return
         accepted, expected = found
@@ -215,7 +217,7 @@ class Trial:
         self._expected_accepted += expected
         sums = self._requests.setdefault(one.request_id, [0.0, 0.0])
         sums[0] += accepted
-        sums[1] += expected / self._expected.doubt(one.stratum)
+        sums[1] += expected / self._incumbent.doubt(one.stratum)
 
     def judge(self, now_s: float, *, is_successor_waiting: bool) -> Verdict:
         """What the evidence so far says; it may be asked as often as one likes."""
@@ -241,7 +243,7 @@ class Trial:
 
     def _worse_evidence(self) -> float:
         """The logarithm of the mean of exp Λ_c."""
-        k = self._expected.shape
+        k = self._incumbent.shape
         ratios = [
             sum(x * math.log(c) + (x + k) * math.log((k + e) / (k + c * e)) for x, e in self._requests.values())
             for c in _WORSE

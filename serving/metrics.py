@@ -391,7 +391,7 @@ def verdict_metrics(
     yield roles
     yield GaugeMetricFamily(
         "slipstream_draft_accept_length",
-        "Tokens a verification of the draft version in service on this engine, over the last 15,000 at most",
+        "Tokens a verification of the draft version in service on this engine, over the last 1,000 at most",
         value=accept_length,
     )
 

@@ -66,7 +66,7 @@ class LiveWatch:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens a verification of the version on trial, else of what was in service lately; None before the first."""
+        """Tokens a verification of the version in service, over the last 1,000; None before the first."""
         return (self._baseline if self._trial is None else self._trial.record).accept_length()
 
     def restart(self, version: int) -> None:
