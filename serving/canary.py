@@ -166,7 +166,8 @@ class Canary:
         if self._held is not None:
             if self._is_leaving:
                 self._yields_until_s = self._clock() + YIELD_S
-            self._held, self._to_release = None, (self._held, False)
+            self._to_release = self._held, False
+            self._held = None
 
     def stop_waiting(self) -> None:
         """No version is desired that is not in service."""
@@ -187,7 +188,7 @@ class Canary:
         patience_s = PATIENCE_S * 2 ** min(self._num_yields[version], _MOST_DOUBLINGS)
         periods = (now_s - self._held_since_s) / patience_s
         num_compared = 0 if self._watch is None else self._watch.trial_compared
-        return periods >= 1 and num_compared < ENOUGH * periods
+        return bool(periods >= 1 and num_compared < ENOUGH * periods)
 
     def _bar(self, holder: CanaryHolder, num_crashed: int) -> None:
         """The count is forgotten once the store has it, so a version that an operator releases is tried again."""

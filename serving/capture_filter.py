@@ -10,6 +10,7 @@ to its bound. A trace of which the function says False is dropped, and so is one
 from __future__ import annotations
 
 import logging
+import os
 import pkgutil
 import re
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from speculator.trace import Trace
 REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
 
+_FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 log = logging.getLogger(__name__)
@@ -35,12 +37,19 @@ class CaptureFilter:
         self._keep, self._decode = keep, decode
 
     @classmethod
-    def load(cls, name: str, model_dir: Path) -> CaptureFilter:
-        """The filter that `name`, MODULE:FUNCTION, imports, with the tokenizer of the target's folder.
+    def load(cls, name: str | None, model_dir: Path) -> CaptureFilter | None:
+        """The filter that `name`, MODULE:FUNCTION, imports, with the target's tokenizer; None without a name.
 
         Raises ConfigError, in one line, for a name that is malformed or cannot be imported, for something that cannot
-        be called, and for a folder without a readable tokenizer.json.
+        be called, for a folder without a readable tokenizer.json, and where the environment still asks for the filter
+        of earlier versions: without it traces would leave that were not to leave.
         """
+        if os.environ.get(_FORMER_FILTER, "0").strip().lower() not in ("", "0", "false", "no", "off"):
+            raise ConfigError(
+                f"{_FORMER_FILTER} has no effect any more: name a function in SLIPSTREAM_CAPTURE_FILTER, and unset it"
+            )
+        if not name:
+            return None
         if not _NAME.fullmatch(name):
             raise ConfigError(f"SLIPSTREAM_CAPTURE_FILTER is {name!r}: write MODULE:FUNCTION")
         try:

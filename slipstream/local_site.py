@@ -103,8 +103,8 @@ def open_recorder(site: Site) -> TraceRecorder | None:
     if not options.engine.capture:
         return None
     stream = TraceStream(site.connect(), site.key, max_bytes=options.stream_max_bytes, ttl_s=options.trace_ttl_s)
-    name, is_sampled = options.capture_filter, options.capture_floor < 1
-    keep = CaptureFilter.load(name, options.engine.model_dir) if name else None
+    is_sampled = options.capture_floor < 1
+    keep = CaptureFilter.load(options.capture_filter, options.engine.model_dir)
     recorder = TraceRecorder(
         lambda: stream,
         max_buffer_bytes=_RECORDER_BUFFER_BYTES,

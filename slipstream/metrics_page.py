@@ -96,7 +96,7 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
         for family in collector.collect():
             if family.name.startswith(_PREFIX):
                 # The client knows the labels also where there is no sample yet, and does not tell.
-                labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+                labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", None) or ()
                 yield Described(
                     name=f"{family.name}_total" if family.type == "counter" else family.name,
                     kind=family.type,

@@ -31,7 +31,6 @@ import trainer.run
 import trainer.saving
 from slipstream.cli import main
 from speculator.stream import StreamEntry, TraceStream
-from tests.planners import FixedPlanner
 from trainer.checkpoint import Progress
 from trainer.provenance import Stored
 from trainer.source import TraceSource

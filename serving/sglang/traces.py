@@ -52,7 +52,7 @@ class TracePipeline:
         sampler = None
         if settings.capture_floor < 1:
             sampler = CaptureSampler(open_stream, floor=settings.capture_floor, at_start=True)
-        keep = CaptureFilter.load(settings.capture_filter, model_dir) if settings.capture_filter else None
+        keep = CaptureFilter.load(settings.capture_filter, model_dir)
         self._recorder = TraceRecorder(
             open_stream,
             max_buffer_bytes=settings.buffer_bytes,

@@ -23,8 +23,6 @@ def device_of(worker: Any) -> torch.device:
     return device
 
 
-
-
 def tensor_parallel_group() -> Any:
     from sglang.srt.distributed.parallel_state import get_tp_group
 

@@ -69,6 +69,7 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream, keep = Stream(), CaptureFilter.load("an_operators_filter:keep", model_dir)
+    assert keep is not None
     recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30, reason_to_drop=keep.reason_to_drop)
     with caplog.at_level(logging.ERROR):
         for text in ("plain", "a card", "fail", "undecided", "also plain"):
@@ -111,3 +112,13 @@ def test_a_name_that_cannot_be_used_is_refused_in_one_line(name: str, told: str,
 def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no readable tokenizer\.json"):
         CaptureFilter.load("an_operators_filter:keep", tmp_path)
+
+
+def test_who_still_asks_for_the_former_filter_is_told_before_anything_leaves(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_DROP_PERSONAL_DATA", "1")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_CAPTURE_FILTER"):
+        CaptureFilter.load(None, model_dir)
+    monkeypatch.setenv("SLIPSTREAM_DROP_PERSONAL_DATA", "0")
+    assert CaptureFilter.load(None, model_dir) is None

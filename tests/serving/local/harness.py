@@ -21,7 +21,7 @@ from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.model import Eagle3Draft
-from speculator.planner import Plan, RoundPlanner
+from speculator.planner import RoundPlanner
 from speculator.sampling import SamplingParams
 from speculator.trace import Trace
 from tests.planners import FixedPlanner
