@@ -152,8 +152,8 @@ class _Incumbent:
                 row[0] += found[0]
                 row[1] += found[1]
         # A request is part of the mean that it is compared with.
-        own = {stratum: num / (num - 1) for stratum, num in num_requests.items() if num > 1}
-        squares = sum(own[stratum] * (x - e) ** 2 - e for (_, stratum), (x, e) in sums.items())
+        correction = {stratum: num / (num - 1) for stratum, num in num_requests.items() if num > 1}
+        squares = sum(correction[stratum] * (x - e) ** 2 - e for (_, stratum), (x, e) in sums.items())
         expected = sum(e * e for _, e in sums.values())
         variance = max(squares / expected, 0.0) if expected else 0.0
         weight = len({request_id for request_id, _ in sums}) if expected else 0
