@@ -121,7 +121,7 @@ def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:
 
 
 def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled, stream: TraceStream) -> None:
-    """The last test of the module: one engine is left. How it comes back is in `benchmarks/sglang_pool.py`."""
+    """The last test of the module: one engine is left. How it came back is in `benchmarks/results/sglang_pool.md`."""
 
     def streamed(number: int) -> bool:
         """Whether it came to its end."""
