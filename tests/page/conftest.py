@@ -136,7 +136,7 @@ def app(tmp_path_factory: pytest.TempPathFactory, store: DraftStore, pointer: Dr
     """In front of a toy engine that drafts with a random head and from earlier text."""
     model = make_toy_model(tmp_path_factory.mktemp("models") / "toy")
     draft = random_draft(model, seed=9)
-    with toy_engine(model, draft=draft, control_share=0.25) as toy:
+    with toy_engine(model, draft=draft, control_share=0.25, dtype="float64") as toy:
         toy.registry.register(ServingCollector(toy.meter, None))
         yield create_app(
             toy.engine,

@@ -42,9 +42,9 @@ def background(page: Page) -> str:
     return colour
 
 
-def is_drawn(page: Page, chart: str) -> bool:
-    """Whether the line is there: a pixel of the page's accent colour."""
-    found: bool = page.evaluate(
+def wait_until_drawn(page: Page, chart: str) -> None:
+    """Wait until the line is there: a pixel of the page's accent colour."""
+    page.wait_for_function(
         """(chart) => {
           const canvas = document.querySelector(`${chart} canvas`);
           const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -54,9 +54,8 @@ def is_drawn(page: Page, chart: str) -> bool:
           }
           return false;
         }""",
-        chart,
+        arg=chart,
     )
-    return found
 
 
 def too_wide(page: Page) -> list[str]:
@@ -89,10 +88,10 @@ def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#version")).to_have_text("v1")
     expect(page.locator("#positions tr").first.locator("td").nth(1)).to_contain_text("% of")
     expect(page.locator("#accept-reading")).to_have_text(NUMBER)
-    assert is_drawn(page, "#accept-chart")
+    wait_until_drawn(page, "#accept-chart")
     page.reload()
     expect(page.locator("#speedup-reading")).to_contain_text("×")
-    assert is_drawn(page, "#speedup-chart")
+    wait_until_drawn(page, "#speedup-chart")
 
 
 def test_the_newest_interval_is_drawn_whole(watched: Watched, gateway: Gateway) -> None:

@@ -260,7 +260,7 @@ def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:
     b.follower.follow()
     scene.follow()
     assert scene.states.state(2) is State.PROMOTED
-    a.serve(2000)
+    a.serve(600)
     scene.follow(2)
     assert scene.drafts == [3, 2], "the other one has what was confirmed meanwhile"
 

@@ -81,9 +81,9 @@ def test_where_no_round_drafts_that_is_a_warning(warned: Warned, toy_model: Path
 def test_a_variable_for_another_engine_may_be_another_services(
     warned: Warned, toy_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLIPSTREAM_INT8_TARGET", "1")
+    monkeypatch.setenv("SLIPSTREAM_SHARE_GROUPS", "1")
     found = warned("serve", "--engine", "sglang", "--model", toy_model, "--sglang-python", "/no/python", "--port", 0)
-    assert "--engine local" in found["SLIPSTREAM_INT8_TARGET"]
+    assert "--engine local" in found["SLIPSTREAM_SHARE_GROUPS"]
 
 
 def test_an_unknown_variable_is_named_with_the_one_that_was_meant(

@@ -228,7 +228,7 @@ END = b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
 
 def test_head_is_get_without_the_body_on_every_path() -> None:
     templates = [route.path for route in APP.routes if isinstance(route, APIRoute) and "GET" in (route.methods or ())]
-    paths = [path.replace("{model:path}", "double").replace("{name}", "main.js") for path in templates]
+    paths = [path.replace("{model:path}", "double").replace("{name:path}", "main.js") for path in templates]
     assert {"/health", "/ready", "/metrics", "/v1/models", "/", "/page/main.js", "/slipstream/live"} <= set(paths)
     raw = [method + b" " + path.encode() + END + b"\r\n" for path in paths for method in (b"GET", b"HEAD")]
     answers = iter(on_a_socket(*raw))
