@@ -8,7 +8,7 @@ from typing import Any
 
 from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.folder import check_folder, write_folder
+from speculator.folder import check_can_write, write_folder
 from speculator.fresh import fresh_draft
 from speculator.lineage import ensure_lineage
 from speculator.store import DraftStore
@@ -21,7 +21,7 @@ def init_checkpoint(
 
     Raises ConfigError where `out` holds something or cannot be written, and what `fresh_draft` raises.
     """
-    check_folder(out)
+    check_can_write(out)
     check_target(model_dir)
     draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
     return write_folder(out, draft_state(draft), draft_config_json(draft.config))

@@ -14,15 +14,15 @@ from slipstream.options import AsJson, DraftVocab, Model, VocabFrom
 from slipstream.terminal import print_json, working
 from speculator.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
+draft_app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
 
 
-@app.callback()
+@draft_app.callback()
 def _group() -> None:
     """Keeps `init` a subcommand while it is the only one."""
 
 
-@app.command()
+@draft_app.command()
 def init(
     model: Model,
     context: typer.Context,

@@ -36,7 +36,7 @@ def serve(
     context_window: options.ContextWindow = 512,
     draft_vocab_size: DraftVocab = None,
     vocab_from: VocabFrom = None,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.ServeDtype = "bfloat16",
     device: options.Device = None,
     stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
     seed: options.Seed = None,

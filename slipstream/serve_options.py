@@ -39,7 +39,7 @@ HeadOffShare = Annotated[
     ),
 ]
 ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]
-Dtype = Annotated[
+ServeDtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"],
     typer.Option(help="Number type of the target; float16 is SGLang's alone, float64 the local engine's."),
 ]

@@ -18,7 +18,7 @@ from speculator.checkpoint import config_from_json, expected_shapes
 from speculator.difference import Difference, compare
 from speculator.errors import LifecycleError, StoreError, UnknownDraftError
 from speculator.events import Event
-from speculator.folder import check_folder, write_folder
+from speculator.folder import check_can_write, write_folder
 from speculator.lifecycle import BARRED, SERVABLE, State
 from speculator.lineage import admit
 from speculator.overview import Details, Overview, overview
@@ -158,7 +158,7 @@ class DraftDesk:
 
         Raises StoreError, DraftError, ConfigError where the folder holds something or cannot be written.
         """
-        check_folder(folder)
+        check_can_write(folder)
         weights = self._verified(version)
         written = write_folder(folder, weights, self._store.config(version))
         self._states.events.append("export", actor=actor, version=version)

@@ -15,7 +15,7 @@ from torch import Tensor
 from speculator.errors import ConfigError
 
 
-def check_folder(out: Path) -> None:
+def check_can_write(out: Path) -> None:
     """Raise ConfigError unless a draft can be written there: nothing, or an empty folder."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -27,7 +27,7 @@ def check_folder(out: Path) -> None:
 def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
     """Write a draft and return its folder; it is there completely or not at all. Raises ConfigError."""
     out = out.absolute()
-    check_folder(out)
+    check_can_write(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
