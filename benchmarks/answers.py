@@ -18,16 +18,16 @@ from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.models import cache_root
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
-from speculator.checkpoint import target_fingerprint
-from speculator.clock import now_ms
-from speculator.codec import encode_trace
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError, TraceError
-from speculator.fresh import fresh_draft
+from speculator.host import now_ms
 from speculator.labels import draft_ids_by_target_id
-from speculator.model import Eagle3Draft
-from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.trace.codec import encode_trace
+from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace.schema import Trace
 from trainer.batch import make_example
 
 SHORTEST = 16

@@ -32,10 +32,10 @@ import structlog
 
 from benchmarks.common.engines import engine_with, greedy
 from benchmarks.common.report import Target, finish, parser
-from speculator.checkpoint import expected_shapes
-from speculator.embedded_redis import EmbeddedRedis
+from speculator.draft.checkpoint import expected_shapes
 from speculator.errors import DraftError, StoreError
-from speculator.redis_client import connect
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
 from tests.drafts import make_draft
 from tests.hostile import api, bodies, drafts, line_files, model_folders, redis_urls, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally

@@ -34,7 +34,7 @@ from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.common.workloads import EDITS, asks_for
 from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.errors import ConfigError
-from speculator.ports import free_port
+from speculator.host import free_port
 
 MORE_EDITS = ("Add type hints to every function", "Print the arguments at the start of every function")
 

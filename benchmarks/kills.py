@@ -37,13 +37,13 @@ from benchmarks.faults.load import CHANGED, CUT, OK, Load, Window
 from benchmarks.faults.loop import MODEL
 from benchmarks.faults.service import DRAFT_VOCAB_SIZE, STREAM_MAX_BYTES, TRAINER_ENVIRONMENT, Service, wait
 from benchmarks.faults.traces import corrupted
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.codec import decode_trace, encode_trace
-from speculator.embedded_redis import EmbeddedRedis
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
-from speculator.ports import free_port
-from speculator.redis_client import connect
-from speculator.stream import TraceStream
+from speculator.host import free_port
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace, encode_trace
 from tests.toy import make_toy_model
 
 VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")

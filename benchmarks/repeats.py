@@ -45,17 +45,17 @@ from benchmarks.replayed import DEPTH, MIN_CONFIDENCE, Answer, Costs, ReplayEngi
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
 from slipstream.models import resolve_model
-from speculator.checkpoint import apply_state, draft_state, target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.fresh import fresh_draft
+from speculator.draft.checkpoint import apply_state, draft_state, target_fingerprint
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
 from speculator.labels import draft_ids_by_target_id
-from speculator.lifecycle import State, Transition
-from speculator.lineage import load_draft
-from speculator.model import Eagle3Draft
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.trace import Trace
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.trace.schema import Trace
+from speculator.versions.bootstrap import load_draft
+from speculator.versions.lifecycle import State, Transition
+from speculator.versions.store import DraftStore
 from trainer.batch import Example, make_example
 from trainer.config import TrainerConfig, load_config
 from trainer.distributed import Ranks

@@ -49,9 +49,9 @@ from benchmarks.equal_cost import at_equal_cost
 from benchmarks.llama import Generate, is_installed, llama_ways
 from benchmarks.ways import WAYS, Forecast, Run, Ways, all_ways, answer
 from slipstream.models import resolve_model
-from speculator.fresh import fresh_draft
-from speculator.model import Eagle3Draft
-from speculator.trace import Trace
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
+from speculator.trace.schema import Trace
 
 LOOKUP = 10
 EARLY_EXIT = 3

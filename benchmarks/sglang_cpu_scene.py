@@ -16,13 +16,13 @@ from benchmarks.common.drafts import add_version
 from benchmarks.common.report import pick_prompts
 from slipstream.models import resolve_model
 from slipstream.topics import Prompt
-from speculator.checkpoint import draft_state, model_key, target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.fresh import fresh_draft
-from speculator.lineage import ensure_lineage
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import draft_state, model_key, target_fingerprint
+from speculator.draft.initialization import fresh_draft
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer, speculative_flags
 
 DEPTH = 3

@@ -49,13 +49,13 @@ from benchmarks.slopes import Slope, slope
 from slipstream.models import resolve_model
 from slipstream.processes import Child, running_child
 from slipstream.scrape import Sample
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.keys import RedisKeys
-from speculator.ports import free_port
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.host import free_port
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.keys import RedisKeys
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.store import DraftStore
 from tests.toy import make_toy_model
 from trainer.config import ENV_PREFIX
 

@@ -31,11 +31,10 @@ from serving.engine import CapturePolicy, GenerateRequest
 from serving.evidence import WatchedRound
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
-from speculator.earnings import HeadVerdict
-from speculator.model import Eagle3Draft
-from speculator.planner import Plan, RoundPlanner
-from speculator.sampling import SamplingParams
-from speculator.suffix import SuffixConfig, SuffixDrafter
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
+from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
+from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
 
 WAYS = ("plain", "head", "suffix", "hybrid", "chains")
 

@@ -4,8 +4,9 @@
                               │              └────▶ rolled back: barred, and no engine installs it
                               └─▶ no verdict: the slot is free, and another engine tries the version
 
-The slot is a key in Redis (`speculator/pointer.py`). It expires: the canary renews it every few seconds while it runs
-the version, so the slot of an engine that has died is free after `SLOT_S`. An engine alone is its own canary.
+The slot is a key in Redis (`speculator/redis/control_plane.py`). It expires: the canary renews it every few seconds
+while it runs the version, so the slot of an engine that has died is free after `SLOT_S`. An engine alone is its own
+canary.
 
 A process that takes the slot and ends soon afterwards may have ended because of the version. One such crash is
 forgiven. After the second one the next engine that takes the slot bars the version instead of trying it. A process that
@@ -27,7 +28,7 @@ from serving.installer import Installer
 from serving.judgement import Verdict
 from serving.versions import VersionRecord
 from serving.watch import LiveWatch
-from speculator.pointer import CanaryHolder, CanarySlot
+from speculator.redis.control_plane import CanaryHolder, CanarySlot
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ _MOST_DOUBLINGS = 5
 
 
 class HoldsCanarySlot(Protocol):
-    """The part of the pointer that keeps the canary's slot; see `speculator.pointer.DraftPointer`."""
+    """The part of the pointer that keeps the canary's slot; see `speculator.redis.control_plane.DraftPointer`."""
 
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot: ...
 

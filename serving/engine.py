@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 Source = Literal["head", "suffix", "target"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from speculator.depth import RoundCosts
+from speculator.proposals.depth import RoundCosts
 
 DEPTH_MODEL = "accept_length_over_round_costs"
 PLAN_MODEL = "planned_rounds"

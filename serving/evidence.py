@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
 
 
 class Stratum(NamedTuple):

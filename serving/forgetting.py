@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 
 class ErasureWatch:
-    """Carries out orders (speculator/erasures.py). `look` is called with every report of the engine, on its thread.
+    """Carries out orders (speculator/redis/erasure_requests.py). `look` is called with every report of the engine, on
+    its thread.
 
     By when a trace was made is not asked: whatever is here when the order arrives goes.
     """

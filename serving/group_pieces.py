@@ -12,10 +12,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from speculator.clock import now_ms
 from speculator.group_store import GroupKey, Place
 from speculator.group_text import MAX_PIECE_TOKENS, Piece, encode_piece
-from speculator.suffix_index import NEW_TEXT, SuffixIndex
+from speculator.host import now_ms
+from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex
 
 _MAX_TEXTS = 4096
 """Of a group that never ends. One that grows again after so many others goes on as a new text."""

@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from serving.group_pieces import FollowedGroup, Queued, encoded, num_tokens
 from serving.metrics import GroupTextMetrics
-from speculator.clock import now_ms
 from speculator.errors import GroupTextError, StreamError, type_and_place
 from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.group_text import Piece, decode_pieces
-from speculator.suffix_index import SuffixIndex
+from speculator.host import now_ms
+from speculator.proposals.suffix_index import SuffixIndex
 
 Publish = Callable[[Sequence[int]], None]
 """Takes the next tokens of one text."""

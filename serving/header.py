@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 
 from serving.engine import CapturePolicy
-from speculator.sampling import SamplingParams
-from speculator.trace import TraceHeader
+from speculator.draft.sampling_params import SamplingParams
+from speculator.trace.schema import TraceHeader
 
 
 def make_header(

@@ -3,7 +3,7 @@
 A loop on its own thread. It waits for the poll interval or the stop; when Redis is away it keeps the version in
 service and asks again with growing pauses, while a version on trial is judged at every poll.
 
-A published version goes its way (states as in speculator/lifecycle.py):
+A published version goes its way (states as in speculator/versions/lifecycle.py):
 
     waits until the version in service is known well enough (serving/watch.py), and this engine may try it (canary.py)
     installed ─▶ live, on trial ─▶ kept ─▶ promoted: all engines install it
@@ -32,7 +32,7 @@ from serving.trials import Trials
 from serving.versions import Replaces, VersionRecord
 from serving.watch import LiveWatch
 from speculator.errors import SlipstreamError, StreamError, type_and_place
-from speculator.lifecycle import Lifecycle
+from speculator.versions.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _REPORT_EVERY_POLLS = 4
 
 
 class Pointer(Replaces, TakesReports, HoldsCanarySlot, Protocol):
-    """Where the desired version stands and engines report theirs; implemented by `speculator.pointer`."""
+    """Where the desired version stands and engines report theirs; implemented by `speculator.redis.control_plane`."""
 
     def desired(self) -> int | None: ...
 

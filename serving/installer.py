@@ -10,7 +10,7 @@ from typing import Protocol
 from serving.engine import SwapReport
 from serving.versions import VersionRecord
 from speculator.errors import DraftError, EngineBusyError
-from speculator.spans import prefixed, span
+from speculator.tracing import prefixed, span
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from serving.evidence import Stratum, Verification, WatchedRound
-from speculator.lifecycle import Number
+from speculator.versions.lifecycle import Number
 
 _WORSE = (0.1, 0.5)
 """c: the shares of the incumbent's accepted proposals that are tested for."""

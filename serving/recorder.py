@@ -17,9 +17,9 @@ from typing import Protocol
 from serving.capture_filter import REASONS as FILTER_REASONS
 from serving.sampler import LOOK_EVERY_S, CaptureSampler
 from serving.sampler import REASONS as SAMPLING_REASONS
-from speculator.codec import Features, encode_trace
 from speculator.errors import StreamError, TraceError, type_and_place
-from speculator.trace import Trace
+from speculator.trace.codec import Features, encode_trace
+from speculator.trace.schema import Trace
 
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class AppendStream(Protocol):
-    """What the recorder needs of a `speculator.stream.TraceStream`."""
+    """What the recorder needs of a `speculator.redis.trace_stream.TraceStream`."""
 
     max_bytes: int
 

@@ -14,7 +14,7 @@ Status = Mapping[str, str | int | float]
 
 
 class TakesReports(Protocol):
-    """The part of the pointer that engines report to; see `speculator.pointer.DraftPointer`."""
+    """The part of the pointer that engines report to; see `speculator.redis.control_plane.DraftPointer`."""
 
     def report_engine(self, engine_id: str, status: Status) -> None: ...
 

@@ -28,7 +28,7 @@ from speculator.errors import StreamError, type_and_place
 
 if TYPE_CHECKING:
     # The command line needs the default floor, and no Redis client for it.
-    from speculator.ledger import StreamLag
+    from speculator.redis.stream_accounting import StreamLag
 
 REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer")
 """Why sampling leaves a trace out: the figure that asks for the smallest share."""
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class WatchedStream(Protocol):
-    """What the sampler needs of a `speculator.stream.TraceStream`."""
+    """What the sampler needs of a `speculator.redis.trace_stream.TraceStream`."""
 
     max_bytes: int
 

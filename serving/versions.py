@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from speculator.errors import LifecycleError, StoreError, StreamError
-from speculator.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
+from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _MOST_OWED = 100
 
 
 class Replaces(Protocol):
-    """The part of the pointer that takes a version back; see `speculator.pointer.DraftPointer`."""
+    """The part of the pointer that takes a version back; see `speculator.redis.control_plane.DraftPointer`."""
 
     def replace(self, old: int, new: int) -> bool: ...
 

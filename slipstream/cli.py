@@ -29,7 +29,7 @@ from slipstream import (
 from slipstream.options import AsJson
 from slipstream.terminal import console, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
-from speculator.spans import close_spans
+from speculator.tracing import close_spans
 
 app = typer.Typer(
     no_args_is_help=True,

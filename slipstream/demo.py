@@ -33,15 +33,15 @@ from slipstream.processes import Child, running_child, wait_until_ready
 from slipstream.scrape import History, Sample
 from slipstream.topics import Prompt, built_in_prompts, endless
 from slipstream.traffic import SETTLING_S, Traffic
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.ledger import StreamLag
-from speculator.lineage import ensure_lineage
-from speculator.ports import free_port
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.host import free_port
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 
 POLL_S = 0.5
 READY_TIMEOUT_S = 180.0

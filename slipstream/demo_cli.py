@@ -46,7 +46,7 @@ def demo(
     from slipstream.plot import draw
     from slipstream.report import client_points, figures, points, sentences
     from slipstream.topics import read_prompts
-    from speculator.checkpoint import model_name
+    from speculator.draft.checkpoint import model_name
 
     # SIGTERM ends the demo as Ctrl-C does: by way of every `finally`, so that nothing it started is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.draft.checkpoint import (
+    check_can_write,
+    draft_config_json,
+    draft_state,
+    target_fingerprint,
+    write_folder,
+)
+from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.folder import check_can_write, write_folder
-from speculator.fresh import fresh_draft
-from speculator.lineage import ensure_lineage
-from speculator.store import DraftStore
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 
 
 def init_checkpoint(

@@ -40,7 +40,7 @@ def init(
     configure_logs()
     from slipstream.draft import init_checkpoint, init_lineage
     from slipstream.topics import read_prompts
-    from speculator.checkpoint import model_name
+    from speculator.draft.checkpoint import model_name
 
     if (out is None) == (store is None):
         raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")

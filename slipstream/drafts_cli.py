@@ -21,8 +21,8 @@ from slipstream.options import AsJson
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculator.drafts import DraftDesk, Outcome
-    from speculator.pointer import DraftPointer
+    from speculator.redis.control_plane import DraftPointer
+    from speculator.versions.operator import DraftDesk, Outcome
 
 app = typer.Typer(no_args_is_help=True, help="Draft versions: look at them, choose which one is served.")
 
@@ -138,11 +138,11 @@ def export(
 
 @contextlib.contextmanager
 def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftDesk]:
-    from speculator.checkpoint import model_key
-    from speculator.drafts import DraftDesk
-    from speculator.pointer import DraftPointer
-    from speculator.redis_client import connect
-    from speculator.store import DraftStore
+    from speculator.draft.checkpoint import model_key
+    from speculator.redis.client import connect
+    from speculator.redis.control_plane import DraftPointer
+    from speculator.versions.operator import DraftDesk
+    from speculator.versions.store import DraftStore
 
     store = DraftStore(store_dir)
     newest = store.latest()

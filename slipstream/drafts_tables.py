@@ -9,8 +9,7 @@ import msgspec
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from speculator.difference import Difference
-    from speculator.overview import Details, DraftRow, EngineRow, Overview
+    from speculator.versions.operator import Details, Difference, DraftRow, EngineRow, Overview
 
 
 def overview_table(overview: Overview) -> list[Any]:

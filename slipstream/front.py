@@ -18,7 +18,7 @@ from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.targets import TargetDesk
 from slipstream.registry import process_registry
-from speculator.drafts import DraftDesk
+from speculator.versions.operator import DraftDesk
 
 
 async def serve_in_front(

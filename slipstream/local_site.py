@@ -29,16 +29,16 @@ from serving.speedup import SpeedupMeter
 from serving.targets import TargetDesk
 from serving.watch import LiveWatch
 from slipstream.registry import process_registry
-from speculator.checkpoint import expected_shapes, model_key, target_fingerprint
-from speculator.drafts import DraftDesk
-from speculator.erasures import Erasures
+from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.group_store import DEFAULT_TTL_S, GroupTexts
-from speculator.lineage import ensure_lineage, load_draft, version_to_serve
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.rewards import RewardStream
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.erasure_requests import Erasures
+from speculator.redis.reward_stream import RewardStream
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.bootstrap import ensure_lineage, load_draft, version_to_serve
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
 

@@ -20,8 +20,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from structlog.typing import EventDict, Processor
 
-from speculator.environment import unusable
 from speculator.errors import SlipstreamError
+from speculator.settings import unusable
 
 ENV_PREFIX = "SLIPSTREAM_LOG_"
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.terminal import working
-from speculator.cache import cache_root
 from speculator.errors import ConfigError
+from speculator.host import cache_root
 from speculator.target_folder import reading
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"

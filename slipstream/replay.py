@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from speculator.acceptance import Acceptance, recorded_rounds
-from speculator.bfloat16 import autocast
-from speculator.checkpoint import read_target_tensor, target_fingerprint
+from speculator.draft.checkpoint import read_target_tensor, target_fingerprint
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
+from speculator.draft.precision import autocast
 from speculator.errors import ConfigError, TraceError
-from speculator.fresh import fresh_draft
 from speculator.labels import draft_ids_by_target_id
-from speculator.lineage import check_lineage, load_draft
 from speculator.loss import LossMix
-from speculator.model import Eagle3Draft
-from speculator.recording import RecordingReader
-from speculator.store import DraftStore
+from speculator.trace.recording import RecordingReader
+from speculator.versions.bootstrap import check_lineage, load_draft
+from speculator.versions.store import DraftStore
 from trainer.batch import Example, Window, cut, make_example, pack
 from trainer.config import TrainerConfig, load_config
 from trainer.evaluate import predict_acceptance

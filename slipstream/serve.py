@@ -35,7 +35,7 @@ from slipstream.local_site import (
     open_sharing,
 )
 from speculator.errors import EngineDeadError
-from speculator.pointer import DraftPointer
+from speculator.redis.control_plane import DraftPointer
 
 _LOOK_S = 1.0
 """Between two looks at whether the engine lives."""

@@ -14,7 +14,7 @@ from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom
-from speculator.spans import configure_spans
+from speculator.tracing import configure_spans
 
 
 def serve(
@@ -53,7 +53,7 @@ def serve(
     """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
     configure_logs()
     configure_spans("slipstream-gateway")
-    from speculator.checkpoint import model_name
+    from speculator.draft.checkpoint import model_name
 
     options.check_together(context)
     warn_of_unread_variables()

@@ -26,12 +26,12 @@ from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.exposure import check_exposure
 from slipstream.front import serve_in_front
 from slipstream.sglang_start import SglangStart, verified_version
-from speculator.checkpoint import model_key
-from speculator.drafts import DraftDesk
-from speculator.lineage import ensure_lineage
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import model_key
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
 

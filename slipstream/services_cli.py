@@ -15,7 +15,7 @@ from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Model, RedisUrl, Store
 from speculator.errors import ConfigError
-from speculator.spans import configure_spans
+from speculator.tracing import configure_spans
 
 EngineId = Annotated[
     str, typer.Option(envvar="SLIPSTREAM_ENGINE_ID", help="Names this SGLang in Redis; both services need the same.")
@@ -60,7 +60,7 @@ def sglang(
     effects.warn_of_unread_variables()
     from slipstream.exposure import check_sglang_exposure
     from slipstream.sglang_start import SglangStart, become_sglang
-    from speculator.checkpoint import model_name
+    from speculator.draft.checkpoint import model_name
 
     check_sglang_exposure(host, redis_url, is_private=private_network)
     model_dir = resolve_model(model)

@@ -37,9 +37,9 @@ def groups() -> dict[str, tuple[Setting, ...]]:
     from serving.gateway.config import GatewaySettings
     from serving.sglang.settings import PluginSettings
     from slipstream.logs import LogSettings
-    from speculator.cache import CACHE_VARIABLE
-    from speculator.redis_client import PASSWORD_FILE_VARIABLE
-    from speculator.spans import VARIABLE as SPANS_VARIABLE
+    from speculator.host import CACHE_VARIABLE
+    from speculator.redis.client import PASSWORD_FILE_VARIABLE
+    from speculator.tracing import VARIABLE as SPANS_VARIABLE
     from trainer.config import TrainerConfig
 
     everywhere = (

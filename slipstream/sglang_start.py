@@ -15,10 +15,10 @@ from serving.sampler import DEFAULT_FLOOR
 from serving.sglang.interpreter import check_interpreter, find_interpreter
 from serving.sglang.launcher import SglangOptions, adaptive_config, command, environment
 from slipstream.draft import version_folder
-from speculator.checkpoint import model_key, target_fingerprint
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.lineage import version_to_serve
-from speculator.store import DraftStore
+from speculator.versions.bootstrap import version_to_serve
+from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
 

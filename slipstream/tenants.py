@@ -18,17 +18,16 @@ from typing import Any
 
 import redis
 
-from speculator.codec import read_header
-from speculator.erasures import Erasures
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.group_store import GroupTexts
-from speculator.pointer import DraftPointer
-from speculator.removal import Remover
-from speculator.rewards import RewardStream
-from speculator.rewrite import remove_from_recording
-from speculator.store import DraftStore
-from speculator.tenants import counts_of
-from speculator.trace import TraceHeader
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.erasure_requests import Erasures
+from speculator.redis.reward_stream import RewardStream
+from speculator.redis.trace_deletion import Remover, remove_from_recording
+from speculator.trace.codec import read_header
+from speculator.trace.schema import TraceHeader
+from speculator.versions.store import DraftStore
+from speculator.versions.training_tenants import counts_of
 from trainer.shelf import TEMPORARY, shelf_folder
 
 _POLL_S = 0.2

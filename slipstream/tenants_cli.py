@@ -43,9 +43,9 @@ def erase(
     Exit code 1 where something is left to do, which the output names; repeating it is safe.
     """
     from slipstream import tenants
-    from speculator.checkpoint import model_key
-    from speculator.redis_client import connect
-    from speculator.store import DraftStore
+    from speculator.draft.checkpoint import model_key
+    from speculator.redis.client import connect
+    from speculator.versions.store import DraftStore
 
     drafts = DraftStore(store)
     newest = drafts.latest()

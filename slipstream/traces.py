@@ -13,14 +13,14 @@ import numpy as np
 import redis
 
 from speculator.acceptance import Acceptance, recorded_rounds
-from speculator.codec import decode_trace
 from speculator.errors import TraceError
 from speculator.json_lines import json_line
-from speculator.keys import RedisKeys
-from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.redis_client import redis_errors
-from speculator.rewrite import remove_from_recording
-from speculator.trace import Trace
+from speculator.redis.client import redis_errors
+from speculator.redis.keys import RedisKeys
+from speculator.redis.trace_deletion import remove_from_recording
+from speculator.trace.codec import decode_trace
+from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace.schema import Trace
 
 _POLL_MS = 500
 _CHUNK = 16

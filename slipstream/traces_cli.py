@@ -14,8 +14,8 @@ from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.models import resolve_model
 from slipstream.options import AsJson, Model, RedisUrl, finite
 from slipstream.terminal import counting, print_json, say
-from speculator.clock import now_ms
 from speculator.errors import ConfigError
+from speculator.host import now_ms
 
 app = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
 
@@ -33,9 +33,9 @@ def record(
 ) -> None:
     """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
     from slipstream import traces
-    from speculator.checkpoint import model_key, model_name, target_fingerprint
-    from speculator.recording import RecordingHeader
-    from speculator.redis_client import connect
+    from speculator.draft.checkpoint import model_key, model_name, target_fingerprint
+    from speculator.redis.client import connect
+    from speculator.trace.recording import RecordingHeader
 
     check_output(out)
     model_dir = resolve_model(model)
@@ -86,9 +86,9 @@ def prune(
 
 
 def _prune_stream(model: str, redis_url: str, hours: float) -> int:
-    from speculator.checkpoint import model_key, target_fingerprint
-    from speculator.redis_client import connect
-    from speculator.stream import TraceStream
+    from speculator.draft.checkpoint import model_key, target_fingerprint
+    from speculator.redis.client import connect
+    from speculator.redis.trace_stream import TraceStream
 
     model_dir = resolve_model(model)
     with connect(redis_url) as client:

@@ -12,7 +12,7 @@ from slipstream.layout import DEFAULT_REDIS_URL
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
 from slipstream.options import Model, RedisUrl, Store, finite
-from speculator.spans import configure_spans
+from speculator.tracing import configure_spans
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
 """Of the trainer's settings: an option stands before its variable."""
@@ -56,8 +56,8 @@ def train(
     configure_logs()
     configure_spans("slipstream-trainer")
     from slipstream.draft import checked_fingerprint
-    from speculator.checkpoint import model_key
-    from speculator.store import DraftStore
+    from speculator.draft.checkpoint import model_key
+    from speculator.versions.store import DraftStore
     from trainer.config import load_config
     from trainer.run import run_trainer
 

@@ -1,12 +1,12 @@
 """How many tokens a verification commits: counted from recorded rounds, or expected from acceptance probabilities.
 
-Under drafter-invariant verification (speculator/verify.py) the text is fixed whatever the draft proposes: a round at
-base n accepts proposals as long as they are the text's tokens. So a trace can be decoded again with any draft. For a
-greedy request each proposal then is accepted or not. For a sampled one the noise that target and draft shared is not in
-the trace, but the token y that it made the target emit is, and the probability that the draft proposes y under the same
-noise follows. With Gumbel noise on served p and drafted q both choose y with probability
-1 / Σ_x max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling and the Jaccard index of
-probability distributions", arXiv 1809.04052), and the target alone chooses it with p(y), so
+Under drafter-invariant verification (speculator/draft/verification.py) the text is fixed whatever the draft proposes: a
+round at base n accepts proposals as long as they are the text's tokens. So a trace can be decoded again with any draft.
+For a greedy request each proposal then is accepted or not. For a sampled one the noise that target and draft shared is
+not in the trace, but the token y that it made the target emit is, and the probability that the draft proposes y under
+the same noise follows. With Gumbel noise on served p and drafted q both choose y with probability 1 / Σ_x
+max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling and the Jaccard index of probability
+distributions", arXiv 1809.04052), and the target alone chooses it with p(y), so
 
     P(accepted | y) = 1 / Σ_x max(p(x), q(x) · p(y) / q(y))
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from speculator.labels import Labels
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 
 _MAX_RATIO = 1e30
 

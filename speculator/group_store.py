@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import redis
 
-from speculator.clock import now_ms
 from speculator.group_text import HEAD_BYTES, MAX_PIECE_BYTES, is_head, new_head
-from speculator.keys import RedisKeys
-from speculator.redis_client import redis_errors
+from speculator.host import now_ms
+from speculator.redis.client import redis_errors
+from speculator.redis.keys import RedisKeys
 
 GROUP_BYTES = 256 * 1024
 """Of one group's text: more than 60,000 tokens, where an engine's own window of a group has 8,192."""

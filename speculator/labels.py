@@ -45,7 +45,7 @@ left out. A round at p = 2 proposes `D X Y` where `D E` was committed:
     D  step 0, accepted (row 2)      X  step 1, rejected (row 3)      Y  below X: no verdict
 
 A proposal is accepted when it is the committed token. Verification emits the same token whatever was proposed
-(speculator/verify.py), and under rejection sampling a rejected token is never the one that replaces it.
+(speculator/draft/verification.py), and under rejection sampling a rejected token is never the one that replaces it.
 
 Shape letters: T tokens of the span, R rows (in `make_verdicts`, rounds), P proposals a round, J verdicts, S states,
 K kept target tokens, D draft vocabulary, V target vocabulary.
@@ -60,9 +60,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.sampling import SamplingParams
-from speculator.trace import NO_DRAFT, Trace
-from speculator.verify import served_logits
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import served_logits
+from speculator.trace.schema import NO_DRAFT, Trace
 
 GREEDY_LABEL_TEMPERATURE = 1.0
 """Temperature of the labels of greedy requests."""

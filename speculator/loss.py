@@ -91,7 +91,7 @@ def acceptance_rate(
     """[S] float32 Σ_x min(p, q): how often rejection sampling accepts a proposal drawn from q where p is served.
 
     Tokens below the kept ones add nothing, so it is too low by at most the tail. Verification with shared noise accepts
-    between (1 − TV) / (1 + TV) and this, 1 − TV (speculator/verify.py).
+    between (1 − TV) / (1 + TV) and this, 1 − TV (speculator/draft/verification.py).
     """
     q_SK = (logits_SD.gather(1, draft_ids_SK).float() - _log_z(logits_SD, log_z_S)[:, None]).exp()
     return torch.minimum((1 - tail_S)[:, None] * probs_SK, q_SK).sum(-1)

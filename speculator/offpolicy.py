@@ -23,8 +23,8 @@ temperature. That is not always the probability with which the token was propose
   the draft has already dropped the token and a negative verdict has little left to teach. It is a measure of staleness
   with the right limits, not an unbiased correction.
 * At temperature T > 0 the proposal is argmax(log q_T + noise), which has exactly the distribution q_T: ρ is a true
-  ratio for functions of the proposal alone. But target and draft share the noise (speculator/verify.py), so whether a
-  proposal is accepted depends on more than the proposal, and ρ does not correct that part.
+  ratio for functions of the proposal alone. But target and draft share the noise (speculator/draft/verification.py), so
+  whether a proposal is accepted depends on more than the proposal, and ρ does not correct that part.
 * An engine that drafts trees proposes several tokens from one state, its likeliest ones: as at temperature 0.
 
 Shape letter: J proposals.

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from speculator.checkpoint import is_finite, target_essentials
+from speculator.draft.checkpoint import is_finite, target_essentials
 from speculator.errors import ConfigError, TargetError
 from speculator.target_folder import open_weights, reading, weight_files
 

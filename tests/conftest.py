@@ -11,8 +11,8 @@ import redis
 import structlog
 
 from slipstream.logs import HANDLER
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.redis_client import connect
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
 
 
 @pytest.fixture(scope="session")

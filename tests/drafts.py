@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from speculator.checkpoint import draft_state
-from speculator.model import DraftConfig, Eagle3Draft
+from speculator.draft.checkpoint import draft_state
+from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
 
 CONFIG = DraftConfig(
     hidden_size=8,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculator.sampling import SamplingParams
-from speculator.verify import served_logits
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import served_logits
 
 
 def emitted(logits: Tensor, params: SamplingParams, noise: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from speculator.earnings import HeadVerdict
-from speculator.planner import Plan, RoundPlanner
+from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
 
 
 class FixedPlanner(RoundPlanner):

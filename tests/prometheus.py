@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
-from speculator.ports import free_port
+from speculator.host import free_port
 
 CONFIG = Path(__file__).parent.parent / "deploy" / "prometheus" / "prometheus.yml"
 RULES = CONFIG.parent / "rules"

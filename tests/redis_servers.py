@@ -12,7 +12,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from speculator.embedded_redis import redis_server
+from speculator.redis.embedded import redis_server
 from tests.waiting import wait_until
 
 

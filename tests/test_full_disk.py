@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from serving.recorder import TraceRecorder
-from speculator.checkpoint import draft_config_json, draft_state
-from speculator.embedded_redis import EmbeddedRedis
+from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.errors import StoreError, StreamError
-from speculator.lifecycle import State
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 from tests.small_disk import filled, small_disk
 from tests.toy import make_toy_model, random_draft
 from tests.traces import make_trace

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from speculator.model import DraftConfig, Eagle3Draft
+from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,?0123456789:"
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "\n"]
@@ -83,7 +83,7 @@ def set_every_bias_and_norm(model_dir: Path) -> None:
 
 def random_draft(model_dir: Path, *, seed: int, draft_vocab_size: int = 24, scale: float = 1.0) -> Eagle3Draft:
     """A draft with random weights for the toy target in `model_dir`; every seed has the same draft vocabulary."""
-    from speculator.checkpoint import read_target_tensor
+    from speculator.draft.checkpoint import read_target_tensor
 
     generator = torch.Generator().manual_seed(seed)
     config = DraftConfig.for_target(

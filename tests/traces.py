@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import torch
 
-from speculator.codec import encode_trace
-from speculator.sampling import SamplingParams
-from speculator.stream import TraceStream
-from speculator.trace import Trace, TraceHeader, VerifyRounds
+from speculator.draft.sampling_params import SamplingParams
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace, TraceHeader, VerifyRounds
 
 
 def make_header(**changes: Any) -> TraceHeader:

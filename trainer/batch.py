@@ -19,10 +19,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError
 from speculator.labels import Labels, Verdicts, make_labels, make_verdicts
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ import msgspec
 import structlog
 
 from speculator.errors import StoreError
-from speculator.pointer import DraftPointer
-from speculator.spans import prefixed, span
-from speculator.store import DraftStore
-from speculator.tenants import MANIFEST_KEY, TenantCounts, joined_counts
+from speculator.redis.control_plane import DraftPointer
+from speculator.tracing import prefixed, span
+from speculator.versions.store import DraftStore
+from speculator.versions.training_tenants import MANIFEST_KEY, TenantCounts, joined_counts
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.golden import Patience

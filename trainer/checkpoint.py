@@ -13,9 +13,9 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from speculator.durable_files import sync
 from speculator.errors import StoreError
-from speculator.files import sync
-from speculator.tenants import TenantCounts
+from speculator.versions.training_tenants import TenantCounts
 from trainer.drift import SeriesState
 
 _FILE = "trainer.safetensors"

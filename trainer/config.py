@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from speculator.environment import unusable
 from speculator.loss import DEFAULT_LOSS, LossMix
+from speculator.settings import unusable
 from trainer.device import DeviceSetting
 from trainer.gate import MIN_TRACES
 

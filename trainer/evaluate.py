@@ -1,8 +1,8 @@
 """Offline acceptance: what a draft would commit a verification, had it served the answers that traces hold.
 
-The text does not depend on the draft (speculator/verify.py), so a held-out trace can be decoded again: every answer
-position is asked for the probability that the draft's proposal there is accepted, and the rounds that follow from it
-are counted in expectation (speculator/acceptance.py). For greedy requests that is the count itself.
+The text does not depend on the draft (speculator/draft/verification.py), so a held-out trace can be decoded again:
+every answer position is asked for the probability that the draft's proposal there is accepted, and the rounds that
+follow from it are counted in expectation (speculator/acceptance.py). For greedy requests that is the count itself.
 
 The engine ends a chain where its confidence, the draft's probability that the proposal is reached and accepted, falls
 below `min_confidence`. For one running request that is reproduced exactly: on the path that is accepted the proposals
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from speculator.acceptance import Acceptance, coupled_acceptance, expected_rounds
-from speculator.model import Eagle3Draft
+from speculator.draft.eagle3 import Eagle3Draft
 from trainer.batch import Batch, Example, Window, pack
 from trainer.unroll import unroll
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from speculator.clock import now_ms
-from speculator.erasures import Erasures, TrainerReport, covers
 from speculator.errors import StreamError
-from speculator.removal import Remover
+from speculator.host import now_ms
+from speculator.redis.erasure_requests import Erasures, TrainerReport, covers
+from speculator.redis.trace_deletion import Remover
 from trainer.metrics import TrainerMetrics
 from trainer.provenance import Provenance, Stored
 

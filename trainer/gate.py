@@ -32,7 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from speculator.acceptance import Acceptance
-from speculator.lifecycle import Number
+from speculator.versions.lifecycle import Number
 
 MIN_TRACES = 4
 CONFIDENCE = 0.95

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from speculator.errors import ConfigError, TraceError
-from speculator.recording import RecordingReader
-from speculator.trace import Trace
+from speculator.trace.recording import RecordingReader
+from speculator.trace.schema import Trace
 from trainer.batch import Example
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.distributed import Ranks

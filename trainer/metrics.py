@@ -7,7 +7,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from speculator.ledger import StreamLag
+from speculator.redis.stream_accounting import StreamLag
 from trainer.domains import ALL
 from trainer.drift import AcceptanceSeries
 from trainer.gate import Comparison, GateDecision, Outcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from speculator.lifecycle import BARRED, Lifecycle, State, Transition
+from speculator.versions.lifecycle import BARRED, Lifecycle, State, Transition
 
 _IN_SERVICE = frozenset({State.LIVE, State.PROMOTED})
 

@@ -10,16 +10,16 @@ from functools import partial
 import redis
 import torch
 
-from speculator.checkpoint import target_fingerprint
-from speculator.erasures import Erasures
+from speculator.draft.checkpoint import target_fingerprint
 from speculator.labels import draft_ids_by_target_id
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.removal import Remover
-from speculator.rewards import RewardStream
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.erasure_requests import Erasures
+from speculator.redis.reward_stream import RewardStream
+from speculator.redis.trace_deletion import Remover
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from trainer.batch import Example, make_example
 from trainer.candidate import Candidates
 from trainer.checkpoint import Progress

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import structlog
 
-from speculator.checkpoint import draft_config_json, draft_state
+from speculator.draft.checkpoint import draft_config_json, draft_state
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import SlipstreamError, StoreError, StreamError
-from speculator.lifecycle import SERVABLE
-from speculator.lineage import admit
-from speculator.model import Eagle3Draft
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.bootstrap import admit
+from speculator.versions.lifecycle import SERVABLE
+from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig
 from trainer.gate import GateDecision, Outcome
 from trainer.metrics import TrainerMetrics

@@ -34,10 +34,10 @@ from functools import partial
 import msgspec
 import structlog
 
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
-from speculator.lifecycle import Lifecycle, Number
-from speculator.model import Eagle3Draft
-from speculator.pointer import DraftPointer
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import Lifecycle, Number
 from trainer.anytime import anytime_quantile
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks

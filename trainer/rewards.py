@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import structlog
 
 from speculator.errors import StreamError
-from speculator.rewards import MAX_GROUPS, START, GroupRewards, RewardStream
+from speculator.redis.reward_stream import MAX_GROUPS, START, GroupRewards, RewardStream
 from trainer.metrics import TrainerMetrics
 from trainer.provenance import Provenance
 from trainer.source import RETRY_S

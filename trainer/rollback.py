@@ -17,7 +17,7 @@ from collections.abc import Callable
 import structlog
 
 from speculator.errors import StoreError, StreamError
-from speculator.lifecycle import BARRED, Lifecycle, State
+from speculator.versions.lifecycle import BARRED, Lifecycle, State
 from trainer.metrics import TrainerMetrics
 
 log = structlog.get_logger()

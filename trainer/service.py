@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from prometheus_client import CollectorRegistry
 
-from speculator.spans import prefixed, span
+from speculator.tracing import prefixed, span
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.metrics import TrainerMetrics

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from speculator.acceptance import Acceptance
-from speculator.bfloat16 import autocast
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.precision import autocast
 from speculator.errors import DraftError, StoreError
-from speculator.model import Eagle3Draft
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks
 from trainer.evaluate import predict_acceptance

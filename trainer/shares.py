@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from speculator.tenants import TenantCounts, joined_counts
+from speculator.versions.training_tenants import TenantCounts, joined_counts
 from trainer.checkpoint import Progress
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from speculator.files import sync
+from speculator.durable_files import sync
 
 log = structlog.get_logger()
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import structlog
 
-from speculator.codec import decode_trace
 from speculator.errors import StreamError, TraceError
-from speculator.stream import StreamEntry, TraceStream
-from speculator.trace import Trace
+from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.trace.codec import decode_trace
+from speculator.trace.schema import Trace
 from trainer.batch import Example
 from trainer.metrics import TrainerMetrics
 from trainer.provenance import Provenance, Stored, provenance_of

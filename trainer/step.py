@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from speculator.bfloat16 import autocast
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.precision import autocast
 from speculator.loss import LossMix
-from speculator.model import Eagle3Draft
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.distributed import Ranks

@@ -12,13 +12,13 @@ import random
 import structlog
 import torch
 
-from speculator.checkpoint import read_target_tensor
+from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import ConfigError, DraftMismatchError
-from speculator.lifecycle import BARRED
-from speculator.lineage import ensure_lineage, load_draft
-from speculator.model import Eagle3Draft
-from speculator.store import DraftStore
-from speculator.tenants import TenantCounts, counts_of
+from speculator.versions.bootstrap import ensure_lineage, load_draft
+from speculator.versions.lifecycle import BARRED
+from speculator.versions.store import DraftStore
+from speculator.versions.training_tenants import TenantCounts, counts_of
 from trainer.batch import cut, pack
 from trainer.checkpoint import Progress, load_checkpoint
 from trainer.config import ENV_PREFIX, TrainerConfig

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.labels import Verdicts
 from speculator.loss import LossMix
-from speculator.model import Eagle3Draft
 from trainer.batch import Batch
 from trainer.unroll import Proposals, unroll
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speculator.model import Eagle3Draft
+from speculator.draft.eagle3 import Eagle3Draft
 from trainer.batch import Batch, Context
 
 _CHAINS, _CONTEXT, _KEYS = 64, 128, 256

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
-from speculator.fresh import fresh_draft
+from speculator.draft.checkpoint import draft_config_json, draft_state, target_fingerprint
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
 from speculator.labels import draft_ids_by_target_id
-from speculator.lineage import admit, begin, load_draft
-from speculator.model import Eagle3Draft
-from speculator.store import DraftStore
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
+from speculator.versions.bootstrap import admit, begin, load_draft
+from speculator.versions.store import DraftStore
 from trainer.batch import Example, cut, make_example, pack
 from trainer.config import load_config
 from trainer.step import Learner

@@ -18,9 +18,9 @@ from serving.local.engine import LocalEngine
 from serving.local.target import Target as TargetModel
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
-from speculator.checkpoint import target_fingerprint
-from speculator.model import Eagle3Draft
-from speculator.sampling import SamplingParams
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.common.engines import engine_with, greedy
 from benchmarks.common.report import pick_prompts
 from slipstream.models import resolve_model
-from speculator.fresh import fresh_draft
+from speculator.draft.initialization import fresh_draft
 from speculator.json_lines import read_json_lines
 
 SAMPLES = 8

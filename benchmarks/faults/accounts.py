@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults.witness import digest
-from speculator.ledger import StreamLag
+from speculator.redis.stream_accounting import StreamLag
 from trainer.checkpoint import load_checkpoint
 
 

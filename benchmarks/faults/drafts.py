@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.loop import Loop
-from speculator.lifecycle import State
-from speculator.store import DraftStore
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 
 Weights = dict[str, Tensor]
 Damage = Callable[[Path], None]

@@ -15,14 +15,14 @@ import httpx
 from benchmarks.faults.load import Load, Window
 from slipstream.processes import Child
 from slipstream.scrape import Sample
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.ledger import StreamLag
-from speculator.pointer import DraftPointer
-from speculator.ports import free_port
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.host import free_port
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.store import DraftStore
 from tests.small_disk import small_disk
 
 MODEL = "toy"

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.load import Window
 from benchmarks.faults.loop import Books, Loop
-from speculator.redis_client import connect
+from speculator.redis.client import connect
 from tests.small_disk import filled
 
 AWAY_S = 4.0

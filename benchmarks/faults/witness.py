@@ -30,7 +30,7 @@ import torch
 import trainer.run
 import trainer.saving
 from slipstream.cli import main
-from speculator.stream import StreamEntry, TraceStream
+from speculator.redis.trace_stream import StreamEntry, TraceStream
 from trainer.checkpoint import Progress
 from trainer.provenance import Stored
 from trainer.source import TraceSource

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class Drafts(Protocol):
-    """What the endpoints need of `speculator.drafts.DraftDesk`; whatever it returns can be encoded as JSON."""
+    """What the endpoints need of `speculator.versions.operator.DraftDesk`; whatever it returns can be encoded as
+    JSON."""
 
     def overview(self) -> Any: ...
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from speculator.environment import unusable
 from speculator.errors import ConfigError
-from speculator.secret import read_secret
+from speculator.settings import read_secret, unusable
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 _SPARE_CONNECTIONS = 200

@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 
-from speculator.clock import now_ms
+from speculator.host import now_ms
 
 ACCEPT_WINDOW_S = 30
 """An acceptance length is that of the verifications in so many seconds."""

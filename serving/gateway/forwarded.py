@@ -16,7 +16,7 @@ from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
 from serving.marks import POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import RequestError
-from speculator.spans import outgoing_headers
+from speculator.tracing import outgoing_headers
 
 _NOT_FOR_CLIENTS = frozenset(
     ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")

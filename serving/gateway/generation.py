@@ -20,9 +20,9 @@ from serving.gateway.deadline import deadline
 from serving.gateway.limits import check_completion_tokens, check_prompt_tokens
 from serving.gateway.schema import GenerationBody
 from serving.gateway.telemetry import Exchange
+from speculator.draft.sampling_params import SamplingParams, sample_seed
 from speculator.errors import EngineError, RequestError
-from speculator.sampling import SamplingParams, sample_seed
-from speculator.spans import prefixed
+from speculator.tracing import prefixed
 
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 """Called with the sample's index and its next chunk."""

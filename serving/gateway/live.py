@@ -21,7 +21,7 @@ from serving.gateway.admin import Drafts
 from serving.gateway.board import Board
 from serving.gateway.figures import Figures
 from serving.gateway.reply import reply
-from speculator.clock import now_ms
+from speculator.host import now_ms
 
 SAMPLE_S = 1.0
 HISTORY_POINTS = 300

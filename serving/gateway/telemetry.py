@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.gateway.errors import ApiError, describe, error_response, unavailable
 from serving.gateway.headers import with_safe_headers
 from serving.gateway.metrics import GatewayMetrics
-from speculator.spans import prefixed, received, span
+from speculator.tracing import prefixed, received, span
 
 CLIENT_LEFT = 499
 """The status that logs and metrics show where no status could be sent."""

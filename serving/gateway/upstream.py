@@ -13,7 +13,7 @@ import httpx
 
 from serving.gateway.upstream_errors import refusal
 from speculator.errors import EngineBusyError, EngineDeadError
-from speculator.spans import outgoing_headers
+from speculator.tracing import outgoing_headers
 
 _CONNECT_S = 5.0
 _SEND_S = 30.0

@@ -22,7 +22,7 @@ from serving.local.generation import TopK
 from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 
 log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from serving.local.config import LocalEngineConfig
 from serving.local.generation import Generation
 from serving.local.rounds import RoundRunner
 from serving.metrics import EngineMetrics
-from speculator.spans import record
-from speculator.trace import Trace, VerifyRounds
+from speculator.trace.schema import Trace, VerifyRounds
+from speculator.tracing import record
 
 
 class Capture:

@@ -17,10 +17,10 @@ from serving.local.fused_draft import FusedDraft, Span
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.draft import KernelDraft, fits
 from serving.local.noise import shared_draws
-from speculator.checkpoint import check_state, draft_state
-from speculator.model import Eagle3Draft
-from speculator.sampling import SamplingParams
-from speculator.verify import gumbel
+from speculator.draft.checkpoint import check_state, draft_state
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import gumbel
 
 
 @dataclass(frozen=True)

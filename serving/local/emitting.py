@@ -10,8 +10,8 @@ from torch import Tensor
 
 from serving.local.generation import Generation
 from serving.local.noise import shared_draws
-from speculator.tree import DraftTree
-from speculator.verify import emit, served_logprobs
+from speculator.draft.verification import emit, served_logprobs
+from speculator.proposals.draft_tree import DraftTree
 
 
 def emitted_after(

@@ -37,13 +37,13 @@ from serving.local.texts import RecentTexts
 from serving.local.threads import use_threads
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.engine_load import EngineLoad
 from speculator.errors import EngineDeadError, RequestError
-from speculator.load import EngineLoad
-from speculator.model import Eagle3Draft
-from speculator.planner import RoundPlanner
-from speculator.spans import current, span
-from speculator.suffix import SuffixDrafter
-from speculator.trace import Trace
+from speculator.proposals.planner import RoundPlanner
+from speculator.proposals.suffix_drafter import SuffixDrafter
+from speculator.trace.schema import Trace
+from speculator.tracing import current, span
 
 log = structlog.get_logger(__name__)
 

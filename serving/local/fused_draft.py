@@ -1,4 +1,5 @@
-"""The draft network in few and large operations: what `speculator.model.Eagle3Draft` computes, over fused weights.
+"""The draft network in few and large operations: what `speculator.draft.eagle3.Eagle3Draft` computes, over fused
+weights.
 
 A pair is the embedding of token t+1 and the feature of position t. Only its key and value matter to later pairs, so
 they alone are computed for every pair that is read; attention and the rest of the layer run where a proposal starts.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from serving.local.attention import KVSlots
 from serving.local.packed import can_pack, linear, pack
-from speculator.model import DraftConfig, Eagle3Draft
+from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
 

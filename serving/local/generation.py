@@ -20,10 +20,10 @@ from serving.engine import Chunk, FinishReason, GenerateRequest, Source
 from serving.evidence import Stratum, stratum_of
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
-from speculator.clock import now_ms
-from speculator.spans import Parent
-from speculator.suffix import SuffixRequest
-from speculator.tree import DraftTree
+from speculator.host import now_ms
+from speculator.proposals.draft_tree import DraftTree
+from speculator.proposals.suffix_drafter import SuffixRequest
+from speculator.tracing import Parent
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RoundRecord:
     tree: DraftTree
     num_accepted: int
     draft_version: int
-    """`speculator.trace.NO_DRAFT` for proposals from a suffix."""
+    """`speculator.trace.schema.NO_DRAFT` for proposals from a suffix."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from serving.local.draft import StagedDraft
 from serving.local.generation import Generation
 from serving.local.moving import StagedTarget
 from speculator.errors import EngineBusyError, EngineDeadError
-from speculator.suffix import SuffixDrafter
+from speculator.proposals.suffix_drafter import SuffixDrafter
 
 Errand = Callable[[SuffixDrafter], None]
 """Something to do with the text that is kept, between two steps."""

@@ -14,10 +14,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from serving.local.text import LocalTokenizer
-from speculator.checkpoint import is_finite
+from speculator.draft.checkpoint import is_finite
+from speculator.draft.initialization import check_vocabulary
 from speculator.errors import ConfigError, RequestError
 from speculator.target_folder import check_folder, open_weights, reading, weight_files
-from speculator.vocab import check_vocabulary
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Said outright, or a model that brings code makes transformers ask on the terminal."""

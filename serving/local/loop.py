@@ -20,9 +20,9 @@ from serving.local.telling import Round, RoundTeller
 from serving.local.texts import RecentTexts
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, HeadArm, HeadSwitch
-from speculator.load import EngineLoad
-from speculator.planner import RoundPlanner
-from speculator.spans import record
+from speculator.engine_load import EngineLoad
+from speculator.proposals.planner import RoundPlanner
+from speculator.tracing import record
 
 _ALONE_EVERY = 8
 _NO_DRAFTING = HeadArm(may_ask=False, counts=False)

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from speculator.verify import draws
+from speculator.draft.verification import draws
 
 
 @functools.lru_cache(maxsize=64)  # what eight requests need in a round with five proposals; 25 MB for 49,152 tokens

@@ -14,8 +14,8 @@ from serving.local.emitting import emitted_after, logprobs_of
 from serving.local.generation import Generation, TopK
 from serving.local.ranking import Ranking
 from serving.local.reading import DraftReader
-from speculator.planner import RoundPlanner
-from speculator.tree import NO_PROPOSALS
+from speculator.proposals.draft_tree import NO_PROPOSALS
+from speculator.proposals.planner import RoundPlanner
 
 
 @dataclass(frozen=True)

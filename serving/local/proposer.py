@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from serving.local.draft import ServingDraft
 from serving.local.generation import Generation
 from serving.local.reading import DraftReader
-from speculator.earnings import HeadVerdict
-from speculator.planner import Plan, RoundPlanner
-from speculator.tree import NO_PROPOSALS, DraftTree
+from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
+from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
 
 
 @dataclass(frozen=True)

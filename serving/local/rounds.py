@@ -20,9 +20,9 @@ from serving.local.prompts import Piece, PromptReader
 from serving.local.proposer import Proposal, Proposals, Proposer
 from serving.local.reading import DraftReader
 from serving.local.target import Target
-from speculator.planner import Plan, RoundPlanner
-from speculator.trace import NO_DRAFT
-from speculator.tree import DraftTree
+from speculator.proposals.draft_tree import DraftTree
+from speculator.proposals.planner import Plan, RoundPlanner
+from speculator.trace.schema import NO_DRAFT
 
 
 @dataclass(frozen=True)

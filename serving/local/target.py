@@ -29,8 +29,8 @@ from serving.local.loading import load_model
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import pack_linears
 from serving.local.ranking import Ranking
+from speculator.draft.eagle3 import aux_layer_ids
 from speculator.errors import ConfigError
-from speculator.model import aux_layer_ids
 from speculator.target_folder import reason_of
 from speculator.weights import read_layout, read_weights
 

@@ -12,7 +12,7 @@ from serving.local.generation import Generation
 from serving.local.rounds import RoundReport
 from serving.metrics import EngineMetrics
 from serving.speedup import HeadArm, SpeedupMeter
-from speculator.spans import record
+from speculator.tracing import record
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from serving.group_text import GroupSharing
 from serving.local.inbox import Errand
 from serving.metrics import EngineMetrics
 from speculator.group_store import GroupKey
-from speculator.suffix import SuffixDrafter, SuffixRequest
+from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
 
 
 class RecentTexts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from serving.local.kernels.library import compute_with
-from speculator.cores import num_cores
+from speculator.host import num_cores
 
 
 def spare_cores() -> int:

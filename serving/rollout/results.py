@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from serving.engine import CapturePolicy, Chunk
 from serving.rollout.work import EndReason, GroupRequest, SampleId, State
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

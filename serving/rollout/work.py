@@ -1,8 +1,8 @@
 """The nouns of a rollout: a group of samples of one prompt, a sample, a lease of a sample to an engine.
 
 A sample's text depends on its seed and on nothing else: the noise of every position is keyed by (seed, position)
-(speculator/verify.py). So a sample that was stopped goes on anywhere, as a request for prompt + tokens so far, and its
-text is the one that it would have had.
+(speculator/draft/verification.py). So a sample that was stopped goes on anywhere, as a request for prompt + tokens so
+far, and its text is the one that it would have had.
 """
 
 from __future__ import annotations

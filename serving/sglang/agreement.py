@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from speculator.depth import RoundCosts
+from speculator.proposals.depth import RoundCosts
 
 MEETING_STEPS = 32
 """A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from serving.engine import CapturePolicy
 from serving.marks import POLICY_KEY, TARGET_KEY, Marks
-from speculator.clock import now_ms
-from speculator.sampling import SamplingParams
-from speculator.spans import Parent, joined
+from speculator.draft.sampling_params import SamplingParams
+from speculator.host import now_ms
+from speculator.tracing import Parent, joined
 
 _GREEDY_TOP_K = 1
 

@@ -29,8 +29,8 @@ from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, Ticke
 from serving.sglang.transfer import HostCopy
 from serving.sglang.verdicts import TopTokens, committed, joined, prefilled, reduced
 from speculator.errors import type_and_place
-from speculator.spans import record
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
+from speculator.tracing import record
 
 log = logging.getLogger(__name__)
 

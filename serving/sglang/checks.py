@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from serving.sglang.settings import PREFIX, PluginSettings
-from speculator.checkpoint import check_fits, config_from_json, target_fingerprint
+from speculator.draft.checkpoint import check_fits, config_from_json, target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError
-from speculator.spans import is_wanted
-from speculator.store import DraftStore, Manifest
+from speculator.tracing import is_wanted
+from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
 

@@ -19,7 +19,7 @@ import structlog
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
 from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, type_and_place
-from speculator.pointer import ENGINE_TTL_S
+from speculator.redis.control_plane import ENGINE_TTL_S
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +30,7 @@ SWAP_POLL_S = 0.1
 
 
 class Pointer(Protocol):
-    """The part of `speculator.pointer.DraftPointer` through which gateway and plugin talk."""
+    """The part of `speculator.redis.control_plane.DraftPointer` through which gateway and plugin talk."""
 
     def publish(self, version: int) -> None: ...
 

@@ -1,8 +1,8 @@
 """Feeds SGLang's adaptive speculation: the depth of each decode step, and what the steps cost and earn.
 
 SGLang switches between prebuilt states, one for each candidate depth; depth 0 drafts nothing and keeps the draft's
-cache warm. Which one is next is decided here (`speculator.depth`). Without `--speculative-adaptive` the depth is fixed
-and only the measuring remains.
+cache warm. Which one is next is decided here (`speculator.proposals.depth`). Without `--speculative-adaptive` the depth
+is fixed and only the measuring remains.
 
 A step's acceptance is known when its result is processed, its time when the device is through with it; with overlap
 scheduling both come after the next step was launched, in order.
@@ -23,8 +23,8 @@ from serving.sglang.clock import StepClock
 from serving.sglang.dormancy import Dormancy
 from serving.sglang.tally import RoundTally
 from serving.speedup import ControlShare, Group, SpeedupMeter
-from speculator.depth import DepthPolicy, RoundCosts
-from speculator.spans import Parent, record
+from speculator.proposals.depth import DepthPolicy, RoundCosts
+from speculator.tracing import Parent, record
 
 _ASKED = "_slipstream_asked"
 

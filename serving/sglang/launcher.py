@@ -28,7 +28,7 @@ import httpx
 
 from serving.sampler import DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
-from speculator.ports import free_port
+from speculator.host import free_port
 
 REFUSAL = "slipstream: "
 """How the plugin's one line begins when it does not let SGLang start."""

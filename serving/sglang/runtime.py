@@ -36,11 +36,11 @@ from serving.sglang.traces import TracePipeline
 from serving.sglang.worker import depths_of, device_of, tensor_parallel_group
 from serving.speedup import ControlShare, SpeedupMeter
 from serving.watch import LiveWatch
-from speculator.checkpoint import config_from_json, expected_shapes, model_key
-from speculator.depth import DepthPolicy, RoundCosts
-from speculator.load import EngineLoad
-from speculator.spans import close_spans, configure_spans
-from speculator.store import DraftStore, Manifest
+from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
+from speculator.engine_load import EngineLoad
+from speculator.proposals.depth import DepthPolicy, RoundCosts
+from speculator.tracing import close_spans, configure_spans
+from speculator.versions.store import DraftStore, Manifest
 
 log = logging.getLogger(__name__)
 

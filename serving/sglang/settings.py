@@ -11,9 +11,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from serving.sampler import DEFAULT_FLOOR
-from speculator.codec import Features
-from speculator.environment import unusable
 from speculator.errors import ConfigError
+from speculator.settings import unusable
+from speculator.trace.codec import Features
 
 PREFIX = "SLIPSTREAM_"
 
@@ -41,7 +41,8 @@ class PluginSettings(BaseSettings):
     model_key: str = ""
     """Names the stream; default: from the model's name and fingerprint, as the trainer does."""
     target_fingerprint: str = ""
-    """SHA-256 of the target as `speculator.checkpoint.target_fingerprint` computes it; default: computed at start."""
+    """SHA-256 of the target as `speculator.draft.checkpoint.target_fingerprint` computes it; default: computed at
+    start."""
     capture: bool = False
     """Record traces: prompts and answers go to Redis."""
     capture_unmarked: bool = True

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from serving.engine import CapturePolicy
 from serving.header import make_header
-from speculator.sampling import SamplingParams
-from speculator.spans import Parent
-from speculator.trace import Trace, VerifyRounds
+from speculator.draft.sampling_params import SamplingParams
+from speculator.trace.schema import Trace, VerifyRounds
+from speculator.tracing import Parent
 
 MAX_COMPLETION_TOKENS = 4096
 """A longer answer's trace is cut here: its features would take hundreds of megabytes of host memory."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from serving.engine import SwapReport
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
-from speculator.spans import span
+from speculator.tracing import span
 
 log = logging.getLogger(__name__)
 

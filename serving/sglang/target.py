@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class Announcements(Protocol):
-    """The part of the pointer through which a process hears of its target; see `speculator.pointer.DraftPointer`."""
+    """The part of the pointer through which a process hears of its target; see
+    `speculator.redis.control_plane.DraftPointer`."""
 
     def announced_target(self, process: str) -> int | None: ...
 

@@ -19,8 +19,8 @@ from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
-from speculator.redis_client import connect
-from speculator.stream import TraceStream
+from speculator.redis.client import connect
+from speculator.redis.trace_stream import TraceStream
 
 _CLOSE_TIMEOUT_S = 5.0
 _SWITCH_INTERVAL_S = 0.0005

@@ -11,8 +11,8 @@ import httpx
 
 from serving.gateway.server import bind
 from slipstream.checks.finding import Finding, failed, ok
-from speculator.cache import CACHE_VARIABLE, cache_root
 from speculator.errors import ConfigError
+from speculator.host import CACHE_VARIABLE, cache_root
 
 _NEEDED_DISK_GIB = 2.0
 _NEEDED_MEMORY_GIB = 3.5

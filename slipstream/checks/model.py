@@ -20,7 +20,7 @@ def check_model(name: str, *, local: bool) -> Iterator[Finding]:
 
 def _for_draft(model_dir: Path) -> Finding:
     from slipstream.draft import check_target
-    from speculator.model import aux_layer_ids
+    from speculator.draft.eagle3 import aux_layer_ids
 
     config = check_target(model_dir)
     layers = aux_layer_ids(config["num_hidden_layers"])

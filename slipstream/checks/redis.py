@@ -11,12 +11,12 @@ from typing import Any
 
 from slipstream.checks.finding import Finding, failed, ok, skipped, warning
 from slipstream.layout import DEFAULT_STREAM_MAX_BYTES
-from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
-from speculator.keys import RedisKeys
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect, is_denied, redis_errors
-from speculator.stream import TraceStream
+from speculator.redis.client import connect, is_denied, redis_errors
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.keys import RedisKeys
+from speculator.redis.trace_stream import TraceStream
 
 _LEAST_VERSION = (6, 2)
 _LEAST_TIMES_CAP = 1.5

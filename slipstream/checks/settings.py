@@ -26,7 +26,7 @@ def check_settings(known: Set[str]) -> Iterator[Finding]:
     from serving.sglang.settings import is_enabled
     from serving.sglang.settings import load_settings as load_plugin
     from slipstream.logs import load_settings as load_logs
-    from speculator.spans import is_wanted as load_spans
+    from speculator.tracing import is_wanted as load_spans
     from trainer.config import load_config
 
     nowhere = Path()

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from slipstream.checks.finding import Finding, failed, ok, skipped, warning
 from slipstream.models import resolve_model
 from speculator.errors import ConfigError, SlipstreamError, StreamError
-from speculator.redis_client import connect, is_denied, redis_errors
+from speculator.redis.client import connect, is_denied, redis_errors
 
 if TYPE_CHECKING:
-    from speculator.pointer import DraftPointer
+    from speculator.redis.control_plane import DraftPointer
 
 _MIB = 2**20
 
 
 def check_store(root: Path) -> Iterator[Finding]:
-    from speculator.overview import overview
-    from speculator.store import DraftStore
+    from speculator.versions.operator import overview
+    from speculator.versions.store import DraftStore
 
     name = "store"
     if not _is_writable(root):
@@ -44,8 +44,8 @@ def check_store(root: Path) -> Iterator[Finding]:
 
 def check_fit(model: str, root: Path) -> Iterator[Finding]:
     """Whether the store's drafts are for a target of these sizes and this window. Raises DraftError where not."""
-    from speculator.lineage import check_lineage
-    from speculator.store import DraftStore
+    from speculator.versions.bootstrap import check_lineage
+    from speculator.versions.store import DraftStore
 
     store = DraftStore(root)
     latest = store.latest()
@@ -83,8 +83,8 @@ def check_trainer(state: Path) -> Iterator[Finding]:
 
 def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
     """Traces of the store's target in Redis, and the engines that report themselves there. Raises StreamError."""
-    from speculator.checkpoint import model_key
-    from speculator.store import DraftStore
+    from speculator.draft.checkpoint import model_key
+    from speculator.versions.store import DraftStore
 
     name, store = "stream", DraftStore(store_root)
     newest = store.latest()
@@ -108,9 +108,9 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
 
 def _standing(client: Any, key: str) -> Finding:
     """With commands that engine and trainer may run, and without making a stream where none is."""
-    from speculator.keys import RedisKeys
-    from speculator.pointer import DraftPointer
-    from speculator.stream import TraceStream
+    from speculator.redis.control_plane import DraftPointer
+    from speculator.redis.keys import RedisKeys
+    from speculator.redis.trace_stream import TraceStream
 
     name = "stream"
     if not _num_appended(client, RedisKeys(model_key=key).ledger.num_appended):

@@ -21,9 +21,9 @@ import typer
 
 from serving.local.kernels.build import available
 from slipstream.scrape import Sample
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.keys import RedisKeys
-from speculator.ports import free_port
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.host import free_port
+from speculator.redis.keys import RedisKeys
 from tests.containers.engine import Engine, missing
 from tests.deploy.compose import CPU, ROOT, load
 from tests.deploy.dockerfile import instructions

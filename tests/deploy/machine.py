@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from speculator.ports import free_port
+from speculator.host import free_port
 from tests.deploy.compose import ROOT, argv, load
 from tests.deploy.dockerfile import entrypoint
 

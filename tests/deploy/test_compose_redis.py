@@ -17,18 +17,18 @@ from slipstream.checks.finding import Finding, Level
 from slipstream.checks.redis import check_redis
 from slipstream.checks.store import check_stream
 from slipstream.traces import StreamCopy
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.erasures import Erasures, TrainerReport
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
 from speculator.group_store import GroupKey, GroupTexts, Place
-from speculator.keys import RedisKeys
-from speculator.lineage import ensure_lineage
-from speculator.pointer import CanaryHolder, CanarySlot, DraftPointer
-from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
-from speculator.removal import Remover
-from speculator.rewards import START, GroupRewards, RewardStream
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.erasure_requests import Erasures, TrainerReport
+from speculator.redis.keys import RedisKeys
+from speculator.redis.reward_stream import START, GroupRewards, RewardStream
+from speculator.redis.trace_deletion import Remover
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
 from tests.toy import make_toy_model

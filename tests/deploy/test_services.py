@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from slipstream.scrape import Sample
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.keys import RedisKeys
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.keys import RedisKeys
 from tests.deploy.compose import CPU
 from tests.deploy.machine import Machine, has
 from tests.toy import make_toy_model

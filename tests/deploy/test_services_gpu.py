@@ -17,9 +17,9 @@ import pytest
 import typer
 
 from slipstream.cli import app
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.pointer import DraftPointer
-from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
+from speculator.redis.control_plane import DraftPointer
 from tests.deploy.compose import CPU, GPU, argv, load
 from tests.deploy.machine import Machine
 from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE, FakeSglang, in_background, install

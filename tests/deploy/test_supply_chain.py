@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from serving.local.target import Target
-from speculator.checkpoint import target_fingerprint
+from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from tests.deploy.compose import ROOT
 from tests.toy import make_toy_model
@@ -194,4 +194,4 @@ def test_exceptions_from_the_rules_are_not_in_the_services() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for rule in re.findall(r"# noqa: .*?\b(S\d+|TID\d+)", path.read_text())
     }
-    assert found == {("S606", "slipstream/sglang_start.py"), ("S105", "speculator/redis_client.py")}
+    assert found == {("S606", "slipstream/sglang_start.py"), ("S105", "speculator/redis/client.py")}

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from slipstream.scrape import Sample
-from speculator.checkpoint import target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.lifecycle import State
-from speculator.lineage import admit
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.versions.bootstrap import admit
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 from tests.docs.commands import fenced
 from tests.docs.workshop import Workshop, start
 from tests.serving.gateway.keyfile import KeyFile

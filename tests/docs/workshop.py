@@ -15,9 +15,9 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from slipstream.cli import app
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
 from tests.docs.commands import Command
 from tests.waiting import wait_until
 

@@ -14,10 +14,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from speculator.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
+from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import DraftError, StoreError
-from speculator.model import Eagle3Draft
-from speculator.store import DraftStore
+from speculator.versions.store import DraftStore
 from tests.hostile import forgeries
 from tests.hostile.judge import FailureError, Outcome
 

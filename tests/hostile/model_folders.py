@@ -19,10 +19,10 @@ from serving.local.target import Target
 from slipstream.checks.model import check_model
 from slipstream.draft import check_target, checked_fingerprint
 from slipstream.models import resolve_model
-from speculator.checkpoint import target_fingerprint
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftError
-from speculator.fresh import fresh_draft
-from speculator.store import DraftStore
+from speculator.versions.store import DraftStore
 from tests.hostile.judge import FailureError, Outcome
 from tests.toy import make_toy_model
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from speculator.errors import ConfigError, StreamError
-from speculator.redis_client import connect
-from speculator.stream import TraceStream
+from speculator.redis.client import connect
+from speculator.redis.trace_stream import TraceStream
 from tests.hostile.judge import FailureError, Outcome
 
 SECRET = "hunter2hunter2"

@@ -13,11 +13,11 @@ from serving.engine import Engine
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.keys import ApiKey, change_keys, digest
-from speculator.checkpoint import draft_config_json, draft_state
-from speculator.drafts import DraftDesk
-from speculator.lifecycle import State
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import draft_config_json, draft_state
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import State
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.drafts import CONFIG, make_draft
 from tests.hostile.drafts import FINGERPRINT

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.pointer import DraftPointer
-from speculator.stream import TraceStream
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
 from tests.hostile import traces
 from tests.hostile.judge import Tally
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from speculator.codec import decode_trace, encode_trace
 from speculator.errors import ConfigError, StreamError, TraceError
-from speculator.keys import RedisKeys
-from speculator.pointer import DraftPointer
-from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.stream import TraceStream
-from speculator.trace import check_trace
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.keys import RedisKeys
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace, encode_trace
+from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace.schema import check_trace
 from tests.hostile.judge import FailureError, Outcome
 from tests.traces import make_trace
 

@@ -24,13 +24,13 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
 from serving.metrics import ServingCollector
-from speculator.checkpoint import draft_config_json, draft_state
-from speculator.drafts import DraftDesk
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.lifecycle import State
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import draft_config_json, draft_state
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.versions.lifecycle import State
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 from tests.drafts import CONFIG, make_draft
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, random_draft

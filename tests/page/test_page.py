@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
-from speculator.pointer import DraftPointer
+from speculator.redis.control_plane import DraftPointer
 from tests.doubles import DoubleEngine
 from tests.page.conftest import KEY, Gateway, Watched
 from tests.serving.gateway.keyfile import KeyFile

@@ -18,9 +18,9 @@ from serving.hotswap import DraftFollower
 from serving.judgement import WatchRules
 from serving.watch import LiveWatch
 from speculator.errors import EngineBusyError, StoreError, StreamError
-from speculator.keys import RedisKeys
-from speculator.lifecycle import Lifecycle, Number, State
-from speculator.pointer import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.keys import RedisKeys
+from speculator.versions.lifecycle import Lifecycle, Number, State
 from tests.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
 

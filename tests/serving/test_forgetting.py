@@ -12,11 +12,11 @@ from serving.engine import CapturePolicy
 from serving.forgetting import ErasureWatch
 from serving.local.generation import TopK
 from serving.recorder import TraceRecorder
-from speculator import suffix
-from speculator.clock import now_ms
-from speculator.erasures import covers
 from speculator.errors import StreamError
-from speculator.suffix import SuffixDrafter
+from speculator.host import now_ms
+from speculator.proposals import suffix_drafter
+from speculator.proposals.suffix_drafter import SuffixDrafter
+from speculator.redis.erasure_requests import covers
 from tests.serving.local.harness import Harness, toy_engine
 from tests.toy import make_toy_model
 from tests.traces import make_trace
@@ -106,7 +106,7 @@ def proposals(drafter: SuffixDrafter, tenant: str) -> tuple[int, ...]:
 def test_suffix_text_is_forgotten_by_tenant_and_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = SuffixDrafter()
     clock = [0.0]
-    monkeypatch.setattr(suffix.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(suffix_drafter.time, "monotonic", lambda: clock[0])
     for tenant in ("anna", "bo"):
         drafter.start([9, 9, 9], tenant=tenant).commit([1, 2, 3, 4, 5, 6, 7])
         clock[0] += 10

@@ -18,13 +18,13 @@ from serving.engine import CapturePolicy
 from serving.group_pieces import FollowedGroup
 from serving.group_text import GroupSharing
 from serving.metrics import GroupTextMetrics
-from speculator.clock import now_ms
-from speculator.embedded_redis import EmbeddedRedis
 from speculator.group_store import GroupKey, GroupTexts
 from speculator.group_text import Piece, encode_piece
-from speculator.keys import RedisKeys
-from speculator.redis_client import connect
-from speculator.suffix_index import SuffixIndex
+from speculator.host import now_ms
+from speculator.proposals.suffix_index import SuffixIndex
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.keys import RedisKeys
 from tests.serving.local.harness import Harness, toy_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until

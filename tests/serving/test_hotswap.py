@@ -16,8 +16,8 @@ from serving.judgement import WatchRules
 from serving.sglang.status import of_swaps
 from serving.watch import LiveWatch
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
-from speculator.lifecycle import Lifecycle, State
-from speculator.pointer import CanaryHolder, CanarySlot
+from speculator.redis.control_plane import CanaryHolder, CanarySlot
+from speculator.versions.lifecycle import Lifecycle, State
 from tests.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
 from tests.waiting import wait_until

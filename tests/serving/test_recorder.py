@@ -15,11 +15,11 @@ import torch
 
 from serving import recorder as recorder_module
 from serving.recorder import RecorderStats, TraceRecorder, memory_bytes
-from speculator.codec import decode_trace
-from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import StreamError
-from speculator.redis_client import connect
-from speculator.stream import TraceStream
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace
 from tests.traces import make_trace
 from tests.waiting import wait_until
 
@@ -275,7 +275,7 @@ class RealServer:
 
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealServer]:
-    monkeypatch.setattr("speculator.redis_client.SOCKET_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("speculator.redis.client.SOCKET_TIMEOUT_S", 0.1)
     server = RealServer(tmp_path)
     yield server
     server.close()

@@ -12,10 +12,10 @@ import redis
 
 from serving.recorder import TraceRecorder
 from serving.sampler import LOOK_EVERY_S, CaptureSampler
-from speculator.codec import encode_trace
 from speculator.errors import StreamError
-from speculator.ledger import StreamLag
-from speculator.stream import TraceStream
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
 from tests.traces import make_trace
 from tests.waiting import wait_until
 

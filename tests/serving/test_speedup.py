@@ -8,7 +8,7 @@ import pytest
 
 from serving.estimate import EstimatedSpeedup, PlannedSpeedup
 from serving.speedup import ControlShare, SpeedupMeter, speedup
-from speculator.depth import RoundCosts
+from speculator.proposals.depth import RoundCosts
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from serving.evidence import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.judgement import Outcome, Verdict
 from serving.watch import LiveWatch
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, serve, try_out
 
 REAL_SPREAD = 0.15

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from speculator.checkpoint import target_fingerprint
-from speculator.lineage import ensure_lineage
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 
 _RUN_WITHOUT_SGLANG = {"test_ops.py"}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from speculator.checkpoint import draft_config_json, draft_state, read_target_tensor
+from speculator.draft.checkpoint import draft_config_json, draft_state, read_target_tensor
 from speculator.labels import draft_ids_by_target_id
-from speculator.lineage import admit, load_draft
-from speculator.store import DraftStore
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
+from speculator.versions.bootstrap import admit, load_draft
+from speculator.versions.store import DraftStore
 from trainer.batch import cut, make_example, pack
 from trainer.config import TrainerConfig
 from trainer.step import Learner

@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from speculator.codec import decode_trace
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
 ENGINE_ID = "sglang-under-test"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from speculator.ports import free_port
+from speculator.host import free_port
 from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
 MODEL = "pooled"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from speculator.ports import free_port
+from speculator.host import free_port
 from tests.collector import collecting
 from tests.sglang.server import cpu_environment, dtype_flags
 

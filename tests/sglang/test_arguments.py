@@ -14,7 +14,7 @@ from sglang.srt.server_args import prepare_server_args
 from serving.sglang.checks import check_draft_options, resolved
 from serving.sglang.settings import PluginSettings
 from speculator.errors import ConfigError
-from speculator.store import DraftStore
+from speculator.versions.store import DraftStore
 from tests.sglang.server import CPU_FLAGS, cpu_environment, speculative_flags
 
 

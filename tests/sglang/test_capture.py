@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculator.checkpoint import read_target_tensor
-from speculator.clock import now_ms
+from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.eagle3 import aux_layer_ids
+from speculator.host import now_ms
 from speculator.labels import draft_ids_by_target_id
-from speculator.lineage import load_draft
-from speculator.model import aux_layer_ids
-from speculator.store import DraftStore
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
+from speculator.versions.bootstrap import load_draft
+from speculator.versions.store import DraftStore
 from tests.sglang.plugged import Plugged, plugged_server
 from trainer.batch import cut, make_example, pack
 from trainer.unroll import unroll
@@ -175,7 +175,7 @@ def _forward(model: Any, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor
 def test_the_drafts_own_logprobs_are_those_of_our_network(
     plugged: Plugged, model_dir: Path, draft_store: DraftStore, traces: dict[str, Trace]
 ) -> None:
-    """SGLang's draft and `speculator.model` propose the same tokens with the same probability."""
+    """SGLang's draft and `speculator.draft.eagle3` propose the same tokens with the same probability."""
     # A first token that no other prompt has: behind a cached prefix, the trace would lack what SGLang's draft has read.
     for number, question in enumerate(QUESTIONS[:3]):
         plugged.server.generate([1000 + number, *plugged.ids(question)], max_new_tokens=32)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from speculator.checkpoint import draft_state
-from speculator.fresh import fresh_draft
-from speculator.lineage import admit
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import draft_state
+from speculator.draft.initialization import fresh_draft
+from speculator.versions.bootstrap import admit
+from speculator.versions.store import DraftStore
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import ENGINE_ID, Plugged, plugged_server
 from tests.sglang.test_capture import QUESTIONS

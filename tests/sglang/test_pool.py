@@ -16,16 +16,16 @@ import pytest
 
 from serving.marks import OTHER_TARGET, TARGET_KEY, Marks
 from serving.sglang.router import check_routers
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.codec import decode_trace
-from speculator.embedded_redis import EmbeddedRedis
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.lineage import admit
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import TraceHeader
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace
+from speculator.trace.schema import TraceHeader
+from speculator.versions.bootstrap import admit
+from speculator.versions.store import DraftStore
 from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
 from tests.waiting import wait_until
 

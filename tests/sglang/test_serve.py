@@ -15,14 +15,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from playwright.sync_api import expect
 
-from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
-from speculator.codec import decode_trace
-from speculator.fresh import fresh_draft
-from speculator.lineage import admit
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.draft.initialization import fresh_draft
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace
+from speculator.versions.bootstrap import admit
+from speculator.versions.store import DraftStore
 from tests.page.conftest import Watched, browser, watched
 from tests.prometheus import SGLANG, answers, prometheus, questions
 from tests.sglang.served import Served, serving

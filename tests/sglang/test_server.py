@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speculator.checkpoint import target_fingerprint
-from speculator.lineage import ensure_lineage
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.sglang.server import ServerEndedError, SglangServer, speculative_flags
 
 PROMPTS = (

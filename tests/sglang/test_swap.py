@@ -26,9 +26,9 @@ from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.lifecycle import State
-from speculator.store import DraftStore
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import Plugged, plugged_server

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speculator.store import DraftStore
+from speculator.versions.store import DraftStore
 from tests.sglang.plugged import Plugged, plugged_server
 from tests.sglang.test_capture import QUESTIONS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
-from speculator.ports import free_port
+from speculator.host import free_port
 from tests.prometheus import prometheus
 from tests.toy import make_toy_model
 

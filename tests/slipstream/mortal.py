@@ -45,12 +45,12 @@ from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.watch import LiveWatch
 from slipstream.local_site import ServeOptions
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.drafts import DraftDesk
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.planners import FixedPlanner
 from tests.trainer.examples import config_for, promote

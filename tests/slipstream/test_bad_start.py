@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.models import BUNDLED_MODEL
-from speculator.store import DraftStore
+from speculator.versions.store import DraftStore
 
 Refused = Callable[..., str]
 

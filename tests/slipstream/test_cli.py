@@ -18,7 +18,7 @@ from slipstream import configuration_page, terminal
 from slipstream.cli import app, main
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands, groups
-from speculator.checkpoint import model_key, model_name
+from speculator.draft.checkpoint import model_key, model_name
 from speculator.errors import EngineDeadError
 
 Refused = Callable[..., str]

@@ -25,12 +25,12 @@ from slipstream.checks.store import check_fit, check_store, check_stream, check_
 from slipstream.cli import app
 from slipstream.doctor import _run
 from slipstream.settings import known_variables
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.codec import encode_trace
-from speculator.keys import RedisKeys
-from speculator.lineage import ensure_lineage
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.keys import RedisKeys
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
 from tests.traces import make_trace
 

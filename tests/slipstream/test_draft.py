@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from speculator.checkpoint import config_from_json, expected_shapes, target_fingerprint
-from speculator.store import DraftStore, check_tensors
+from speculator.draft.checkpoint import config_from_json, expected_shapes, target_fingerprint
+from speculator.versions.store import DraftStore, check_tensors
 from tests.slipstream.conftest import RunCli
 
 Refused = Callable[..., str]

@@ -14,10 +14,10 @@ import redis
 from safetensors.torch import load_file
 
 from slipstream.cli import main
-from speculator.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
-from speculator.lifecycle import State
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 from tests.toy import random_draft
 
 TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)

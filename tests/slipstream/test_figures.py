@@ -14,7 +14,7 @@ from slipstream.report import figures, sentences
 from slipstream.scrape import History, Sample
 from slipstream.topics import built_in_prompts, endless
 from slipstream.traffic import Stretch, Traffic
-from speculator.ledger import StreamLag
+from speculator.redis.stream_accounting import StreamLag
 
 
 def _run() -> DemoRun:

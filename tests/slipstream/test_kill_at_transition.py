@@ -26,7 +26,7 @@ import torch
 
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
-from speculator.checkpoint import (
+from speculator.draft.checkpoint import (
     config_from_json,
     draft_config_json,
     draft_state,
@@ -34,14 +34,14 @@ from speculator.checkpoint import (
     model_key,
     target_fingerprint,
 )
-from speculator.codec import encode_trace
-from speculator.lifecycle import ALLOWED, BARRED, State
-from speculator.lineage import version_to_serve
-from speculator.pointer import DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace
+from speculator.versions.bootstrap import version_to_serve
+from speculator.versions.lifecycle import ALLOWED, BARRED, State
+from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.slipstream.mortal import KEY, Order
 from tests.toy import random_draft

@@ -17,12 +17,12 @@ import openai
 import pytest
 
 from slipstream.scrape import Sample
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.erasures import Erasures
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.erasure_requests import Erasures
+from speculator.redis.trace_stream import TraceStream
+from speculator.versions.store import DraftStore
 from tests.moved import moved_model
 from tests.prometheus import LIVE, answers, last_time_up, query, questions, recorded, rules
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo

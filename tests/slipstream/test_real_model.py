@@ -5,7 +5,7 @@ from __future__ import annotations
 from serving.engine import GenerateRequest
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.topics import built_in_prompts, endless
-from speculator.fresh import fresh_draft
+from speculator.draft.initialization import fresh_draft
 from tests.serving.local.harness import GREEDY, toy_engine
 
 

@@ -14,15 +14,15 @@ from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.replay import ReplayOptions, read_split, replay
 from slipstream.traces import summary
 from speculator.acceptance import Acceptance, recorded_rounds
-from speculator.checkpoint import target_fingerprint
-from speculator.codec import encode_trace
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.fresh import fresh_draft
-from speculator.lineage import ensure_lineage
 from speculator.loss import DEFAULT_LOSS, LossMix
-from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.store import DraftStore
-from speculator.trace import Trace, check_trace
+from speculator.trace.codec import encode_trace
+from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace.schema import Trace, check_trace
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.slipstream.conftest import RunCli
 from tests.traces import make_trace
 from tests.trainer.answers import answer_traces

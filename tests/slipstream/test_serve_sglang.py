@@ -17,10 +17,10 @@ import pytest
 import redis
 from safetensors.torch import load_file, save_file
 
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.lineage import admit
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.bootstrap import admit
+from speculator.versions.store import DraftStore
 from tests.serving.sglang_client.conftest import fake_install, started
 from tests.serving.sglang_client.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang_client.test_launcher import is_running

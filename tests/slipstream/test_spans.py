@@ -21,11 +21,11 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.hotswap import DraftFollower
-from speculator import spans
-from speculator.codec import encode_trace
+from speculator import tracing
 from speculator.errors import ConfigError
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace
 from tests.collector import collecting
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
@@ -70,9 +70,9 @@ class Seen:
 @pytest.fixture
 def seen() -> Iterator[Seen]:
     seen = Seen()
-    spans.give_spans_to(SimpleSpanProcessor(seen.exporter), service="test")
+    tracing.give_spans_to(SimpleSpanProcessor(seen.exporter), service="test")
     yield seen
-    spans.close_spans()
+    tracing.close_spans()
 
 
 def values(span: ReadableSpan) -> dict[str, object]:
@@ -81,7 +81,7 @@ def values(span: ReadableSpan) -> dict[str, object]:
 
 
 def is_on() -> bool:
-    with spans.span("x") as span:
+    with tracing.span("x") as span:
         return span.is_recording()
 
 
@@ -156,9 +156,9 @@ def test_sglang_is_told_which_span_its_own_belong_to(seen: Seen) -> None:
 
 def _custom_params(headers: dict[str, str]) -> dict[str, object]:
     """As the gateway sends them to SGLang, for a request that came with these headers."""
-    parent = spans.received((name.encode(), value.encode()) for name, value in headers.items())
-    with spans.span("request", parent):
-        return {"slipstream": spans.outgoing_headers()}
+    parent = tracing.received((name.encode(), value.encode()) for name, value in headers.items())
+    with tracing.span("request", parent):
+        return {"slipstream": tracing.outgoing_headers()}
 
 
 def test_what_a_request_costs_in_sglangs_scheduler(seen: Seen) -> None:
@@ -246,7 +246,7 @@ def test_a_step_and_a_publication(
 _OFF = """
 import sys, threading
 import serving.gateway.app, serving.local.engine, serving.hotswap, slipstream.cli, trainer.service
-from speculator import spans
+from speculator import tracing as spans
 spans.configure_spans("test")
 with spans.span("x", version=1) as span:
     assert not span.is_recording()
@@ -269,10 +269,10 @@ def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SLIPSTREAM_OTEL", "1")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=here")
-        spans.configure_spans("slipstream-test")
-        with spans.span("swap", version=1):
+        tracing.configure_spans("slipstream-test")
+        with tracing.span("swap", version=1):
             pass
-        spans.close_spans()
+        tracing.close_spans()
     assert not is_on()
     [body] = bodies
     for part in (b"slipstream-test", b"deployment.environment.name", b"swap", b"slipstream.version"):
@@ -286,14 +286,14 @@ def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Mo
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
         monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
-        spans.configure_spans("slipstream-test")
-        with spans.span("request"):
-            parent = spans.current()
+        tracing.configure_spans("slipstream-test")
+        with tracing.span("request"):
+            parent = tracing.current()
         started_s = time.monotonic()
         for _ in range(500):
-            spans.record(parent, "verify", 0.01, batch=1)
-        spans.close_spans()
-        assert time.monotonic() - started_s < spans.CLOSE_S + 1
+            tracing.record(parent, "verify", 0.01, batch=1)
+        tracing.close_spans()
+        assert time.monotonic() - started_s < tracing.CLOSE_S + 1
 
 
 def _without_extra(patch: pytest.MonkeyPatch) -> None:
@@ -314,7 +314,7 @@ def test_what_cannot_be_is_said_at_the_start(
     monkeypatch.setenv("SLIPSTREAM_OTEL", value)
     prepare(monkeypatch)
     with pytest.raises(ConfigError) as refused:
-        spans.configure_spans("slipstream-test")
+        tracing.configure_spans("slipstream-test")
     assert says in str(refused.value)
     assert not is_on()
 

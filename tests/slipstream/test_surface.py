@@ -27,11 +27,11 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.target import Targets
 from slipstream.cli import app
 from slipstream.settings import commands, known_variables
-from speculator.checkpoint import draft_config_json, draft_state
-from speculator.codec import encode_trace
-from speculator.keys import RedisKeys
-from speculator.ledger import LedgerKeys
-from speculator.store import DraftStore
+from speculator.draft.checkpoint import draft_config_json, draft_state
+from speculator.redis.keys import RedisKeys
+from speculator.redis.stream_accounting import LedgerKeys
+from speculator.trace.codec import encode_trace
+from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.drafts import CONFIG, make_draft
 from tests.traces import make_trace

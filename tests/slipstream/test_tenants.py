@@ -21,21 +21,21 @@ from serving.forgetting import ErasureWatch
 from serving.recorder import TraceRecorder
 from slipstream import tenants
 from slipstream.cli import app
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.clock import now_ms
-from speculator.codec import encode_trace
-from speculator.embedded_redis import EmbeddedRedis
-from speculator.erasures import Erasures
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.group_store import GroupKey, GroupTexts
-from speculator.keys import RedisKeys
-from speculator.pointer import DraftPointer
-from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.redis_client import connect
-from speculator.rewards import GroupRewards, RewardStream
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.tenants import counts_of
-from speculator.trace import Trace
+from speculator.host import now_ms
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.erasure_requests import Erasures
+from speculator.redis.keys import RedisKeys
+from speculator.redis.reward_stream import GroupRewards, RewardStream
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
+from speculator.versions.training_tenants import counts_of
 from tests.traces import with_header
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote

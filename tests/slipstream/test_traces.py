@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from speculator.acceptance import Acceptance, recorded_rounds
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.clock import now_ms
-from speculator.codec import encode_trace
-from speculator.recording import RecordingReader
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.host import now_ms
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.recording import RecordingReader
+from speculator.trace.schema import Trace
 from tests.traces import make_trace
 
 Refused = Callable[..., str]

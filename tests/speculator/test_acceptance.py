@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculator.acceptance import Acceptance, coupled_acceptance, expected_rounds, recorded_rounds
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import draws, gumbel, served_logits
 from speculator.labels import draft_ids_by_target_id, make_labels
-from speculator.sampling import SamplingParams
-from speculator.verify import draws, gumbel, served_logits
 from tests.emitting import emitted as reference
 from tests.speculator.test_labels import round_trace
 

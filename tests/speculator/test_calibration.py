@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from speculator.calibration import Calibration
+from speculator.proposals.calibration import Calibration
 
 
 @pytest.mark.parametrize("true_rate", [0.15, 0.6, 0.95])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from speculator.checkpoint import (
+from speculator.draft.checkpoint import (
     apply_state,
     config_from_json,
     draft_config_json,

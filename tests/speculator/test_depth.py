@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from speculator.depth import DepthPolicy, PositionAcceptance, RoundCosts
+from speculator.proposals.depth import DepthPolicy, PositionAcceptance, RoundCosts
 
 CANDIDATES = [0, 1, 2, 3, 4]
 

@@ -14,9 +14,7 @@ import redis
 import torch
 from safetensors.torch import load_file
 
-from speculator.checkpoint import config_from_json, draft_config_json, draft_state
-from speculator.difference import _tensor_change
-from speculator.drafts import DraftDesk
+from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state
 from speculator.errors import (
     ConfigError,
     DraftFileError,
@@ -27,9 +25,10 @@ from speculator.errors import (
     StreamError,
     UnknownDraftError,
 )
-from speculator.lifecycle import Lifecycle, State
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.operator import DraftDesk, _tensor_change
+from speculator.versions.store import DraftStore
 from tests.crashes import Crash
 from tests.drafts import CONFIG, make_draft
 
@@ -276,7 +275,7 @@ def test_a_full_disk_of_the_event_log_keeps_no_bad_draft_in_service(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("speculator.events._append_line", no_space)
+        full.setattr("speculator.versions.lifecycle._append_line", no_space)
         outcome = desk.rollback(actor="operator:me", reason="r")
         assert (outcome.state, outcome.desired, outcome.num_unrecorded) == (State.QUARANTINED, 1, 2)
         with pytest.raises(StoreError, match="free space"):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from speculator import embedded_redis
-from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError
-from speculator.redis_client import PASSWORD_FILE_VARIABLE, connect
-from speculator.stream import TraceStream
+from speculator.redis import embedded
+from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.trace_stream import TraceStream
 
 
 def test_it_asks_for_no_password_whatever_is_set_for_others(
@@ -66,7 +66,7 @@ def test_stopping_is_idempotent_and_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_a_paused_server_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_redis, "_STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(embedded, "_STOP_TIMEOUT_S", 0.1)
     server = EmbeddedRedis(tmp_path)
     os.kill(server.pid, signal.SIGSTOP)
     server.stop()
@@ -89,7 +89,7 @@ def test_an_unusable_directory_is_explained(tmp_path: Path) -> None:
 
 
 def test_without_a_binary_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_redis.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(embedded_redis.shutil, "which", lambda name: None)
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(embedded.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="--redis-url"):
         EmbeddedRedis(tmp_path)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from speculator.events import EventLog
+from speculator.versions.lifecycle import EventLog
 
 
 @pytest.mark.parametrize("block_bytes", [1, 16, 100, 1 << 20])
 def test_the_newest_come_first_however_the_file_is_read(
     tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculator.events._BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("speculator.events._MAX_BYTES", 600)
+    monkeypatch.setattr("speculator.versions.lifecycle._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("speculator.versions.lifecycle._MAX_BYTES", 600)
     log = EventLog(tmp_path)
     assert log.tail(3) == []
     for number in range(9):

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculator.checkpoint import read_target_tensor
+from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.initialization import choose_draft_vocab, count_tokens, fresh_draft
 from speculator.errors import ConfigError
-from speculator.fresh import fresh_draft
-from speculator.vocab import choose_draft_vocab, count_tokens
 from tests.toy import make_toy_model
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from speculator.errors import GroupTextError
 from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.group_text import MAX_PIECE_TOKENS, Piece, decode_pieces, encode_piece, is_head, new_head
-from speculator.keys import RedisKeys
+from speculator.redis.keys import RedisKeys
 from tests.waiting import wait_until
 
 VOCAB = 1000

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speculator.draft.sampling_params import SamplingParams
 from speculator.labels import draft_ids_by_target_id, make_labels, make_verdicts
-from speculator.sampling import SamplingParams
-from speculator.trace import NO_DRAFT, Trace, check_trace
+from speculator.trace.schema import NO_DRAFT, Trace, check_trace
 from tests.traces import make_trace, with_rounds
 
 V = 12

@@ -17,10 +17,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from speculator import events as events_module
 from speculator.errors import LifecycleError, StoreError
-from speculator.events import EventLog
-from speculator.lifecycle import ALLOWED, BARRED, SERVABLE, Lifecycle, State, Transition
+from speculator.versions import lifecycle as events_module
+from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, EventLog, Lifecycle, State, Transition
 from tests.crashes import Crash
 
 WRITTEN, VALIDATED, SCORED, LIVE = State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE
@@ -271,7 +270,7 @@ def test_threads_make_each_transition_once(life: Lifecycle) -> None:
 
 PROMOTE_OFTEN = """
 import sys
-from speculator.lifecycle import Lifecycle, State, Transition
+from speculator.versions.lifecycle import Lifecycle, State, Transition
 life = Lifecycle(sys.argv[1])
 for _ in range(25):
     life.move(1, State.PROMOTED, actor=sys.argv[2])

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from speculator.checkpoint import draft_config_json, draft_state, expected_shapes
+from speculator.draft.checkpoint import draft_config_json, draft_state, expected_shapes
 from speculator.errors import LifecycleError
-from speculator.lifecycle import ALLOWED, BARRED, SERVABLE, State
-from speculator.lineage import admit
-from speculator.store import DraftStore
+from speculator.versions.bootstrap import admit
+from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, State
+from speculator.versions.store import DraftStore
 from tests.crashes import Crash, dying_before
 from tests.drafts import CONFIG, make_draft
 

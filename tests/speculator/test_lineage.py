@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from speculator.checkpoint import check_fits, config_from_json, draft_config_json, draft_state, target_fingerprint
+from speculator.draft.checkpoint import check_fits, config_from_json, draft_config_json, draft_state, target_fingerprint
+from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import ConfigError, DraftMismatchError, StoreError
-from speculator.lifecycle import State
-from speculator.lineage import admit, ensure_lineage, load_draft
-from speculator.model import DraftConfig
-from speculator.store import DraftStore
 from speculator.target_folder import read_config
+from speculator.versions.bootstrap import admit, ensure_lineage, load_draft
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 from tests.crashes import Crash, dying_before
 from tests.toy import make_toy_model, random_draft
 

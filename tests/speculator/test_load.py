@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculator.load import LINGER_S, EngineLoad, busiest_here, machine_id
+from speculator.engine_load import LINGER_S, EngineLoad, busiest_here, machine_id
 
 
 class Clock:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
 from speculator.labels import Labels, Verdicts, make_labels
 from speculator.loss import (
@@ -17,7 +18,6 @@ from speculator.loss import (
     policy_gradient,
     reverse_kl,
 )
-from speculator.sampling import SamplingParams
 from tests.speculator.test_labels import DRAFT_IDS, TARGET_IDS, random_rows
 
 D = len(TARGET_IDS)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from speculator.earnings import HeadVerdict
-from speculator.planner import Plan, RoundPlanner
+from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
 
 DEPTH = 4
 DRAFT_READ_S, DRAFT_PAIR_S, DRAFT_STEP_S = 0.0014, 0.0001, 0.0015

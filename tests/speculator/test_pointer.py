@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import redis
 
-from speculator import pointer as pointer_module
 from speculator.errors import StreamError
-from speculator.keys import RedisKeys
-from speculator.pointer import CanaryHolder, CanarySlot, DraftPointer
-from speculator.redis_client import connect
+from speculator.redis import control_plane as pointer_module
+from speculator.redis.client import connect
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.keys import RedisKeys
 from tests.waiting import wait_until
 
 MODEL = "smollm2"

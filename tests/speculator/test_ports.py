@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from speculator.ports import free_port
+from speculator.host import free_port
 
-_SAY_TEN = "from speculator.ports import free_port; print(*(free_port() for _ in range(10)))"
+_SAY_TEN = "from speculator.host import free_port; print(*(free_port() for _ in range(10)))"
 
 
 def test_no_connection_is_given_such_a_port() -> None:

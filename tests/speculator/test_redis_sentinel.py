@@ -10,10 +10,10 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.pointer import DraftPointer
-from speculator.ports import free_port
-from speculator.redis_client import connect
-from speculator.stream import TraceStream
+from speculator.host import free_port
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
 from tests.redis_servers import Server, Servers, servers
 from tests.waiting import wait_until
 

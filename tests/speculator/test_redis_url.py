@@ -11,8 +11,8 @@ import redis
 from redis import connection, sentinel
 
 from speculator.errors import ConfigError, StreamError
-from speculator.redis_client import connect
-from speculator.redis_url import RedisUrl
+from speculator.redis.client import connect
+from speculator.redis.url import RedisUrl
 
 
 def test_one_server() -> None:

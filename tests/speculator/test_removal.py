@@ -10,19 +10,18 @@ import msgspec
 import pytest
 import redis
 
-from speculator import removal
-from speculator import stream as stream_module
-from speculator.codec import encode_trace, read_header
-from speculator.embedded_redis import EmbeddedRedis
 from speculator.errors import ConfigError, TraceError
-from speculator.keys import RedisKeys
-from speculator.ledger import StreamLag
-from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.redis_client import connect
-from speculator.removal import Removed, Remover
-from speculator.rewrite import remove_from_recording
-from speculator.stream import StreamEntry, TraceStream
-from speculator.trace import Trace, TraceHeader
+from speculator.redis import trace_deletion
+from speculator.redis import trace_stream as stream_module
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.keys import RedisKeys
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_deletion import Removed, Remover, remove_from_recording
+from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.trace.codec import encode_trace, read_header
+from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace.schema import Trace, TraceHeader
 from tests.traces import make_trace
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=1, note="n")
@@ -130,7 +129,7 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
 
 
 def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removal, "_COMPACT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(trace_deletion, "_COMPACT_TIMEOUT_S", 0.5)
     with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
         client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
         assert not Remover(client, "toy").compact()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speculator.errors import ConfigError
-from speculator.secret import read_secret
+from speculator.settings import read_secret
 
 
 @pytest.mark.parametrize("content", [b"secret", b"secret\n", b"secret\r\n", b"\xef\xbb\xbfsecret\n"])

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speculator import store as store_module
-from speculator.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
+from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
 from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
-from speculator.lifecycle import State
-from speculator.store import DraftStore, Manifest
+from speculator.versions import store as store_module
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore, Manifest
 from tests.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
@@ -257,7 +257,7 @@ def test_any_damage_to_any_file_is_refused(store: DraftStore, data: st.DataObjec
 
 DIE_WHILE_WRITING = """
 import os, signal, sys, torch
-from speculator import store
+from speculator.versions import store
 store.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 weights = {"d2t": torch.zeros(1, dtype=torch.int64)}
 store.DraftStore(sys.argv[1]).write(weights, {}, parent=None, target_fingerprint="", info={})
@@ -331,8 +331,8 @@ def test_a_full_disk_leaves_the_store_as_it_was(store: DraftStore, monkeypatch: 
 
 def test_the_source_is_known_without_git(store: DraftStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     git = tmp_path / ".git"
-    (tmp_path / "speculator").mkdir()
-    monkeypatch.setattr(store_module, "__file__", str(tmp_path / "speculator" / "store.py"))
+    (tmp_path / "speculator" / "versions").mkdir(parents=True)
+    monkeypatch.setattr(store_module, "__file__", str(tmp_path / "speculator" / "versions" / "store.py"))
     assert store_module._source()
     (git / "refs").mkdir(parents=True)
     (git / "HEAD").write_text("ref: refs/main\n")

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from speculator.keys import RedisKeys
-from speculator.removal import Remover
-from speculator.stream import StreamEntry, TraceStream
-from speculator.trace import TraceHeader
+from speculator.redis.keys import RedisKeys
+from speculator.redis.trace_deletion import Remover
+from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.trace.schema import TraceHeader
 from tests.traces import make_header
 
 CAP = 40_000
@@ -110,7 +110,7 @@ class StreamMachine(RuleBasedStateMachine):
             return make_header(trace_id=next(headers, ""))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("speculator.removal.read_header", header_of)
+            patch.setattr("speculator.redis.trace_deletion.read_header", header_of)
             Remover(self.client, "machine").remove(lambda header: names.get(header.trace_id) in chosen)
         assert set(self.alive()) == set(alive) - chosen
 

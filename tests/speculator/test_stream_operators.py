@@ -9,9 +9,9 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.keys import RedisKeys
-from speculator.ledger import StreamLag
-from speculator.stream import TraceStream
+from speculator.redis.keys import RedisKeys
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_stream import TraceStream
 
 MODEL, GROUP = "operated", "trainer"
 KEYS = RedisKeys(model_key=MODEL)

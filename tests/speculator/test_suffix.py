@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from speculator.calibration import Calibration
-from speculator.suffix import SuffixConfig, SuffixDrafter, SuffixRequest
-from speculator.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
-from speculator.suffix_tree import Kind, Rank, Source
-from speculator.tree import ROOT, DraftTree
+from speculator.proposals.calibration import Calibration
+from speculator.proposals.draft_tree import ROOT, DraftTree
+from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter, SuffixRequest
+from speculator.proposals.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
+from speculator.proposals.suffix_tree import Kind, Rank, Source
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 APPENDS = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=25)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from speculator.checkpoint import read_target_tensor
+from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftMismatchError
-from speculator.fresh import fresh_draft
 from speculator.target_folder import check_folder, reading, weight_files
 from tests.toy import make_toy_model
 

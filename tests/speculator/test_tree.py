@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculator.tree import ROOT, DraftTree
+from speculator.proposals.draft_tree import ROOT, DraftTree
 
 
 @st.composite

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculator import verify
-from speculator.sampling import SamplingParams, sample_seed
-from speculator.tree import DraftTree
-from speculator.verify import draws, emit, gumbel, served_logits
+from speculator.draft import verification
+from speculator.draft.sampling_params import SamplingParams, sample_seed
+from speculator.draft.verification import draws, emit, gumbel, served_logits
+from speculator.proposals.draft_tree import DraftTree
 from tests.emitting import emitted as reference
 
 params_of = st.builds(
@@ -136,7 +136,7 @@ def test_noise_is_computed_for_few_tokens_of_a_sure_target(monkeypatch: pytest.M
         counted.append(len(uniform))
         return gumbel(uniform)
 
-    monkeypatch.setattr(verify, "gumbel", counting)
+    monkeypatch.setattr(verification, "gumbel", counting)
     emitted = [emit(logits, SamplingParams(), draws(0, position, len(logits))) for position in range(50)]
     assert emitted.count(7) > 45
     assert np.median(counted) < 10, "noise that is rare makes many compete"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from speculator.acceptance import Acceptance, expected_rounds
-from speculator.codec import encode_trace
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.labels import draft_ids_by_target_id
-from speculator.model import Eagle3Draft
-from speculator.recording import RecordingHeader, RecordingWriter
-from speculator.trace import Trace
+from speculator.trace.codec import encode_trace
+from speculator.trace.recording import RecordingHeader, RecordingWriter
+from speculator.trace.schema import Trace
 from trainer.batch import Batch, Example, cut, make_example, pack
 from trainer.config import TrainerConfig
 from trainer.evaluate import accept_probabilities

@@ -25,14 +25,14 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.acceptance import Acceptance
-from speculator.codec import decode_trace
+from speculator.draft.initialization import fresh_draft
+from speculator.engine_load import machine_id
 from speculator.errors import ConfigError, StoreError, StreamError
-from speculator.fresh import fresh_draft
-from speculator.lifecycle import Lifecycle, State
-from speculator.load import machine_id
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import decode_trace
+from speculator.trace.schema import Trace
+from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.store import DraftStore
 from tests.trainer.examples import batch_of, config_for, promote
 from tests.trainer.reviewing import Pointer, accepted
 from tests.trainer.stored import stored_of

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from speculator.model import Eagle3Draft
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
-from speculator.verify import served_logits
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import served_logits
+from speculator.trace.schema import Trace
 from tests.toy import random_draft
 from tests.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from speculator.errors import DraftMismatchError, StoreError
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from tests.traces import send
 from tests.trainer.answers import renamed
 from tests.trainer.examples import metric

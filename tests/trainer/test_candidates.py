@@ -12,11 +12,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.errors import StreamError
-from speculator.lifecycle import State
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.schema import Trace
+from speculator.versions.lifecycle import State
+from speculator.versions.store import DraftStore
 from tests.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
 from tests.trainer.examples import metric, promote, record

@@ -19,15 +19,15 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from speculator.checkpoint import model_key, target_fingerprint
-from speculator.codec import encode_trace
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.pointer import DraftPointer
-from speculator.ports import free_port
-from speculator.redis_client import connect
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.host import free_port
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for, record
 from tests.trainer.ranks import KEYS, NUM_STEPS, new_learner, read_traces, stream_config

@@ -11,10 +11,10 @@ import torch
 
 from serving.engine import CapturePolicy, GenerateRequest
 from speculator.acceptance import Acceptance, recorded_rounds
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
 from speculator.labels import draft_ids_by_target_id
-from speculator.model import Eagle3Draft
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 from tests.serving.local.harness import fixed_engine
 from tests.toy import random_draft
 from tests.trainer.answers import answer_traces

@@ -9,11 +9,11 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from speculator.codec import encode_trace
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record
 from trainer.config import TrainerConfig

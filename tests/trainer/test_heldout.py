@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.fresh import fresh_draft
-from speculator.model import Eagle3Draft
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 from tests.drafts import make_draft
 from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speculator.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, State
 from trainer.newcomer import Newcomers
 
 TO_LIVE = (State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE)

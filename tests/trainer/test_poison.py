@@ -11,11 +11,11 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from speculator.codec import encode_trace
-from speculator.model import Eagle3Draft
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import acceptance, config_for, record
 from trainer.service import Trainer

@@ -15,14 +15,14 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from speculator.acceptance import Acceptance
-from speculator.checkpoint import draft_config_json, draft_state, target_fingerprint
-from speculator.codec import encode_trace
+from speculator.draft.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.errors import DraftFileError, StoreError, UnknownDraftError
-from speculator.lifecycle import Lifecycle, State
-from speculator.lineage import admit
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.versions.bootstrap import admit
+from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.store import DraftStore
 from tests.drafts import noise_like
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for

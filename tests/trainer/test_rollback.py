@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from speculator.errors import StreamError
-from speculator.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, State
 from trainer.metrics import TrainerMetrics
 from trainer.rollback import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
 

@@ -16,10 +16,10 @@ import pytest
 import redis
 
 from speculator.errors import ConfigError
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.schema import Trace
+from speculator.versions.store import DraftStore
 from tests.traces import send
 from tests.trainer.answers import different, renamed
 from tests.trainer.examples import metric

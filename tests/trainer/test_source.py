@@ -17,13 +17,13 @@ import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 
-from speculator.codec import encode_trace
-from speculator.fresh import fresh_draft
-from speculator.keys import RedisKeys
+from speculator.draft.initialization import fresh_draft
 from speculator.labels import draft_ids_by_target_id
-from speculator.ledger import StreamLag
-from speculator.stream import TraceStream
-from speculator.trace import Trace, TraceHeader
+from speculator.redis.keys import RedisKeys
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace, TraceHeader
 from trainer.batch import make_example
 from trainer.metrics import TrainerMetrics
 from trainer.shelf import Shelf

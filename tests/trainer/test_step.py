@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.fresh import fresh_draft
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 from tests.trainer.examples import acceptance, batch_of, config_for
 from tests.trainer.test_batch import with_trees
 from trainer.device import DeviceSetting, choose_device

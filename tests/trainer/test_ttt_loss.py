@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import fresh_draft
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.fresh import fresh_draft
 from speculator.loss import LossMix
-from speculator.model import Eagle3Draft
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 from tests.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, config_for

@@ -14,12 +14,12 @@ import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from speculator.codec import encode_trace
+from speculator.engine_load import machine_id
 from speculator.errors import StreamError
-from speculator.load import machine_id
-from speculator.pointer import DraftPointer
-from speculator.stream import TraceStream
-from speculator.trace import Trace
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from speculator.trace.codec import encode_trace
+from speculator.trace.schema import Trace
 from tests.trainer.examples import config_for
 from tests.waiting import wait_until
 from trainer import run

@@ -25,9 +25,9 @@ from serving.gateway.schema import INT64_MAX, request_body
 from serving.gateway.telemetry import Exchange, exchange_of
 from serving.rollout.results import GroupWork
 from serving.rollout.work import GroupRequest
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
-from speculator.rewards import GroupRewards
-from speculator.sampling import SamplingParams
+from speculator.redis.reward_stream import GroupRewards
 
 ROUTE = "/v1/rollouts"
 _CURSOR = {

@@ -21,8 +21,8 @@ import torch
 
 from serving.local.kernels.library import Kernels
 from serving.local.kernels.pairs import faster_in_pairs
-from speculator.cache import cache_root
 from speculator.errors import ConfigError
+from speculator.host import cache_root
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from serving.local.kernels.layers import panels
 from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
 from serving.local.kernels.memory import LargePages
 from serving.local.kernels.slots import PanelSlots
-from speculator.model import Eagle3Draft
+from speculator.draft.eagle3 import Eagle3Draft
 
 
 def fits(model: Eagle3Draft) -> bool:

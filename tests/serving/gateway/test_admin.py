@@ -21,8 +21,7 @@ from serving.gateway.admin import admin_routes
 from serving.gateway.app import create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings, load_settings
 from serving.gateway.upstream import Upstream
-from speculator.checkpoint import draft_config_json, draft_state
-from speculator.drafts import DraftDesk
+from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.errors import (
     ConfigError,
     DraftFileError,
@@ -32,9 +31,10 @@ from speculator.errors import (
     StreamError,
     UnknownDraftError,
 )
-from speculator.lifecycle import State
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import State
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.drafts import CONFIG, make_draft
 from tests.serving.gateway.client import ask, error_of

@@ -15,7 +15,7 @@ import pytest
 from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.errors import EngineDeadError
-from speculator.ports import free_port
+from speculator.host import free_port
 from tests.serving.sglang_client.fake_sglang import MODEL, WHOLE, FakeSglang
 
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()

@@ -20,10 +20,10 @@ from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
-from speculator.model import Eagle3Draft
-from speculator.planner import RoundPlanner
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
+from speculator.proposals.planner import RoundPlanner
+from speculator.trace.schema import Trace
 from tests.planners import FixedPlanner
 from tests.toy import random_draft
 
@@ -124,7 +124,7 @@ def toy_engine(
     meter = SpeedupMeter()
 
     def load_draft(version: int) -> dict[str, torch.Tensor]:
-        from speculator.checkpoint import draft_state
+        from speculator.draft.checkpoint import draft_state
 
         return draft_state(drafts[version])
 

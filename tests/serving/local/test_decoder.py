@@ -15,7 +15,7 @@ from serving.local import attention
 from serving.local.decoder import FusedLayer
 from serving.local.packed import Replaced, can_pack
 from serving.local.target import Target
-from speculator.model import aux_layer_ids
+from speculator.draft.eagle3 import aux_layer_ids
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, set_every_bias_and_norm
 

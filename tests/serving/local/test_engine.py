@@ -24,15 +24,14 @@ from serving.evidence import Verification
 from serving.local.generation import Generation, TopK
 from serving.local.packed import can_pack, pack, pack_linears
 from serving.local.prompts import Piece
-from speculator.codec import decode_trace, encode_trace
-from speculator.earnings import HeadVerdict
+from speculator.draft.eagle3 import aux_layer_ids
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.labels import make_verdicts
-from speculator.model import aux_layer_ids
-from speculator.planner import Plan
-from speculator.sampling import SamplingParams
-from speculator.suffix import SuffixRequest
-from speculator.trace import NO_DRAFT, Trace
+from speculator.proposals.planner import HeadVerdict, Plan
+from speculator.proposals.suffix_drafter import SuffixRequest
+from speculator.trace.codec import decode_trace, encode_trace
+from speculator.trace.schema import NO_DRAFT, Trace
 from tests.planners import FixedPlanner
 from tests.serving.local.harness import Answer, Harness, fixed_engine, toy_engine
 from tests.toy import SPECIAL, make_toy_model, random_draft

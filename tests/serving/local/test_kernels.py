@@ -33,7 +33,7 @@ from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
 from serving.local.packed import PackedLinear, can_pack
 from serving.local.target import Target
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
 from tests.moved import moved_model
 from tests.planners import FixedPlanner, WholeTrees
 from tests.serving.local.harness import GREEDY, toy_engine

@@ -16,7 +16,7 @@ from serving.local.loading import check_known_model, check_model, load_model, lo
 from serving.local.target import Target
 from slipstream.checks import model
 from slipstream.draft import init_lineage
-from speculator.checkpoint import is_finite
+from speculator.draft.checkpoint import is_finite
 from speculator.errors import ConfigError
 from tests.toy import make_toy_model
 

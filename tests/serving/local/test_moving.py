@@ -17,7 +17,7 @@ from serving.engine import TargetReport
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from speculator.errors import EngineDeadError, RequestError, TargetError
-from speculator.suffix import SuffixConfig, SuffixDrafter
+from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
 from tests.moved import WEIGHTS, moved_model
 from tests.serving.local.harness import Harness, fixed_engine, toy_engine
 from tests.toy import make_toy_model

@@ -17,8 +17,8 @@ from serving.local.kernels.build import available
 from serving.local.prompts import Piece
 from serving.local.rounds import RoundReport
 from serving.local.target import Target
-from speculator.planner import RoundPlanner
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
+from speculator.proposals.planner import RoundPlanner
 from tests.serving.local.harness import GREEDY, Harness, fixed_engine
 from tests.toy import make_toy_model, random_draft
 from tests.waiting import wait_until

@@ -9,9 +9,9 @@ import torch
 
 from serving.hotswap import DraftFollower
 from serving.watch import LiveWatch
-from speculator.lifecycle import Lifecycle, State
-from speculator.model import Eagle3Draft
-from speculator.pointer import DraftPointer
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import Lifecycle, State
 from tests.serving.local.harness import fixed_engine
 from tests.toy import make_toy_model, random_draft
 

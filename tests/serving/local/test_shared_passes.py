@@ -22,8 +22,8 @@ from serving.local.generation import Generation
 from serving.local.prompts import Piece
 from serving.local.rounds import RoundReport
 from serving.local.target import Target
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace
+from speculator.draft.sampling_params import SamplingParams
+from speculator.trace.schema import Trace
 from tests.moved import moved_model
 from tests.planners import WholeTrees
 from tests.serving.local.harness import GREEDY, Answer, Harness, fixed_engine

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.local.texts import RecentTexts
 from serving.metrics import EngineMetrics
-from speculator.suffix import SuffixDrafter
+from speculator.proposals.suffix_drafter import SuffixDrafter
 
 
 def test_an_errand_that_fails_leaves_nobody_waiting() -> None:

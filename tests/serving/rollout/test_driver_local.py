@@ -19,7 +19,7 @@ from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.results import GroupWork, SampleResult
 from serving.rollout.scheduler import Policy
 from serving.rollout.work import GroupRequest, Sample, SampleId
-from speculator.sampling import SamplingParams
+from speculator.draft.sampling_params import SamplingParams
 from tests.serving.local.harness import Answer, Harness, fixed_engine
 from tests.serving.rollout.engines import Results
 from tests.toy import make_toy_model

@@ -14,7 +14,7 @@ from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture
 from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
-from speculator.trace import Trace
+from speculator.trace.schema import Trace
 
 WIDTH, VOCAB, KEPT = 6, 32, 4
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp  # noqa: TID251 - two ranks on one machine
 
 from serving.sglang.agreement import MEETING_STEPS, Agreement
-from speculator.depth import RoundCosts
+from speculator.proposals.depth import RoundCosts
 
 
 def measured(seconds: float, depth: int = 2) -> RoundCosts:

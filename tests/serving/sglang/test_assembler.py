@@ -11,7 +11,7 @@ import torch
 
 from serving.sglang.spans import Span, Ticket
 from serving.sglang.transfer import HostCopy
-from speculator.trace import Trace, check_trace
+from speculator.trace.schema import Trace, check_trace
 from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
 from tests.waiting import wait_until
 

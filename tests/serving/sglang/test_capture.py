@@ -24,9 +24,9 @@ from serving.sglang.probe import DraftProbe
 from serving.sglang.settings import PluginSettings
 from serving.sglang.traces import TracePipeline
 from serving.sglang.verdicts import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
-from speculator.clock import now_ms
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace, check_trace
+from speculator.draft.sampling_params import SamplingParams
+from speculator.host import now_ms
+from speculator.trace.schema import Trace, check_trace
 from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
 
 

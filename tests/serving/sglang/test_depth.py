@@ -14,7 +14,7 @@ from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
-from speculator.depth import _PROBES_AFTER_RENEWAL, DepthPolicy, RoundCosts
+from speculator.proposals.depth import _PROBES_AFTER_RENEWAL, DepthPolicy, RoundCosts
 
 
 def make_control(

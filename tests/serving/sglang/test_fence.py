@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from serving.sglang.fence import Fence
 from serving.sglang.runtime import EngineRuntime
 from serving.sglang.settings import PluginSettings
-from speculator.checkpoint import model_key, target_fingerprint
+from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import EngineDeadError
-from speculator.lineage import ensure_lineage
-from speculator.pointer import DraftPointer
-from speculator.store import DraftStore
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.serving.sglang.harness import VOCAB, WIDTH, Request
 from tests.toy import make_toy_model
 from tests.waiting import wait_until

@@ -10,8 +10,8 @@ import torch
 
 from serving.engine import CapturePolicy
 from serving.sglang.spans import MAX_COMPLETION_TOKENS, InconsistentSpanError, Round, Rows, Span, SpanRequest
-from speculator.sampling import SamplingParams
-from speculator.trace import Trace, check_trace
+from speculator.draft.sampling_params import SamplingParams
+from speculator.trace.schema import Trace, check_trace
 
 WIDTH, KEPT = 6, 4
 

@@ -17,12 +17,12 @@ from serving.sglang import hooks
 from serving.sglang.checks import check_draft_options, check_server
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
-from speculator.checkpoint import target_fingerprint
+from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
-from speculator.lineage import ensure_lineage
-from speculator.pointer import CanaryHolder, DraftPointer
-from speculator.redis_client import connect
-from speculator.store import DraftStore
+from speculator.redis.client import connect
+from speculator.redis.control_plane import CanaryHolder, DraftPointer
+from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.store import DraftStore
 from tests.toy import make_toy_model
 
 

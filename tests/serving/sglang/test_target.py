@@ -12,7 +12,7 @@ import redis
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.target import Announcements, RankTarget
 from speculator.errors import StreamError
-from speculator.pointer import DraftPointer
+from speculator.redis.control_plane import DraftPointer
 
 
 class Rank:

@@ -18,7 +18,7 @@ from serving.sglang.client import SglangClient
 from serving.sglang.collector import SglangCollector
 from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
-from speculator.pointer import DraftPointer
+from speculator.redis.control_plane import DraftPointer
 from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, in_background
 from tests.waiting import wait_until
 

@@ -19,7 +19,7 @@ from serving.sglang.pooled import MOST_SILENT, Pool, commonest
 from serving.sglang.report import EngineReport
 from serving.sglang.router import check_routers
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
-from speculator.pointer import DraftPointer
+from speculator.redis.control_plane import DraftPointer
 from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang, flat_error, in_background
 from tests.waiting import wait_until
 

@@ -1,0 +1,242 @@
+"""A draft as the tensors and the `config.json` that SGLang's `LlamaForCausalLMEagle3` loads, and a look at the target.
+
+Tensors: `fc.weight`, `midlayer.*`, `norm.weight` and `lm_head.weight` in bfloat16, `d2t` [D] int64 (offsets: target
+id − draft id) and `t2d` [V] bool (whether a target id is in the draft vocabulary). Never `embed_tokens`: in SGLang the
+draft's embedding is the target's own storage, and a file that has it would overwrite the target.
+
+A draft as a folder of its own, as SGLang and Hugging Face load it: `config.json` and `model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
+from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
+from speculator.target_folder import check_folder, open_weights, read_config, reading, stored_name, weight_files
+
+_ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+# What the target computes follows from its tensors and from these; the rest of its config.json may change freely.
+_TARGET_ESSENTIALS = (
+    "architectures",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a draft file, no more and no less."""
+    d, f = config.hidden_size, config.intermediate_size
+    heads, groups = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    return {
+        "fc.weight": (d, NUM_AUX_LAYERS * d),
+        "midlayer.input_layernorm.weight": (d,),
+        "midlayer.hidden_norm.weight": (d,),
+        "midlayer.post_attention_layernorm.weight": (d,),
+        "midlayer.self_attn.q_proj.weight": (heads, 2 * d),
+        "midlayer.self_attn.k_proj.weight": (groups, 2 * d),
+        "midlayer.self_attn.v_proj.weight": (groups, 2 * d),
+        "midlayer.self_attn.o_proj.weight": (d, heads),
+        "midlayer.mlp.gate_proj.weight": (f, d),
+        "midlayer.mlp.up_proj.weight": (f, d),
+        "midlayer.mlp.down_proj.weight": (d, f),
+        "norm.weight": (d,),
+        "lm_head.weight": (config.draft_vocab_size, d),
+        "d2t": (config.draft_vocab_size,),
+        "t2d": (config.vocab_size,),
+    }
+
+
+def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
+    """A copy of the model's tensors on the CPU, in the types and under the names of a draft file."""
+    state = {
+        name: parameter.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+        for name, parameter in model.named_parameters()
+    }
+    t2d = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    t2d[model.target_ids.cpu()] = True
+    return {**state, "d2t": model.d2t.to("cpu", torch.int64, copy=True), "t2d": t2d}
+
+
+def check_fits(draft: DraftConfig, model_dir: Path) -> None:
+    """Raise DraftMismatchError for a draft of another target's sizes or rotary base, or of a smaller window."""
+    target = DraftConfig.for_target(read_config(model_dir), draft_vocab_size=draft.draft_vocab_size)
+    for name in ("hidden_size", "vocab_size", "rope_theta", "max_position_embeddings"):
+        ours, theirs = getattr(draft, name), getattr(target, name)
+        if ours < theirs or (ours != theirs and name != "max_position_embeddings"):
+            raise DraftMismatchError(
+                f"the draft's {name} is {ours}, the target's {theirs}, by config.json in {model_dir}: set them alike, "
+                "or start with a new --store"
+            )
+
+
+def check_state(config: DraftConfig, d2t: Tensor, state: dict[str, Tensor]) -> None:
+    """Raise DraftFileError or DraftMismatchError when a draft file has not these shapes and this draft vocabulary."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if shapes != expected_shapes(config):
+        raise DraftFileError("the draft's tensors do not have this model's names and shapes")
+    if not torch.equal(state["d2t"].to(d2t.device), d2t):
+        raise DraftMismatchError("the draft has another draft vocabulary (d2t) than the one in service")
+
+
+def apply_state(model: Eagle3Draft, state: dict[str, Tensor]) -> None:
+    """Copy a draft file into the model's own parameters: addresses stay, so captured graphs stay valid.
+
+    Raises DraftFileError or DraftMismatchError before anything is changed.
+    """
+    check_state(model.config, model.d2t, state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def draft_config_json(config: DraftConfig) -> dict[str, Any]:
+    """The `config.json` of a draft file."""
+    return {
+        "architectures": [_ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        # Tied would make SGLang use the target's embedding as the draft's output layer.
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **config.to_dict(),
+    }
+
+
+def config_from_json(values: dict[str, Any]) -> DraftConfig:
+    """The shapes in a draft's `config.json`; raises DraftFileError where it is not an EAGLE-3 draft's."""
+    if values.get("architectures") != [_ARCHITECTURE]:
+        raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {_ARCHITECTURE}")
+    try:
+        config = DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DraftFileError(f"config.json is not a draft's: {error!r}") from error
+    for name, value in config.to_dict().items():
+        # `True` is an int, and 8.5 heads are none; only these two are measures.
+        kinds = (int, float) if name in ("rms_norm_eps", "rope_theta") else (int,)
+        if type(value) not in kinds or not 0 < value < math.inf:
+            raise DraftFileError(f"config.json is not a draft's: {name} is {str(value)[:50]}")
+    return config
+
+
+def target_fingerprint(model_dir: Path) -> str:
+    """SHA-256 over the target's weight files and what its config says about the computation; hex, 64 characters.
+
+    Raises ConfigError for a folder that `check_folder` refuses.
+    """
+    digest = hashlib.sha256()
+    check_folder(model_dir)
+    digest.update(json.dumps(target_essentials(model_dir), sort_keys=True).encode())
+    with reading(model_dir):
+        for path in sorted(set(weight_files(model_dir).values())):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def target_essentials(model_dir: Path) -> dict[str, Any]:
+    """What config.json says about the computation. Raises ConfigError where it cannot be read."""
+    config = read_config(model_dir)
+    return {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
+
+
+def model_name(model_dir: Path) -> str:
+    """What people call a target: its folder's name, or its id where the folder is in the Hugging Face cache.
+
+    There it is `models--ORGANISATION--NAME/snapshots/COMMIT`.
+    """
+    if model_dir.parent.name != "snapshots":
+        return model_dir.name
+    return model_dir.parent.parent.name.removeprefix("models--").replace("--", "/")
+
+
+def model_key(model_dir: Path, target_fingerprint: str) -> str:
+    """The name of a target in Redis keys: readable, and another for other weights."""
+    # Without the organisation: an SGLang that was started with the id itself finds the same key.
+    name = re.sub(r"[^a-z0-9]+", "-", model_name(model_dir).rpartition("/")[2].lower()).strip("-")
+    return f"{name}-{target_fingerprint[:12]}"
+
+
+def read_target_tensor(model_dir: Path, name: str) -> Tensor:
+    """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding.
+
+    Raises ConfigError when the target does not have it, or not as finite numbers.
+    """
+    files = weight_files(model_dir)
+    stored = stored_name(model_dir, name, read_config(model_dir), files)
+    with reading(model_dir), open_weights(files[stored]) as file:
+        tensor: Tensor = file.get_tensor(stored)
+    if not tensor.is_floating_point() or not is_finite(tensor):
+        raise ConfigError(f"{model_dir}: {stored} is not finite: check --model")
+    return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all its numbers are finite; takes no memory for each of them, but where they are bytes."""
+    numbers = tensor.half() if tensor.itemsize == 1 else tensor
+    return not numbers.numel() or bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
+
+
+def check_can_write(out: Path) -> None:
+    """Raise ConfigError unless a draft can be written there: nothing, or an empty folder."""
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"{out} is not an empty directory: choose another --out")
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    """Write a draft and return its folder; it is there completely or not at all. Raises ConfigError."""
+    out = out.absolute()
+    check_can_write(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+            folder = Path(scratch) / "draft"
+            folder.mkdir()
+            write_tensors(folder / "model.safetensors", weights)
+            (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+            folder.rename(out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    return out
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file with the rights of any other new one: the library's are for its owner alone."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, {"format": "pt"})
+    path.chmod(mode)
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {out} ({error.strerror}): choose another --out")

@@ -1,0 +1,60 @@
+"""The clock of what travels between processes and onto disk.
+
+The CPU cores that this process may use.
+
+Where a machine keeps what can be made again: converted models, compiled kernels, what benchmarks keep.
+
+Loopback ports for servers that begin to listen later: an engine loads its model for a minute first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from pathlib import Path
+
+
+def now_ms() -> int:
+    """Unix time."""
+    return time.time_ns() // 1_000_000
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+CACHE_VARIABLE = "SLIPSTREAM_CACHE"
+
+
+def cache_root() -> Path:
+    """The directory, which need not exist; `$SLIPSTREAM_CACHE` moves it. Raises RuntimeError where there is no home."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+_LOWEST, _HIGHEST = 10_000, 21_999
+"""Below what Linux hands out by itself (`ip_local_port_range`, from 32,768 on) to connections and to servers that
+name no port, any of which could take a port that nobody listens at yet; and below 22,000 to 29,999, where SGLang
+looks for its own."""
+_BETWEEN_PROCESSES = 61
+_next = itertools.count(os.getpid() * _BETWEEN_PROCESSES)
+"""Processes that start one after another walk through the ports far from each other."""
+
+
+def free_port() -> int:
+    """A port that nobody listens at, and that this process has not been given before it has seen all others.
+
+    Raises OSError when all are taken.
+    """
+    num_ports = _HIGHEST - _LOWEST + 1
+    for step in itertools.islice(_next, num_ports):
+        port = _LOWEST + step % num_ports
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise OSError(f"no port of {_LOWEST} to {_HIGHEST} is free")

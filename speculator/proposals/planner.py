@@ -1,0 +1,423 @@
+"""What to propose in a round: nothing, the suffixes' trees or the learned head's chains; and how many tokens of it.
+
+Every choice is a forecast of committed tokens over seconds, both from what was measured while serving. With b requests,
+R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of
+speculator/proposals/round_costs.py:
+
+    nothing     b / V(b, 0)
+    suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R: suffix_tree.py
+    head        (b + Σ_i w_i g_i) / (V(b, P̄) + D(b, s̄, u))              g: what its chains earned lately, by domain
+
+u are the pairs that the head has not read: after long suffix paths they cost more than its proposals. w is what its
+tokens are worth: one that the next round's suffix tree would have brought as the first of five saves a fifth of a
+round (SuffixRequest.rounds_saved). Where text is copied here and there, counting such tokens as whole ones makes a head
+look twice as good as it is. What is expected to be committed is with w = 1.
+
+The largest of them is the rate λ of this round, and the price of time: the head's chains grow while one more token of
+all of them, w Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it.
+That is the stationarity condition of the ratio that is maximised (Dinkelbach, Management Science 13(7), 1967).
+
+A head that does not pay is looked at all the same, since it may have learned: now and then it is asked for one token of
+one request, which the round does not verify; what the target emits says whether it would have been accepted. Looks have
+a budget of seconds, a share of the time that rounds take, since most of a look is reading what the head has not read.
+It is halved where many looks in a row were in vain, until one is not or another version comes. Only requests are looked
+at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
+says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
+
+What the learned head earns: by domain, as verifications and looks say, older ones fading.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from speculator.proposals.calibration import Calibration
+from speculator.proposals.depth import PositionAcceptance
+from speculator.proposals.round_costs import RoundTimes
+
+_MEMORY = 0.98
+"""What a verification still weighs after another: half after 34."""
+_PRIOR_WEIGHT = 2.0
+RENEWED_WEIGHT = 0.25
+"""What evidence about the previous version is worth for the next, which is mostly like it."""
+_VAIN_LOOKS = 24
+"""After so many in a row that found nothing, looks get half their share: enough to read text as fast as it grows."""
+_MAX_DOMAINS = 64
+_REST = "other"
+
+
+class FadingMean:
+    """A fading mean that begins at a guess."""
+
+    def __init__(self, guess: float) -> None:
+        self._sum, self._weight = _PRIOR_WEIGHT * guess, _PRIOR_WEIGHT
+
+    def add(self, value: float) -> None:
+        self._sum, self._weight = _MEMORY * self._sum + value, _MEMORY * self._weight + 1
+
+    def fade(self) -> None:
+        self._sum, self._weight = RENEWED_WEIGHT * self._sum, RENEWED_WEIGHT * self._weight
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight
+
+
+@dataclass(frozen=True)
+class HeadVerdict:
+    """What became of the head's chain for one request; an empty chain counts, too, and so does a look."""
+
+    domain: str
+    probabilities: Sequence[float]
+    """The head's own, of each proposal."""
+    num_accepted: int
+    is_worth_it: bool = True
+    """False for a look at a token that a round would not have verified."""
+    rounds_saved: float | None = None
+    """By the accepted ones; None where nothing but the head proposes: as many as those are."""
+
+
+class _Record:
+    """What the head has lately earned, in one domain or in all."""
+
+    def __init__(self, gain: float, saved: float) -> None:
+        """Guesses."""
+        self._gain, self._saved = FadingMean(gain), FadingMean(saved)
+        self._num_vain = 0
+
+    @property
+    def gain(self) -> float:
+        """Accepted proposals of a chain."""
+        return self._gain.value
+
+    @property
+    def saved(self) -> float:
+        """Rounds that these take the place of."""
+        return self._saved.value
+
+    @property
+    def look_share(self) -> float:
+        """Of the full budget of looks."""
+        return 0.5 if self._num_vain >= _VAIN_LOOKS else 1.0
+
+    def add(self, gain: int, saved: float, *, is_vain: bool) -> None:
+        self._gain.add(gain)
+        self._saved.add(saved)
+        self._num_vain = self._num_vain + 1 if is_vain else 0
+
+    def renew(self) -> None:
+        self._gain.fade()
+        self._saved.fade()
+        self._num_vain = 0
+
+
+class Earnings:
+    """By domain, and of all together."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+        self._overall = _Record(0.0, 0.0)
+
+    def gain(self, domain: str) -> float:
+        """Accepted proposals of the head's chains, the empty ones included, in one verification."""
+        return self._nearest_record(domain).gain
+
+    def look_share(self, domain: str) -> float:
+        """Of the full budget of looks."""
+        return self._nearest_record(domain).look_share
+
+    def worth(self, domains: Sequence[str]) -> float:
+        """Of a token of the head, in requests of these domains."""
+        records = [self._nearest_record(domain) for domain in domains]
+        gain = sum(record.gain for record in records)
+        return sum(record.saved for record in records) / gain if gain else 1.0
+
+    def _nearest_record(self, domain: str) -> _Record:
+        """The evidence about a domain: that of all where there is none of its own, nor of the rest."""
+        return self._records.get(domain) or self._records.get(_REST) or self._overall
+
+    def add(self, verdict: HeadVerdict) -> None:
+        """What became of one more chain, or of a look."""
+        gain = verdict.num_accepted if verdict.is_worth_it else 0
+        saved = gain if verdict.rounds_saved is None or gain == 0 else verdict.rounds_saved
+        for record in (self._own_record(verdict.domain), self._overall):
+            record.add(gain, saved, is_vain=verdict.num_accepted == 0)
+
+    def renew(self) -> None:
+        """Another version is in service."""
+        for record in (self._overall, *self._records.values()):
+            record.renew()
+
+    def _own_record(self, domain: str) -> _Record:
+        """Where to write down what a domain earned; the rest's, where there are too many domains."""
+        if domain not in self._records:
+            domain = domain if len(self._records) < _MAX_DOMAINS else _REST
+            self._records.setdefault(domain, _Record(self._overall.gain, self._overall.saved))
+        return self._records[domain]
+
+
+_FIRST_LOOKS = 3.0
+"""Steps' worth of looks at a head that nobody has seen: cheaper than the chains that a useless one would have verified
+in vain. A step here is one request's plain decoding.
+"""
+_LOOKS_AFTER_RENEWAL = 12.0
+"""The same at a new version, whatever the last one was worth: enough for the watch to see a useless one. And the most
+that is put by.
+"""
+_LONGEST_LOOK = 12.0
+"""Steps. A request whose prompt would take longer to read is not looked at."""
+_AWAKE_ROUNDS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a round of `batch` requests proposes: the head for those that have no better suffix, or suffixes alone."""
+
+    batch: int
+    num_keys: int
+    expected_tokens: float = 0.0
+    """Committed tokens that are expected of this round; 0 before anything was measured. So with `expected_s`, its
+    seconds.
+    """
+    plain_s: float = 0.0
+    """What the same requests' next tokens alone are expected to take."""
+    expected_s: float = 0.0
+    value: float = 0.0
+    """Of the expected tokens: the head's at what they are worth."""
+    worth: float = 1.0
+    """Of a token of the head."""
+    uses_head: bool = False
+    look: int | None = None
+    """The request in which a head that is not used is looked at."""
+    num_proposals: int = 0
+    """Of a suffix tree, where the head is not asked."""
+    from_suffix: tuple[bool, ...] = ()
+    """Which requests take their suffix tree where the head is asked."""
+
+    @property
+    def rate(self) -> float:
+        """λ, in tokens' worth a second."""
+        return self.value / self.expected_s if self.expected_s else 0.0
+
+
+class RoundPlanner:
+    """Plans the rounds of one engine; used by the thread that decodes."""
+
+    def __init__(self, *, max_depth: int, look_share: float = 0.01, seed: int = 0) -> None:
+        self.times = RoundTimes()
+        self.confidence = Calibration()
+        self._positions = PositionAcceptance(max_depth)
+        self.earnings = Earnings()
+        self._proposals: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
+        self._steps: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
+        self._look_share, self._random = look_share, random.Random(seed)
+        self._look_budget = look_share
+        self._step_s = self._looks_left_s = 0.0
+        self._granted = _FIRST_LOOKS
+        """Steps' worth of looks that are still to be added."""
+        self._dismissed: tuple[str, ...] = ()
+        """Those of requests for which a head that sleeps did not pay, until something is heard of it."""
+        self._num_plans = self._last_use = 0
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        *,
+        head_depth: int,
+        unread: Sequence[int],
+    ) -> Plan:
+        """The plan for requests of these domains. `suffixes` are R_ik of their suffix trees, k from the first
+        proposal on; `head_depth` is the most that the head may propose, and `unread` the pairs that it has not read.
+        """
+        self._look_budget = 0.0
+        batch = len(domains)
+        without = self._without_head(batch, num_keys, suffixes)
+        if not without.plain_s:
+            return Plan(batch=batch, num_keys=num_keys)  # nothing was measured yet
+        if not head_depth:
+            return without
+        self._num_plans += 1
+        self._step_s = self.times.verify_s(1, 0, num_keys // batch)
+        if self._granted:
+            self._looks_left_s, self._granted = self._granted * self._step_s, 0.0
+        has_better = self._have_better(domains, suffixes)
+        if self._dismissed != tuple(domains):
+            plan = self._with_head(domains, num_keys, suffixes, has_better, head_depth, num_pairs=sum(unread))
+            if plan.rate > without.rate:
+                self._last_use = self._num_plans
+                return replace(plan, plain_s=without.plain_s)
+            if not self.is_awake and not self._beats_plain(domains, num_keys, head_depth, without.plain_s):
+                self._dismissed = tuple(domains)
+        rows = [row for row, is_better in enumerate(has_better) if not is_better]
+        if not rows:
+            return without
+        shares = [self.earnings.look_share(domains[row]) for row in rows]
+        self._look_budget = self._look_share * max(shares) * len(rows) / batch
+        look = self._look(rows, unread)
+        if look is None:
+            return without
+        return replace(
+            without,
+            look=look,
+            worth=self.earnings.worth(domains[look : look + 1]),
+            expected_s=without.expected_s + self.times.draft_s(1, 1, unread[look]),
+        )
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the head has paid lately: then it reads prompts as they come."""
+        return self._num_plans - self._last_use < _AWAKE_ROUNDS
+
+    def head_probability(self, step: int, probability: float) -> float:
+        """Of a proposal at `step`, from 0, that the head gives `probability`: that it is accepted, once reached."""
+        return self.confidence.probability(step, probability)
+
+    def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
+        """Whether one more token than `num_proposals` pays, which is reached and accepted `reach` times in all requests
+        that have the head's chain, and so often in those that have a suffix tree.
+        """
+        earned = plan.worth * reach + of_suffixes
+        is_trial = self._is_trial(plan, num_proposals, reach + of_suffixes)
+        return is_trial or earned > plan.rate * self._more_s(plan, num_proposals)
+
+    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
+        """Whether the head shall compute a step after `num_steps`, whose proposals are reached `reach` times."""
+        more_s = self.times.draft_s(plan.batch, num_steps + 1, plan.batch) - self.times.draft_s(
+            plan.batch, num_steps, plan.batch
+        )
+        expected = reach * self._positions.rate(num_steps + 1)
+        price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
+        return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
+
+    def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
+        """The best round of suffix trees; with none of them it is plain decoding."""
+        gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
+        plain_s = self.times.verify_s(batch, 0, num_keys)
+        depth, tokens, seconds = 0, float(batch), plain_s
+        for more, total in enumerate(itertools.accumulate(gains, initial=tokens)):
+            more_s = self.times.verify_s(batch, more, num_keys) if more else plain_s
+            if total * seconds > tokens * more_s:
+                depth, tokens, seconds = more, total, more_s
+        return Plan(
+            batch=batch,
+            num_keys=num_keys,
+            num_proposals=depth,
+            expected_tokens=tokens,
+            value=tokens,
+            expected_s=seconds,
+            plain_s=plain_s,
+        )
+
+    def _have_better(self, domains: Sequence[str], suffixes: Sequence[Sequence[float]]) -> tuple[bool, ...]:
+        """Which requests have a suffix tree that promises more than the head earns."""
+        return tuple(
+            sum(reaches) > self.earnings.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True)
+        )
+
+    def _with_head(
+        self,
+        domains: Sequence[str],
+        num_keys: int,
+        suffixes: Sequence[Sequence[float]],
+        from_suffix: tuple[bool, ...],
+        head_depth: int,
+        *,
+        num_pairs: int,
+    ) -> Plan:
+        """A round that asks the head, if it goes like its last ones but for the pairs that it has to read: after suffix
+        proposals that were accepted they are many.
+        """
+        batch = len(domains)
+        depth = min(round(self._proposals[batch].value), head_depth)
+        steps = min(max(round(self._steps[batch].value), 1), head_depth)
+        asked = [domain for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix]
+        worth, gain = self.earnings.worth(asked), sum(map(self.earnings.gain, asked))
+        tokens = batch + sum(
+            sum(reaches[:depth]) for reaches, is_suffix in zip(suffixes, from_suffix, strict=True) if is_suffix
+        )
+        seconds = self.times.verify_s(batch, depth, num_keys) + self.times.draft_s(batch, steps, num_pairs)
+        return Plan(
+            batch=batch,
+            num_keys=num_keys,
+            uses_head=True,
+            from_suffix=from_suffix,
+            expected_tokens=tokens + gain,
+            value=tokens + worth * gain,
+            worth=worth,
+            expected_s=seconds,
+        )
+
+    def _is_trial(self, plan: Plan, num_proposals: int, reach: float) -> bool:
+        """What is likelier than not to be accepted is tried until it is known what one more token costs."""
+        likely = plan.uses_head and 2 * reach > plan.batch
+        return likely and not self.times.is_known(plan.batch, num_proposals + 1)
+
+    def _beats_plain(self, domains: Sequence[str], num_keys: int, head_depth: int, plain_s: float) -> bool:
+        """Whether the head would pay where there are no suffixes: there it is compared with least."""
+        batch = len(domains)
+        usual = self._with_head(domains, num_keys, [()] * batch, (False,) * batch, head_depth, num_pairs=2 * batch)
+        return usual.rate * plain_s > batch
+
+    def _more_s(self, plan: Plan, num_proposals: int) -> float:
+        more_s = self.times.verify_s(plan.batch, num_proposals + 1, plan.num_keys) - self.times.verify_s(
+            plan.batch, num_proposals, plan.num_keys
+        )
+        return max(more_s, 0.0)
+
+    def _look(self, rows: Sequence[int], unread: Sequence[int]) -> int | None:
+        """Any of these requests that is not too long, whatever it costs, while the budget is not overdrawn."""
+        if self._looks_left_s <= 0:
+            return None
+        row = self._random.choice(rows)
+        return row if self.times.draft_s(1, 1, unread[row]) < _LONGEST_LOOK * self._step_s else None
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(
+        self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
+    ) -> None:
+        """What a round took: its verification of so many proposals, and the head's part where it was asked. No
+        `verify_s` where something else was computed in the same pass.
+        """
+        if verify_s is None:
+            verify_s = self.times.verify_s(plan.batch, num_proposals, plan.num_keys)
+        else:
+            self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
+        if plan.expected_s:
+            most_s = _LOOKS_AFTER_RENEWAL * self._step_s
+            self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, most_s)
+        if plan.look is not None:
+            self._looks_left_s -= draft_s
+            self.times.add_drafting(1, num_steps, num_pairs, draft_s)
+            num_proposals = num_steps  # as if what was seen had been verified: gains and costs are of the same chain
+        elif num_steps:
+            self.times.add_drafting(plan.batch, num_steps, num_pairs, draft_s)
+        if num_steps:
+            self._proposals[plan.batch].add(num_proposals)
+            self._steps[plan.batch].add(num_steps)
+
+    def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
+        """What a round earned with the head's chains."""
+        for verdict in verdicts:
+            self._dismissed = ()
+            self._positions.add(len(verdict.probabilities), verdict.num_accepted)
+            self.earnings.add(verdict)
+            for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
+                self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
+
+    def renew(self) -> None:
+        """Another draft version is in service: look at it even where the last one did not pay."""
+        self._positions.fade(RENEWED_WEIGHT)
+        self.earnings.renew()
+        self._dismissed = ()
+        self._granted = _LOOKS_AFTER_RENEWAL
+        # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
+        self._last_use = self._num_plans

@@ -1,0 +1,141 @@
+"""Reaching Redis: a client with bounded waits, and every error of redis-py as a StreamError that names the fix."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import redis
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from speculator.errors import ConfigError, StreamError
+from speculator.redis.url import RedisUrl
+from speculator.settings import read_secret
+
+SOCKET_TIMEOUT_S = 5.0
+PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"  # noqa: S105 - its name
+"""Names a file with the password of the URL's user, for deployments that keep secrets in files."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Self = TypeVar("_Self")
+
+
+def connect(url: str) -> redis.Redis:
+    """A client for any URL of speculator/redis/url.py, after one PING; a password may come from a file.
+
+    No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
+    Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
+    """
+    try:
+        parsed = RedisUrl.parse(url)
+        return _answering(_client(parsed), parsed.shown)
+    except ConfigError:
+        raise
+    except ValueError:
+        # Without the cause: its text may quote a part of the password.
+        raise ConfigError(
+            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix:// or "
+            "redis+sentinel://HOST:PORT,…/SERVICE/DB"
+        ) from None
+
+
+def _answering(client: redis.Redis, shown: str) -> redis.Redis:
+    """Raises ValueError for a host or a path that cannot be one."""
+    try:
+        client.ping()
+    except (exceptions.RedisError, OSError) as error:
+        client.close()
+        raise StreamError(f"{shown}: {_explain(error)}") from error
+    return client
+
+
+def _client(url: RedisUrl) -> redis.Redis:
+    options: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "protocol": 2,
+        "password": _password_of(url.username),
+        # What the URL itself says goes first.
+        **url.options,
+    }
+    _check_files(url)
+    never = Retry(NoBackoff(), 0)
+    if url.service:
+        return _master(url, retry=never, **options)
+    if url.path:
+        return redis.Redis(unix_socket_path=url.path, retry=never, **options)
+    [(host, port)] = url.places
+    return redis.Redis(host=host, port=port, ssl=url.has_tls, retry=never, **options)
+
+
+def _master(url: RedisUrl, **options: Any) -> redis.Redis:
+    """A client of the master that the Sentinels of `url` name; each new connection asks them."""
+    of_sentinels = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    common = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
+    sentinel = Sentinel(url.places, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
+    client: redis.Redis = sentinel.master_for(url.service, ssl=url.has_tls, **options)
+    return client
+
+
+def _check_files(url: RedisUrl) -> None:
+    """redis-py names no option where a file is missing."""
+    for name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"):
+        if name in url.options and not os.access(url.options[name], os.R_OK):
+            raise ConfigError(f"{name} in the Redis URL names nothing that can be read: correct the path")
+
+
+def _password_of(user: str) -> str | None:
+    """From the file; a URL without a user is of a server that asks for none, such as the demo's own."""
+    file = os.environ.get(PASSWORD_FILE_VARIABLE)
+    return read_secret(Path(file), PASSWORD_FILE_VARIABLE) if file and user else None
+
+
+def redis_errors(
+    method: Callable[Concatenate[_Self, _P], _R],
+) -> Callable[Concatenate[_Self, _P], _R]:
+    """Every error of redis-py leaves a public method as a StreamError whose message names the fix."""
+
+    @functools.wraps(method)
+    def wrapped(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(self, *args, **kwargs)
+        except StreamError:
+            _close_idle(getattr(self, "_redis", self))
+            raise
+        except (exceptions.RedisError, OSError) as error:
+            _close_idle(getattr(self, "_redis", self))
+            raise StreamError(_explain(error)) from error
+
+    return wrapped
+
+
+def _close_idle(client: object) -> None:
+    """Close connections that no command uses. A new one asks the Sentinels who the master is; redis-py may have
+    reopened an old one to a master that was demoted, in the middle of a transaction.
+    """
+    if isinstance(client, redis.Redis):
+        client.connection_pool.disconnect(inuse_connections=False)
+
+
+def is_denied(error: StreamError) -> bool:
+    """Whether Redis answers, and has not given this user the right."""
+    return isinstance(error.__cause__, exceptions.NoPermissionError)
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
+        return f"Redis refuses the login: set the user and password in SLIPSTREAM_REDIS_URL or --redis-url ({error})"
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return f"Redis is out of memory: raise its maxmemory or lower the stream's byte cap ({error})"
+    if "MISCONF" in str(error):
+        return f"Redis cannot write to its disk: free some space ({error})"
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        return f"Redis cannot be reached: start it, or set SLIPSTREAM_REDIS_URL or --redis-url ({error})"
+    return f"Redis refuses the command: {error}"

@@ -1,0 +1,220 @@
+"""What the trainer, the operator and the engines tell each other through Redis: versions, depths and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+
+from speculator.errors import StreamError
+from speculator.host import now_ms
+from speculator.redis.client import redis_errors
+from speculator.redis.keys import RedisKeys
+
+ENGINE_TTL_S = 30
+ANNOUNCEMENT_TTL_S = 3600
+AWAITED_S = 10.0
+"""An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
+CRASHES_KEPT_S = 24 * 3600
+
+_ATTEMPTS = 5
+
+
+class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has the canary's slot, and for which draft version."""
+
+    engine_id: str
+    process: str
+    """Names the process among those that have, or had, this engine id."""
+    version: int
+
+
+class CanarySlot(NamedTuple):
+    """The canary's slot as it is after an engine asked for it."""
+
+    is_held: bool
+    """By the one that asked."""
+    is_awaited: bool
+    """Whether another engine has asked in vain lately."""
+    num_crashed: int
+    """Other processes that began to try the version within a day and neither gave the slot back nor outlasted their
+    probation; told to the holder only."""
+
+
+class DraftPointer:
+    """Which draft version the engines should run, which of them tries it first, and what each says about itself."""
+
+    def __init__(self, client: redis.Redis, model_key: str) -> None:
+        self._redis: Any = client
+        self._keys = RedisKeys(model_key=model_key)
+
+    @redis_errors
+    def publish(self, version: int) -> None:
+        self._redis.set(self._keys.desired_draft, version)
+
+    @redis_errors
+    def published(self) -> int | None:
+        """The version last published; None before the first."""
+        return _number(self._redis.get(self._keys.desired_draft), self._keys.desired_draft)
+
+    @redis_errors
+    def replace(self, old: int, new: int) -> bool:
+        """Publish `new` in place of `old`; False, and nothing done, where something else is published by now."""
+        key = self._keys.desired_draft
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.watch(key)
+            if _number(transaction.get(key), key) != old:
+                return False
+            transaction.multi()
+            transaction.set(key, new)
+            try:
+                transaction.execute()
+            except redis.WatchError:
+                return False
+        return True
+
+    @redis_errors
+    def pin(self, version: int) -> None:
+        """Engines run this version, whatever is published, until `unpin`."""
+        self._redis.set(self._keys.pinned_draft, version)
+
+    @redis_errors
+    def unpin(self) -> None:
+        self._redis.delete(self._keys.pinned_draft)
+
+    @redis_errors
+    def pinned(self) -> int | None:
+        return _number(self._redis.get(self._keys.pinned_draft), self._keys.pinned_draft)
+
+    @redis_errors
+    def desired(self) -> int | None:
+        """The version that engines should run: the pinned one, else the published one, else None."""
+        keys = (self._keys.pinned_draft, self._keys.desired_draft)
+        pinned, published = map(_number, self._redis.mget(keys), keys)
+        return published if pinned is None else pinned
+
+    @redis_errors
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        """Replace an engine's status; it disappears ENGINE_TTL_S after its last report."""
+        key, ttl_ms = self._keys.engine(engine_id), int(ENGINE_TTL_S * 1000)
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.delete(key)
+            transaction.hset(key, mapping=dict(status))
+            transaction.pexpire(key, ttl_ms)
+            transaction.zadd(self._keys.engines, {engine_id: now_ms() + ttl_ms})
+            transaction.zremrangebyscore(self._keys.engines, "-inf", now_ms())
+            transaction.execute()
+
+    @redis_errors
+    def engines(self) -> dict[str, dict[str, str]]:
+        """The status of every engine that reported lately, by engine id."""
+        ids = [engine_id.decode() for engine_id in self._redis.zrange(self._keys.engines, 0, -1)]
+        reports = {engine_id: self._redis.hgetall(self._keys.engine(engine_id)) for engine_id in ids}
+        return {
+            engine_id: {field.decode(): value.decode() for field, value in report.items()}
+            for engine_id, report in reports.items()
+            if report
+        }
+
+    @redis_errors
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        """Take the canary's slot for `ttl_s` seconds, or renew it.
+
+        Only one engine has it. An engine may take it over from its own process of before. A process that ends
+        `on_probation` without `release_canary` counts as a crash. Raises StreamError.
+        """
+        for _ in range(_ATTEMPTS):
+            with self._redis.pipeline(transaction=True) as transaction:
+                transaction.watch(self._keys.canary)
+                found = self._holder(transaction.get(self._keys.canary))
+                transaction.multi()
+                is_held = found is None or found.engine_id == holder.engine_id
+                if is_held:
+                    self._hold(transaction, holder, ttl_s, on_probation)
+                else:
+                    transaction.set(self._keys.canary_awaited, holder.engine_id, px=int(AWAITED_S * 1000))
+                try:
+                    results = transaction.execute()
+                except redis.WatchError:
+                    continue
+                if not is_held:
+                    return CanarySlot(is_held=False, is_awaited=True, num_crashed=0)
+                processes, waiting = results[-2:]
+                others = set(processes) - {holder.process.encode()}
+                return CanarySlot(True, waiting not in (None, holder.engine_id.encode()), len(others))
+        raise StreamError("the canary's slot changes too often: asked for again")
+
+    @redis_errors
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        """Give the slot back, where it is the holder's, and count its process as one that ended in order.
+
+        `forget_crashes` forgets the other processes, too, that ended as they tried the version. Raises StreamError.
+        """
+        trials = self._keys.canary_trials(holder.version)
+        with self._redis.pipeline(transaction=True) as transaction:
+            transaction.watch(self._keys.canary)
+            found = self._holder(transaction.get(self._keys.canary))
+            transaction.multi()
+            if found == holder:
+                transaction.delete(self._keys.canary)
+            if forget_crashes:
+                transaction.delete(trials)
+            else:
+                transaction.zrem(trials, holder.process)
+            transaction.execute()
+
+    @redis_errors
+    def set_depth(self, engine_id: str, depth: int) -> None:
+        """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
+        self._redis.set(self._keys.depth(engine_id), depth)
+
+    @redis_errors
+    def announce_target(self, process: str, version: int) -> None:
+        """Tell an engine's process ("host:pid") that its target is of this version now; the next one starts anew."""
+        self._redis.set(self._keys.target_version(process), version, ex=ANNOUNCEMENT_TTL_S)
+
+    @redis_errors
+    def announced_target(self, process: str) -> int | None:
+        key = self._keys.target_version(process)
+        return _number(self._redis.get(key), key)
+
+    @redis_errors
+    def withdraw_announcement(self, process: str) -> None:
+        """Forget what an earlier process of this name was told: the one that starts has its own weights."""
+        self._redis.delete(self._keys.target_version(process))
+
+    @redis_errors
+    def depth_limit(self, engine_id: str) -> int | None:
+        """The depth last asked of an engine; None where none was."""
+        key = self._keys.depth(engine_id)
+        return _number(self._redis.get(key), key)
+
+    def _hold(self, transaction: Any, holder: CanaryHolder, ttl_s: float, on_probation: bool) -> None:
+        trials = self._keys.canary_trials(holder.version)
+        transaction.set(self._keys.canary, msgspec.json.encode(holder), px=int(ttl_s * 1000))
+        if on_probation:
+            transaction.zadd(trials, {holder.process: now_ms()})
+            transaction.pexpire(trials, CRASHES_KEPT_S * 1000)
+        else:
+            transaction.zrem(trials, holder.process)
+        transaction.zrange(trials, 0, -1)
+        transaction.get(self._keys.canary_awaited)
+
+    def _holder(self, document: bytes | None) -> CanaryHolder | None:
+        try:
+            return None if document is None else msgspec.json.decode(document, type=CanaryHolder)
+        except msgspec.MsgspecError as error:
+            raise StreamError(
+                f"Redis has something at {self._keys.canary} that Slipstream did not write ({error}): delete that key"
+            ) from error
+
+
+def _number(value: bytes | None, key: str) -> int | None:
+    """What we keep at `key`; raises StreamError where somebody else has written there."""
+    if value is None:
+        return None
+    if not (value.isdigit() and len(value) < 10):
+        raise StreamError(f"Redis has {value[:20]!r} at {key}, which is no number of ours: delete that key")
+    return int(value)

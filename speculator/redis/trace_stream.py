@@ -1,0 +1,224 @@
+"""The trace stream: from any number of engines, through Redis ≥ 6.2, to the trainer.
+
+Delivery to the trainer is at least once; `trace_id` makes it effectively once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from speculator.errors import StreamError
+from speculator.host import now_ms
+from speculator.redis.client import redis_errors
+from speculator.redis.keys import RedisKeys
+from speculator.redis.stream_accounting import Ledger, StreamLag, member_of
+
+# A blocking read must end well before the socket gives up on it.
+MAX_BLOCK_MS = 2000
+EXPIRE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamEntry:
+    id: str
+    trace_id: str
+    created_ms: int
+    """When the entry was appended."""
+    payload: bytes
+
+
+class TraceStream:
+    """One model's traces, from any number of producers to the consumers of one group.
+
+    `max_bytes` is the hard cap on payload bytes in the stream. A producer makes room before it appends: acked entries,
+    kept as history, go first, from the oldest; if that is not enough, unacked ones go too and are counted as lost.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        model_key: str,
+        *,
+        max_bytes: int,
+        group: str = "trainer",
+        consumer: str = "trainer-0",
+        ttl_s: float = 0,
+    ) -> None:
+        """Needs no connection yet. Consumers that run at the same time need different names. Whoever appends or reads
+        also removes what is older than `ttl_s`, every few seconds; 0 sets no limit.
+        """
+        self.max_bytes = max_bytes
+        self._ttl_s, self._expired_s = ttl_s, 0.0
+        self._redis: Any = client
+        self._keys = RedisKeys(model_key=model_key)
+        self._traces = self._keys.ledger.traces
+        self._ledger = Ledger(client, self._keys.ledger, group, max_bytes)
+        self._group = group
+        self._consumer = consumer
+        self._may_ask = True
+        # Own pending entries come first after a start; None once they have all been read.
+        self._resume_after: str | None = "0"
+
+    @redis_errors
+    def append(self, payload: bytes, *, trace_id: str) -> str:
+        """Append one encoded trace and return its entry id.
+
+        Raises StreamError, after which the entry may or may not be in the stream: appending it again is safe, the
+        trainer uses a trace id once.
+        """
+        if len(payload) > self.max_bytes:
+            raise StreamError(f"a trace of {len(payload)} bytes is above the stream's cap of {self.max_bytes} bytes")
+        self._expire_when_due()
+        fields: dict[str, bytes | str | int] = {"payload": payload, "trace_id": trace_id, "created_ms": now_ms()}
+        return self._ledger.append(fields, len(payload))
+
+    @redis_errors
+    def expire(self, ttl_s: float) -> None:
+        """Remove entries and dead letters that were appended longer ago, and count."""
+        before_ms = now_ms() - int(1000 * ttl_s)
+        self._ledger.expire(before_ms)
+        self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
+
+    @redis_errors
+    def read(self, count: int, block_ms: int) -> list[StreamEntry]:
+        """Up to `count` entries for this consumer: after a start its own pending ones, then new ones.
+
+        Waits up to `block_ms` (at most MAX_BLOCK_MS; 0 does not wait) for new entries; returns [] when none came.
+        Raises StreamError; the next call then starts over with the pending entries, since Redis may have delivered
+        some that never arrived. Entries in hand can therefore come twice.
+        """
+        try:
+            self._ledger.adopt()
+            self._expire_when_due()
+            while self._resume_after is not None:
+                if entries := self._read_own_pending(self._resume_after, count):
+                    return entries
+            rows = self._read_group(">", count, min(block_ms, MAX_BLOCK_MS) or None)
+            self._ledger.moved(rows, count)
+            return self._take(rows)
+        except (redis.RedisError, OSError):
+            self._resume_after = "0"
+            raise
+
+    @redis_errors
+    def reclaim(self, min_idle_ms: int, count: int = 100) -> list[StreamEntry]:
+        """Take over up to `count` entries that some consumer has left unacked for `min_idle_ms`.
+
+        Also finds own entries in hand for that long.
+        """
+        self._ledger.adopt()
+        self._ledger.settle()
+        entries: list[StreamEntry] = []
+        cursor = "0-0"
+        while len(entries) < count:
+            reply = self._autoclaim(cursor, min_idle_ms, count - len(entries))
+            # Redis ≥ 7 drops entries that are gone from the pending list as it meets them.
+            entries += self._take([row for row in reply[1] if row[1]])
+            cursor = reply[0].decode()
+            if cursor == "0-0":
+                break
+        return entries
+
+    @redis_errors
+    def ack(self, ids: Sequence[str]) -> None:
+        """The trainer is done with these entries for good; ids that are not pending any more are ignored."""
+        if ids:
+            self._ledger.settle_acked(ids)
+
+    @redis_errors
+    def dead_letter(self, entry: StreamEntry, reason: str) -> None:
+        """Set an unusable entry aside with the reason, and ack it; the newest `ledger.MAX_DEAD_LETTERS` are kept."""
+        fields: dict[str, bytes | str] = {
+            "payload": entry.payload,
+            "trace_id": entry.trace_id,
+            "entry_id": entry.id,
+            "reason": reason,
+        }
+        self._ledger.settle_dead(entry.id, self._keys.dead_letters, fields)
+
+    @redis_errors
+    def recent(self, max_bytes: int) -> list[StreamEntry]:
+        """The newest acked entries that fit into `max_bytes`, oldest first: what a replay is rebuilt from.
+
+        Dead-lettered entries that are still in the stream are among them; they fail to decode again.
+        """
+        _, last_delivered = self._ledger.group_state()
+        entries: list[StreamEntry] = []
+        end = last_delivered
+        while chunk := self._redis.xrevrange(self._traces, max=end, count=8):
+            for entry_id, fields in chunk:
+                if self._ledger.is_open(member_of(fields)):
+                    continue
+                entry = _entry(entry_id, fields)
+                max_bytes -= len(entry.payload)
+                if max_bytes < 0:
+                    return entries[::-1]
+                entries.append(entry)
+            end = f"({chunk[-1][0].decode()}"
+        return entries[::-1]
+
+    @redis_errors
+    def lag(self) -> StreamLag:
+        """Where the stream stands, after counting what was removed from it."""
+        return self._ledger.lag()
+
+    @redis_errors
+    def memory_share(self) -> float | None:
+        """What Redis uses of its `maxmemory`; None where it has no limit, or this user may not ask (INFO)."""
+        if not self._may_ask:
+            return None
+        try:
+            memory = self._redis.info("memory")
+        except redis.exceptions.NoPermissionError:
+            # Once: Redis keeps a log of what it has denied.
+            self._may_ask = False
+            return None
+        limit = memory.get("maxmemory")
+        return float(memory["used_memory"] / limit) if limit else None
+
+    def _expire_when_due(self) -> None:
+        if self._ttl_s and time.monotonic() - self._expired_s > EXPIRE_EVERY_S:
+            self._expired_s = time.monotonic()
+            self.expire(self._ttl_s)
+
+    def _read_group(self, after: str, count: int, block_ms: int | None) -> list[Any]:
+        streams = {self._traces: after}
+        reply = self._ledger.with_group(
+            lambda: self._redis.xreadgroup(self._group, self._consumer, streams, count=count, block=block_ms)
+        )
+        return list(reply[0][1]) if reply else []
+
+    def _read_own_pending(self, after: str, count: int) -> list[StreamEntry]:
+        rows = self._read_group(after, count, None)
+        self._resume_after = rows[-1][0].decode() if rows else None
+        return self._take(rows)
+
+    def _take(self, rows: list[Any]) -> list[StreamEntry]:
+        """A pending entry without fields was removed from the stream while it was pending."""
+        if missing := [entry_id.decode() for entry_id, fields in rows if not fields]:
+            self._ledger.drop_pending(missing)
+        present = [row for row in rows if row[1]]
+        self._ledger.delivered(present)
+        return [_entry(*row) for row in present]
+
+    def _autoclaim(self, start: str, min_idle_ms: int, count: int) -> list[Any]:
+        reply: list[Any] = self._ledger.with_group(
+            lambda: self._redis.xautoclaim(self._traces, self._group, self._consumer, min_idle_ms, start, count=count)
+        )
+        return reply
+
+
+def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
+    # Anybody who may write to this Redis may have added it: whatever it holds, it must get to where it is refused.
+    created_ms = fields.get(b"created_ms", b"")
+    return StreamEntry(
+        id=entry_id.decode(),
+        trace_id=fields.get(b"trace_id", b"").decode(errors="replace"),
+        created_ms=int(created_ms) if created_ms.isdigit() and len(created_ms) < 16 else 0,
+        payload=fields.get(b"payload", b""),
+    )

@@ -1,0 +1,1 @@
+"""A trace: its shape, its bytes, and files of recorded traces."""

@@ -1,0 +1,428 @@
+"""What an operator may do with the draft versions: look at them, compare them, choose which one is served.
+
+Command line and gateway both work through the desk. Each change of which draft is served is on record before it is
+begun, as the event `asked`, and again, with where it led, when it is done; a crash in between leaves the former. An
+engine goes on watching what it was told to serve.
+
+The versions of a store as an operator looks at them: files, states and what Redis knows, side by side.
+
+What two draft versions differ in: their tensors, their configs and what was said about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+
+from speculator.draft.checkpoint import check_can_write, config_from_json, expected_shapes, write_folder
+from speculator.errors import ConfigError, DraftFileError, LifecycleError, StoreError, StreamError, UnknownDraftError
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.bootstrap import admit
+from speculator.versions.lifecycle import BARRED, SERVABLE, Event, State, Transition
+from speculator.versions.store import DraftStore, Manifest
+
+
+class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One version among the others."""
+
+    version: int
+    state: State | None
+    """None where nothing is known of it: a crash came before its state was written."""
+    parent: int | None = None
+    created_ms: int | None = None
+    gate: Any = None
+    """The gate's numbers, as its manifest has them."""
+    damage: str = ""
+    """Why its manifest cannot be read."""
+    is_last_good: bool
+    is_published: bool
+    is_pinned: bool
+    engines: list[str]
+    """The engines that have it in service."""
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine reports; None, or empty, for what it does not say."""
+
+    engine_id: str
+    version: int | None
+    role: str
+    """Its part in the trial of a version: canary, waiting, settled."""
+    accept_length: float | None
+    """Tokens a verification of the version in service, lately."""
+    target_version: int | None
+    verdicts: str
+    """How its trials ended."""
+    last_verdict: str
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    drafts: list[DraftRow]
+    """Oldest first."""
+    engines: list[EngineRow]
+    """By engine id."""
+    last_good: int | None
+    published: int | None
+    pinned: int | None
+    no_redis: str
+    """Why nothing is known of what is published, pinned and in service; empty where Redis answered."""
+
+
+class Details(msgspec.Struct, frozen=True, kw_only=True):
+    draft: DraftRow
+    manifest: Manifest
+    history: list[Transition]
+    """Oldest first."""
+
+
+class _Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """What Redis knows."""
+
+    published: int | None = None
+    pinned: int | None = None
+    engines: dict[str, dict[str, str]] = {}
+    no_redis: str = ""
+
+
+def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview:
+    """Every version; what Redis knows is left out where `pointer` or it cannot say. Raises StoreError."""
+    serving = _serving(pointer)
+    states, last_good = store.lifecycle.states(), store.lifecycle.last_good()
+
+    def row(version: int) -> DraftRow:
+        return DraftRow(
+            version=version,
+            state=states.get(version),
+            is_last_good=version == last_good,
+            is_published=version == serving.published,
+            is_pinned=version == serving.pinned,
+            engines=sorted(each for each, report in serving.engines.items() if report.get("version") == str(version)),
+            **_told(store, version),
+        )
+
+    return Overview(
+        drafts=[row(version) for version in store.versions()],
+        engines=[_engine(engine_id, serving.engines[engine_id]) for engine_id in sorted(serving.engines)],
+        last_good=last_good,
+        published=serving.published,
+        pinned=serving.pinned,
+        no_redis=serving.no_redis,
+    )
+
+
+def _engine(engine_id: str, report: Mapping[str, str]) -> EngineRow:
+    """An engine may be of another release: what it does not say, or what cannot be read, is left out."""
+
+    def whole(name: str) -> int | None:
+        text = report.get(name, "")
+        return int(text) if text.isdecimal() else None
+
+    try:
+        accept_length = float(report["draft_accept_length"])
+    except (KeyError, ValueError):
+        accept_length = None
+    return EngineRow(
+        engine_id=engine_id,
+        version=whole("version"),
+        role=report.get("role", ""),
+        accept_length=accept_length,
+        target_version=whole("target_version"),
+        verdicts=report.get("verdicts", ""),
+        last_verdict=report.get("last_verdict", ""),
+    )
+
+
+def _serving(pointer: Callable[[], DraftPointer]) -> _Serving:
+    try:
+        asked = pointer()
+        return _Serving(published=asked.published(), pinned=asked.pinned(), engines=asked.engines())
+    except (StreamError, ConfigError) as error:
+        return _Serving(no_redis=str(error))
+
+
+def _told(store: DraftStore, version: int) -> dict[str, Any]:
+    """What its manifest says."""
+    try:
+        manifest = store.manifest(version)
+    except (DraftFileError, UnknownDraftError) as error:
+        # Damaged, or pruned since the versions were listed.
+        return {"damage": str(error)}
+    return {"parent": manifest.parent, "created_ms": manifest.created_ms, "gate": manifest.info.get("gate")}
+
+
+class TensorChange(msgspec.Struct, frozen=True, kw_only=True):
+    """How one tensor changed from `a` to `b`, each flattened to one vector."""
+
+    name: str
+    shapes: list[list[int]]
+    """Of `a` and of `b`; where they differ nothing else is known."""
+    num_changed: int | None = None
+    """Elements that are not equal."""
+    relative_l2: float | None = None
+    """|b − a| / |a|; None for a map of token ids, and where a is 0."""
+    cosine: float | None = None
+    """a·b / (|a| |b|)."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    a: int
+    b: int
+    tensors: list[TensorChange]
+    config: dict[str, list[Any]]
+    """What is not equal, as [in a, in b]; null stands for absent too."""
+    manifest: dict[str, list[Any]]
+    """The same of the manifests, with dots for what lies inside: `info.trained_tokens`."""
+
+
+Side = tuple[Manifest, Mapping[str, Any], Mapping[str, Tensor]]
+
+
+def compare(a: Side, b: Side) -> Difference:
+    """From manifest, config and tensors of two versions."""
+    names = sorted(a[2].keys() | b[2].keys())
+    return Difference(
+        a=a[0].version,
+        b=b[0].version,
+        tensors=[_tensor_change(name, a[2].get(name), b[2].get(name)) for name in names],
+        config=_unequal(a[1], b[1]),
+        manifest=_unequal(msgspec.to_builtins(a[0]), msgspec.to_builtins(b[0])),
+    )
+
+
+def _tensor_change(name: str, a: Tensor | None, b: Tensor | None) -> TensorChange:
+    shapes = [[] if tensor is None else list(tensor.shape) for tensor in (a, b)]
+    if a is None or b is None or a.shape != b.shape:
+        return TensorChange(name=name, shapes=shapes)
+    num_changed = int((a != b).sum())
+    if not a.is_floating_point():
+        return TensorChange(name=name, shapes=shapes, num_changed=num_changed)
+    # Sums of millions of products: in float32 equal tensors differ in the fourth decimal.
+    x, y = a.flatten().double(), b.flatten().double()
+    length_x, length_y = float(x.norm()), float(y.norm())
+    return TensorChange(
+        name=name,
+        shapes=shapes,
+        num_changed=num_changed,
+        relative_l2=float((y - x).norm()) / length_x if length_x else None,
+        cosine=float(torch.dot(x, y)) / (length_x * length_y) if length_x and length_y else None,
+    )
+
+
+def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    pairs = {name: [flat_a.get(name), flat_b.get(name)] for name in sorted(flat_a.keys() | flat_b.keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+log = structlog.get_logger(__name__)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an operator's change has led."""
+
+    version: int
+    """The version that was promoted, rolled back, pinned or unpinned."""
+    state: State | None
+    desired: int | None
+    """What engines run from now on."""
+    num_unrecorded: int = 0
+    """Events of this change that could not be written: a rollback does not wait for its record."""
+
+
+class DraftDesk:
+    """One store's versions, with the pointer of the engines that serve them.
+
+    `pointer` is called for each use and may raise StreamError, or ConfigError where nobody said which one it is.
+    """
+
+    def __init__(
+        self, store: DraftStore, pointer: Callable[[], DraftPointer], *, target_fingerprint: str | None = None
+    ) -> None:
+        self._store, self._pointer, self._fingerprint = store, pointer, target_fingerprint
+        self._states = store.lifecycle
+
+    def overview(self) -> Overview:
+        """Every version; what Redis knows is left out where it cannot be asked. Raises StoreError."""
+        return overview(self._store, self._pointer)
+
+    def show(self, version: int) -> Details:
+        """Raises StoreError, UnknownDraftError among them, or DraftFileError for a damaged manifest."""
+        manifest = self._store.manifest(version)
+        for row in self.overview().drafts:
+            if row.version == version:
+                return Details(draft=row, manifest=manifest, history=self._states.history(version))
+        raise UnknownDraftError(f"draft version {version} has just been removed")
+
+    def diff(self, a: int, b: int) -> Difference:
+        """What changed from version `a` to version `b`. Raises StoreError or DraftError."""
+        sides = [(self._store.manifest(each), self._store.config(each), self._store.load(each)) for each in (a, b)]
+        return compare(*sides)
+
+    def events(self, count: int) -> list[Event]:
+        """The last events, oldest first. Raises StoreError."""
+        return self._states.recent_events(count)
+
+    def promote(self, version: int, *, actor: str) -> Outcome:
+        """Have engines serve a version, one in quarantine too: it is read back and verified first.
+
+        Raises StoreError, DraftError for a version that no engine can load, LifecycleError while another one is pinned,
+        StreamError.
+        """
+        pointer = self._pointer()
+        self._refuse_other_pin(pointer, version)
+        self._verified(version)
+        self._asked("promote", version, actor)
+        self._release(version, actor)
+        if self._states.state(version) is State.PROMOTED:
+            self._states.move(version, State.PROMOTED, actor=actor, reason="promoted by operator")
+        pointer.publish(version)
+        return self._done("promote", version, pointer, actor)
+
+    def rollback(self, *, actor: str, reason: str, version: int | None = None) -> Outcome:
+        """Bar a version, by default the one that engines should run, and have the last good one served instead.
+
+        What a crash cut short is brought to its end by asking again, and asking twice changes nothing more: without
+        `version` it is refused where the one in service came there by a rollback. Raises StoreError, LifecycleError
+        then or where no other version is good, DraftError where that one cannot be loaded, StreamError. An event log
+        that cannot be written keeps nobody from getting rid of a draft: what is lost of it is logged and counted.
+        """
+        pointer = self._pointer()
+        bad = version or self._in_service(pointer)
+        good = self._states.last_good(other_than=bad)
+        if good is None:
+            raise LifecycleError(f"no other draft version than {bad} was ever good: `slipstream drafts promote` one")
+        self._verified(good)
+        if self._states.state(bad) is None:
+            self._store.manifest(bad)
+        is_asked = self._noted("asked", actor, action="rollback", version=bad, reason=reason)
+        if self._states.state(bad) is None:
+            self._states.move(bad, State.WRITTEN, actor=actor)
+        self._states.bar(bad, actor=actor, reason=reason)
+        if (pinned := pointer.pinned()) is not None and self._states.state(pinned) not in SERVABLE:
+            pointer.unpin()
+        published = pointer.published()
+        if published is None:
+            pointer.publish(good)
+        elif self._states.state(published) not in SERVABLE:
+            pointer.replace(published, good)
+        desired = pointer.desired()
+        is_done = self._noted("rollback", actor, version=bad, desired=desired, reason=reason)
+        return Outcome(
+            version=bad,
+            state=self._states.state(bad),
+            desired=desired,
+            num_unrecorded=(not is_asked) + (not is_done),
+        )
+
+    def pin(self, version: int, *, actor: str) -> Outcome:
+        """Have engines serve this version, whatever the trainer publishes, until `unpin`.
+
+        Raises StoreError, DraftError, LifecycleError for a version that may not be served, StreamError.
+        """
+        pointer = self._pointer()
+        self._verified(version)
+        state = self._states.state(version)
+        if state not in SERVABLE:
+            known = "unknown" if state is None else state.value
+            raise LifecycleError(f"draft version {version} is {known}: promote it first")
+        self._asked("pin", version, actor)
+        pointer.pin(version)
+        return self._done("pin", version, pointer, actor)
+
+    def unpin(self, *, actor: str) -> Outcome:
+        """Have engines serve what is published.
+
+        Raises LifecycleError where nothing is pinned, StreamError, StoreError.
+        """
+        pointer = self._pointer()
+        pinned = pointer.pinned()
+        if pinned is None:
+            raise LifecycleError("no draft version is pinned")
+        self._asked("unpin", pinned, actor)
+        pointer.unpin()
+        return self._done("unpin", pinned, pointer, actor)
+
+    def export(self, version: int, folder: Path, *, actor: str) -> Path:
+        """Write a version as a Hugging Face folder, as SGLang loads it, and return it.
+
+        Raises StoreError, DraftError, ConfigError where the folder holds something or cannot be written.
+        """
+        check_can_write(folder)
+        weights = self._verified(version)
+        written = write_folder(folder, weights, self._store.config(version))
+        self._states.events.append("export", actor=actor, version=version)
+        return written
+
+    def _verified(self, version: int) -> dict[str, Tensor]:
+        shapes = expected_shapes(config_from_json(self._store.config(version)))
+        return self._store.load(version, expected_fingerprint=self._fingerprint, expected_shapes=shapes)
+
+    def _release(self, version: int, actor: str) -> None:
+        """From wherever it stands to a state in which it may be served."""
+        if self._states.state(version) in BARRED:
+            self._states.move(version, State.QUARANTINED, actor=actor)
+            self._states.move(version, State.SCORED, actor=actor, reason="released by operator")
+        else:
+            fingerprint = self._store.manifest(version).target_fingerprint
+            admit(
+                self._store,
+                version,
+                target_fingerprint=fingerprint,
+                actor=actor,
+                reason="promoted by operator, unscored",
+            )
+
+    def _refuse_other_pin(self, pointer: DraftPointer, version: int) -> None:
+        pinned = pointer.pinned()
+        if pinned not in (None, version):
+            raise LifecycleError(f"draft version {pinned} is pinned: unpin it first")
+
+    def _in_service(self, pointer: DraftPointer) -> int:
+        """What engines should run, unless a rollback put it there: then the one that was meant may be gone already."""
+        version = pointer.desired() or self._states.last_good()
+        if version is None:
+            raise LifecycleError("there is no draft version in service to roll back")
+        histories = self._states.histories()
+        own = histories.get(version, [])
+        if own and own[-1].state in BARRED:
+            return version  # a rollback that was cut short
+        since = max((one.sequence for one in own), default=0)
+        for other, history in histories.items():
+            was_servable = any(one.state in SERVABLE for one in history)
+            if was_servable and history[-1].state in BARRED and history[-1].sequence > since:
+                raise LifecycleError(
+                    f"draft version {other} was rolled back already, and engines should run {version}: "
+                    f"to roll that one back, too, say that it is version {version}"
+                )
+        return version
+
+    def _asked(self, action: str, version: int, actor: str) -> None:
+        self._states.events.append("asked", actor=actor, action=action, version=version)
+
+    def _noted(self, kind: str, actor: str, **fields: str | int | None) -> bool:
+        """False where it could not be written."""
+        try:
+            self._states.events.append(kind, actor=actor, **fields)
+        except StoreError as error:
+            log.error("not on record", kind=kind, actor=actor, error=str(error), **fields)
+            return False
+        return True
+
+    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> Outcome:
+        desired = pointer.desired()
+        self._states.events.append(kind, actor=actor, version=version, desired=desired)
+        return Outcome(version=version, state=self._states.state(version), desired=desired)

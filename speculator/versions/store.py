@@ -1,0 +1,332 @@
+"""The draft store: a folder of immutable versions, each with its tensors, its config and where it came from.
+
+    versions/000042/{model.safetensors, config.json, manifest.json}
+
+A version is written under a temporary name, fsynced and renamed: it is there completely or not at all. Nothing is
+ever changed afterwards; the store can be shared over NFS by one trainer and many engines. What becomes of a version is
+kept beside it (speculator/versions/lifecycle.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from speculator.draft.checkpoint import write_tensors
+from speculator.durable_files import sync, write_synced
+from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
+from speculator.host import now_ms
+from speculator.versions.lifecycle import Lifecycle, State
+
+_WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
+_VERSION_NAME = re.compile(r"\d{6,}")
+_TEMPORARY = ".tmp-"
+_FORK = "lineage.json"
+"""Is in the folder of a fork: an earlier Slipstream served several drafts for one target."""
+# A temporary folder of another host is a leftover for certain after this time.
+_ABANDONED_AFTER_S = 24 * 3600.0
+_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+_MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
+"""Of a manifest or a config, and of what a file of tensors has beside them."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one version comes from and what its files must look like."""
+
+    version: int
+    parent: int | None
+    created_ms: int
+    source: str
+    """Git commit of the code that wrote it, or the package's version."""
+    target_fingerprint: str
+    target_version: int = 0
+    """The newest that it has learnt from; 0 is the target that the fingerprint names."""
+    weights_sha256: str
+    config_sha256: str
+    d2t_sha256: str
+    info: dict[str, Any]
+    """What the trainer says about it: number of traces, trained tokens, scores of the gate."""
+
+
+class DraftStore:
+    """Versions in one folder; reading needs no write access. A fork, and errors of the file system, are StoreError."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        with _store_errors(self.root):
+            if (self.root / _FORK).exists():
+                raise StoreError(
+                    f"{self.root} is a fork, and a target has one draft: pass the store it was forked from"
+                )
+        self.lifecycle = Lifecycle(self.root)
+        self._versions = self.root / "versions"
+
+    def write(
+        self,
+        weights: dict[str, Tensor],
+        config: dict[str, Any],
+        *,
+        parent: int | None,
+        target_fingerprint: str,
+        info: dict[str, Any],
+        target_version: int = 0,
+        actor: str = "trainer",
+        number: int | None = None,
+    ) -> Manifest:
+        """Store a new version in the state `written`, under the next free number or just this one; safe beside others.
+
+        Raises DraftFileError for tensors that no engine may load, VersionTakenError where `number` is not free,
+        StoreError when the folder cannot be written.
+        """
+        check_tensors(weights)
+        with _store_errors(self.root):
+            self._versions.mkdir(parents=True, exist_ok=True)
+            self._clean()
+            with self._temporary() as folder:
+                write_tensors(folder / _WEIGHTS, weights)
+                sync(folder / _WEIGHTS)
+                write_synced(folder / _CONFIG, json.dumps(config, indent=2).encode())
+                manifest = Manifest(
+                    version=0,
+                    parent=parent,
+                    created_ms=now_ms(),
+                    source=_source(),
+                    target_fingerprint=target_fingerprint,
+                    target_version=target_version,
+                    weights_sha256=_sha256(folder / _WEIGHTS),
+                    config_sha256=_sha256(folder / _CONFIG),
+                    d2t_sha256=d2t_sha256(weights["d2t"]),
+                    info=info,
+                )
+                manifest = self._commit(folder, manifest, number)
+        self.lifecycle.move(manifest.version, State.WRITTEN, actor=actor)
+        return manifest
+
+    def manifest(self, version: int) -> Manifest:
+        """Raises StoreError when the version is not there, DraftFileError when its manifest is damaged."""
+        try:
+            manifest = msgspec.json.decode(self._read(version, _MANIFEST), type=Manifest)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise DraftFileError(f"draft version {version}: the manifest is damaged ({error})") from error
+        if manifest.version != version:
+            raise DraftFileError(f"draft version {version}: the manifest belongs to version {manifest.version}")
+        return manifest
+
+    def config(self, version: int) -> dict[str, Any]:
+        """The verified `config.json` of a version; raises StoreError or DraftFileError."""
+        data = self._read(version, _CONFIG)
+        if hashlib.sha256(data).hexdigest() != self.manifest(version).config_sha256:
+            raise DraftFileError(f"draft version {version}: config.json was altered")
+        try:
+            config = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DraftFileError(f"draft version {version}: config.json cannot be read ({error})") from error
+        if not isinstance(config, dict):
+            raise DraftFileError(f"draft version {version}: config.json is not an object")
+        return config
+
+    def versions(self) -> list[int]:
+        """All versions, oldest first; [] where nothing was written yet."""
+        with _store_errors(self.root):
+            if not self._versions.exists():
+                return []
+            return sorted(int(path.name) for path in self._versions.iterdir() if _VERSION_NAME.fullmatch(path.name))
+
+    def latest(self) -> int | None:
+        return max(self.versions(), default=None)
+
+    def load(
+        self,
+        version: int,
+        *,
+        expected_fingerprint: str | None = None,
+        expected_d2t: Tensor | None = None,
+        expected_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> dict[str, Tensor]:
+        """Read a version's tensors and verify them: hashes, types, finite values, and what is expected of them.
+
+        Raises DraftMismatchError for another target or draft vocabulary, DraftFileError for a file that is damaged or
+        has other names, shapes or types, StoreError when the version cannot be read.
+        """
+        manifest = self.manifest(version)
+        if expected_fingerprint is not None and manifest.target_fingerprint != expected_fingerprint:
+            raise DraftMismatchError(
+                f"draft version {version} was trained for target {manifest.target_fingerprint[:12]}, "
+                f"this one is {expected_fingerprint[:12]}"
+            )
+        self.config(version)  # it describes the tensors: SGLang reads it
+        data = self._read(version, _WEIGHTS, max_bytes=_most_bytes(expected_shapes))
+        if hashlib.sha256(data).hexdigest() != manifest.weights_sha256:
+            raise DraftFileError(f"draft version {version}: the weights are truncated or altered (sha256 differs)")
+        try:
+            weights = safetensors.torch.load(data)
+        except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise DraftFileError(f"draft version {version}: the weights cannot be read ({error})") from error
+        try:
+            check_tensors(weights, expected_shapes)
+        except DraftFileError as error:
+            raise DraftFileError(f"draft version {version}: {error}") from error
+        if expected_d2t is not None and not torch.equal(weights["d2t"], expected_d2t.cpu()):
+            raise DraftMismatchError(f"draft version {version} has another draft vocabulary (d2t)")
+        return weights
+
+    def prune(self, keep: int, *, pinned: int | None = None) -> list[int]:
+        """Remove all but the newest `keep` versions and return the removed ones.
+
+        The last good one, live ones and the pinned one stay. Raises StoreError.
+        """
+        removed = []
+        for version in self.versions()[: -max(keep, 1)]:
+            # Its state goes first: at no moment may a version be served whose files are gone.
+            if version == pinned or not self.lifecycle.forget(version):
+                continue
+            with _store_errors(self.root), self._temporary() as folder:
+                # Renamed before it is removed: a reader finds the version complete or not at all.
+                self._folder(version).rename(folder / "pruned")
+            removed.append(version)
+        return removed
+
+    def _commit(self, folder: Path, manifest: Manifest, number: int | None) -> Manifest:
+        """Give the finished folder its number, or the next free one; another writer may take it first."""
+        # Above the known ones too, whose files somebody may have removed: a number never names two drafts.
+        version = max([*self.versions(), *self.lifecycle.states()], default=0)
+        while True:
+            version += 1
+            if number not in (None, version):
+                raise VersionTakenError(f"{self.root} has a version {number} already")
+            manifest = msgspec.structs.replace(manifest, version=version)
+            write_synced(folder / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+            sync(folder)
+            try:
+                # Fails on an existing version, since a version's folder is never empty.
+                folder.rename(self._folder(version))
+            except OSError:
+                if not self._folder(version).exists():
+                    raise
+                continue
+            sync(self._versions)
+            return manifest
+
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        folder = self._versions / f"{_TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _clean(self) -> None:
+        """Remove the temporary folders that a crash left behind."""
+        for folder in self._versions.glob(f"{_TEMPORARY}*"):
+            if _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder(self, version: int) -> Path:
+        return self._versions / f"{version:06d}"
+
+    def _read(self, version: int, name: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
+        with _store_errors(self.root):
+            try:
+                # A pipe in the file's place must not hold up whoever opens it, nor an endless device take all memory.
+                with open(self._folder(version) / name, "rb", opener=_open_at_once) as file:
+                    status = os.fstat(file.fileno())
+                    if not stat.S_ISREG(status.st_mode):
+                        raise DraftFileError(f"draft version {version}: {name} is not a file")
+                    if status.st_size > max_bytes:
+                        raise DraftFileError(f"draft version {version}: {name} is larger than such a draft's")
+                    return file.read()
+            except FileNotFoundError as error:
+                raise UnknownDraftError(f"draft version {version} is not in {self.root} ({name} is missing)") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _most_bytes(shapes: Mapping[str, tuple[int, ...]] | None) -> int:
+    """No file with tensors of these shapes is larger; every element counts as the widest type's."""
+    return _MAX_DOCUMENT_BYTES + 8 * sum(math.prod(shape) for shape in shapes.values()) if shapes else sys.maxsize
+
+
+def check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Raise DraftFileError, with the reason, unless an engine may load these tensors."""
+    for name in weights:
+        if "embed_tokens" in name:
+            raise DraftFileError(f"{name} would overwrite the target's embedding")
+    if shapes is not None and weights.keys() != shapes.keys():
+        difference = ", ".join(sorted(weights.keys() ^ shapes.keys()))
+        raise DraftFileError(f"there are missing or extra tensors: {difference}")
+    if "d2t" not in weights:
+        raise DraftFileError("d2t is missing")
+    for name, tensor in weights.items():
+        dtype = _DTYPES.get(name, torch.bfloat16)
+        if tensor.dtype != dtype:
+            raise DraftFileError(f"{name} is {tensor.dtype}, expected {dtype}")
+        if shapes is not None and tuple(tensor.shape) != tuple(shapes[name]):
+            raise DraftFileError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise DraftFileError(f"{name} is not finite")
+
+
+def d2t_sha256(d2t: Tensor) -> str:
+    return hashlib.sha256(d2t.cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _store_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            f"cannot use the draft store {root}: check its permissions and free space, or choose another one ({error})"
+        ) from error
+
+
+def _is_abandoned(folder: Path) -> bool:
+    host, _, pid = folder.name.removeprefix(_TEMPORARY).rpartition("-")[0].rpartition("-")
+    try:
+        if host == socket.gethostname() and pid.isdigit():
+            os.kill(int(pid), 0)
+            return False
+        return time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _source() -> str:
+    git = Path(__file__).resolve().parents[2] / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        return (git / head.removeprefix("ref: ")).read_text().strip() if head.startswith("ref: ") else head
+    except OSError:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version("slipstream-spec")
+        return "unknown"
