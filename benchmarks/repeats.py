@@ -4,9 +4,10 @@
 
 A draft is trained on a quarter of the recorded answers; the others are served again and again with it by an engine that
 decodes them anew (benchmarks/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower, watch,
-store, lifecycle and Redis are the real ones, and so is the trainer's second look (trainer/review.py), which takes a
-turn at each poll, or none with `--alone`. Versions are published past the gate, each with nothing waiting behind it, so
-that nothing shortens its trial. A version is done with when it is rolled back, or when both have ended well:
+store, lifecycle and Redis are the real ones, and so is the trainer's second look (trainer/release/live_review.py),
+which takes a turn at each poll, or none with `--alone`. Versions are published past the gate, each with nothing waiting
+behind it, so that nothing shortens its trial. A version is done with when it is rolled back, or when both have ended
+well:
 
 * `--repeats` copies of the good draft, which must never be rolled back;
 * `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds, which takes the
@@ -48,7 +49,6 @@ from slipstream.models import resolve_model
 from speculator.draft.checkpoint import apply_state, draft_state, target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
-from speculator.labels import draft_ids_by_target_id
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
@@ -56,13 +56,14 @@ from speculator.trace.schema import Trace
 from speculator.versions.bootstrap import load_draft
 from speculator.versions.lifecycle import State, Transition
 from speculator.versions.store import DraftStore
-from trainer.batch import Example, make_example
 from trainer.config import TrainerConfig, load_config
-from trainer.distributed import Ranks
-from trainer.evaluate import predict_acceptance
+from trainer.learning.batch import Example, make_example
+from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
-from trainer.provenance import Stored, provenance_of
-from trainer.review import ACTOR, Review
+from trainer.ranks import Ranks
+from trainer.release.live_review import ACTOR, Review
+from trainer.release.offline_scoring import predict_acceptance
+from trainer.replay.provenance import Stored, provenance_of
 
 POLL_S = 0.5
 """Virtual seconds between two looks of the follower: its default."""

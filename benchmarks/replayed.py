@@ -1,10 +1,10 @@
 """An engine that decodes recorded answers again: real drafts, real acceptance, and a clock that its rounds wind.
 
 Under drafter-invariant verification the text does not depend on the draft, so a greedy answer that was recorded once
-can be served again with any draft: each round accepts as many proposals as are the text (speculator/acceptance.py).
-What a round costs is told to the engine, since nothing of the target is computed. Two things differ from a live engine:
-a chain ends by its own request's confidence, not by the batch's mean, and after a swap in the middle of an answer the
-draft's keys before it are those of the new version.
+can be served again with any draft: each round accepts as many proposals as are the text
+(trainer/release/acceptance.py). What a round costs is told to the engine, since nothing of the target is computed. Two
+things differ from a live engine: a chain ends by its own request's confidence, not by the batch's mean, and after a
+swap in the middle of an answer the draft's keys before it are those of the new version.
 
 A share of the tokens may be remembered: earlier text then proposes them, right each time, and the draft is asked for
 the others alone. Remembered are those of which the target is surest.
@@ -32,8 +32,8 @@ from speculator.draft import precision
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.host import now_ms
 from speculator.trace.schema import Trace, VerifyRounds
-from trainer.batch import Example, Window, pack
-from trainer.unroll import unroll
+from trainer.learning.batch import Example, Window, pack
+from trainer.learning.ttt_unroll import unroll
 
 DEPTH, MIN_CONFIDENCE, CONTROL_SHARE = 4, 0.15, 0.02
 """The local engine's defaults."""

@@ -1,7 +1,8 @@
 """Whether a draft version on trial stays: its rounds against the incumbent's rounds of the same kind.
 
 This is a circuit breaker. It takes back a version that is clearly worse, within some fifty rounds, or slower. A version
-that is a tenth worse is the trainer's to find: it decodes the same traces with both versions (trainer/review.py).
+that is a tenth worse is the trainer's to find: it decodes the same traces with both versions
+(trainer/release/live_review.py).
 
 **Accepted proposals.** The new version accepts X proposals of a request where the incumbent would have accepted E: its
 mean over verifications of the same stratum and depth. Some requests are harder than others, so a request's rate varies

@@ -6,7 +6,8 @@ is kept adds its own to it.
 When the target moves, nothing that was known of any version holds: a draft may accept less because it is worse, or
 because its target is another. So the record begins anew and a trial ends without a verdict; the version stays. A target
 that keeps moving may never let an incumbent be known: then a newer version is tried after `patience_s` all the same. It
-has the gate behind it, and the trainer's second look ahead (trainer/review.py), which both ask about the newest target.
+has the gate behind it, and the trainer's second look ahead (trainer/release/live_review.py), which both ask about the
+newest target.
 """
 
 from __future__ import annotations

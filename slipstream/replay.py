@@ -5,7 +5,7 @@
 The traces become known evenly over the steps, in the order in which they were recorded, as they would come from live
 traffic; each step learns from the newest unlearnt one and from random known ones. Which traces those are depends on the
 seed and never on the loss or on what the draft has learnt, so runs with different losses see the same data in the same
-steps. (The service's own replay draws by priority, domain and tenant: trainer/replay.py.)
+steps. (The service's own replay draws by priority, domain and tenant: trainer/replay/buffer.py.)
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.draft.checkpoint import read_target_tensor, target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.precision import autocast
 from speculator.errors import ConfigError, TraceError
-from speculator.labels import draft_ids_by_target_id
-from speculator.loss import LossMix
 from speculator.trace.recording import RecordingReader
 from speculator.versions.bootstrap import check_lineage, load_draft
 from speculator.versions.store import DraftStore
-from trainer.batch import Example, Window, cut, make_example, pack
 from trainer.config import TrainerConfig, load_config
-from trainer.evaluate import predict_acceptance
-from trainer.step import Learner
+from trainer.learning.batch import Example, Window, cut, make_example, pack
+from trainer.learning.labels import draft_ids_by_target_id
+from trainer.learning.losses import LossMix
+from trainer.learning.optimizer_step import Learner
+from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.offline_scoring import predict_acceptance
 
 HELD_OUT_SHARE = 0.2
 PASSES = 4
@@ -239,7 +239,8 @@ class Feed:
 
 @contextmanager
 def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
-    """Matrices are multiplied as the gate does it (trainer/shadow.py), by default in bfloat16 where that is fast."""
+    """Matrices are multiplied as the gate does it (trainer/release/offline_scoring.py), by default in bfloat16 where
+    that is fast."""
     # Autocast converts each weight once, and not for every answer, where it might have a gradient.
     draft.requires_grad_(True)
     try:

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import redis
 
-from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.errors import TraceError
 from speculator.json_lines import json_line
 from speculator.redis.client import redis_errors
@@ -21,6 +20,7 @@ from speculator.redis.trace_deletion import remove_from_recording
 from speculator.trace.codec import decode_trace
 from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace.schema import Trace
+from trainer.release.acceptance import Acceptance, recorded_rounds
 
 _POLL_MS = 500
 _CHUNK = 16

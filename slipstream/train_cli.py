@@ -59,7 +59,7 @@ def train(
     from speculator.draft.checkpoint import model_key
     from speculator.versions.store import DraftStore
     from trainer.config import load_config
-    from trainer.run import run_trainer
+    from trainer.process import run_trainer
 
     model_dir = resolve_model(model)
     given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}

@@ -4,20 +4,48 @@ The defaults were chosen on one CPU core with SmolLM2-135M and real answers (mat
 at 90 completion tokens a second, by the acceptance on held-out prompts after equal CPU time. They suit small models.
 
 Under `torchrun`, sizes and limits are those of each process: two processes make a step of twice `batch_tokens`.
+
+Where the trainer computes.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from speculator.loss import DEFAULT_LOSS, LossMix
+from speculator.errors import ConfigError
 from speculator.settings import unusable
-from trainer.device import DeviceSetting
-from trainer.gate import MIN_TRACES
+from trainer.learning.losses import DEFAULT_LOSS, LossMix
+from trainer.release.gate import MIN_TRACES
+
+DeviceSetting = Literal["auto", "cpu", "cuda"]
+
+
+def local_rank() -> int:
+    """This process's number among those that `torchrun` started on this machine; 0 without it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def choose_device(setting: DeviceSetting) -> torch.device:
+    """The GPU with this process's number on its machine, or the CPU; "auto" takes a GPU where there are any.
+
+    CUDA_VISIBLE_DEVICES says which GPUs there are. Raises ConfigError where the GPU does not exist.
+    """
+    num_gpus = torch.cuda.device_count() if setting != "cpu" else 0
+    if setting == "cpu" or (setting == "auto" and not num_gpus):
+        return torch.device("cpu")
+    if local_rank() >= num_gpus:
+        raise ConfigError(
+            f"process {local_rank()} of this machine has no GPU, there are {num_gpus}: set --nproc-per-node to at most "
+            "that, or set SLIPSTREAM_TRAINER_DEVICE=cpu"
+        )
+    return torch.device("cuda", local_rank())
+
 
 ENV_PREFIX = "SLIPSTREAM_TRAINER_"
 LOWEST = 19
@@ -82,7 +110,8 @@ class TrainerConfig(BaseSettings):
     ttt_steps: int = Field(default=4, ge=1)
     """Proposals deep that a chain is unrolled in training (training-time test)."""
     loss: str = DEFAULT_LOSS
-    """What a step minimises, as `speculator.loss.LossMix` reads it: `forward_kl=1,discard=0.5,correction=topr`."""
+    """What a step minimises, as `trainer.learning.losses.LossMix` reads it:
+    `forward_kl=1,discard=0.5,correction=topr`."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Of AdamW; constant after the warm-up."""
     warmup_steps: int = Field(default=20, ge=1)
@@ -93,7 +122,7 @@ class TrainerConfig(BaseSettings):
     """Multiply matrices in bfloat16, on a CPU where oneDNN has it; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
     """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps. Less often where
-    training changes nothing any more (trainer/pressure.py)."""
+    training changes nothing any more (trainer/learning/schedule.py)."""
 
     holdout_share: float = Field(default=0.125, gt=0, le=0.5)
     """Of all texts, held out for a while before they are learnt from: what the gate judges candidates by. The held-out

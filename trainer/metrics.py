@@ -8,11 +8,10 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from speculator.redis.stream_accounting import StreamLag
-from trainer.domains import ALL
-from trainer.drift import AcceptanceSeries
-from trainer.gate import Comparison, GateDecision, Outcome
-from trainer.replay import Admission, Replay
-from trainer.step import StepReport
+from trainer.learning.drift import ALL, AcceptanceSeries
+from trainer.learning.optimizer_step import StepReport
+from trainer.release.gate import Comparison, GateDecision, Outcome
+from trainer.replay.buffer import Admission, Replay
 
 _AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)

@@ -7,17 +7,16 @@ import time
 import msgspec
 from torch import Tensor
 
-from trainer.candidate import Candidates
-from trainer.checkpoint import Progress, save_checkpoint
+from trainer.checkpoint import Progress, joined, save_checkpoint
 from trainer.config import TrainerConfig
-from trainer.distributed import Ranks
-from trainer.intake import Intake
+from trainer.ingest.admission import Intake
+from trainer.ingest.disk_cache import Shelf
+from trainer.ingest.trace_source import TraceSource
 from trainer.metrics import TrainerMetrics
-from trainer.replay import Replay
-from trainer.shares import joined
-from trainer.shelf import Shelf
-from trainer.source import TraceSource
-from trainer.training import Training
+from trainer.ranks import Ranks
+from trainer.release.candidate import Candidates
+from trainer.replay.buffer import Replay
+from trainer.session import Training
 
 
 class Saver:

@@ -11,13 +11,13 @@ from torch import Tensor
 from speculator.draft.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
-from speculator.labels import draft_ids_by_target_id
 from speculator.trace.schema import Trace
 from speculator.versions.bootstrap import admit, begin, load_draft
 from speculator.versions.store import DraftStore
-from trainer.batch import Example, cut, make_example, pack
 from trainer.config import load_config
-from trainer.step import Learner
+from trainer.learning.batch import Example, cut, make_example, pack
+from trainer.learning.labels import draft_ids_by_target_id
+from trainer.learning.optimizer_step import Learner
 
 
 def trained(model_dir: Path, traces: Sequence[Trace], num_steps: int) -> Eagle3Draft:

@@ -27,14 +27,14 @@ from typing import Any
 import msgspec
 import torch
 
-import trainer.run
+import trainer.process
 import trainer.saving
 from slipstream.cli import main
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from trainer.checkpoint import Progress
-from trainer.provenance import Stored
-from trainer.source import TraceSource
-from trainer.training import Training
+from trainer.ingest.trace_source import TraceSource
+from trainer.replay.provenance import Stored
+from trainer.session import Training
 
 
 def digest(progress: Progress) -> str:

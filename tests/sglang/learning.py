@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, read_target_tensor
-from speculator.labels import draft_ids_by_target_id
 from speculator.trace.schema import Trace
 from speculator.versions.bootstrap import admit, load_draft
 from speculator.versions.store import DraftStore
-from trainer.batch import cut, make_example, pack
 from trainer.config import TrainerConfig
-from trainer.step import Learner
+from trainer.learning.batch import cut, make_example, pack
+from trainer.learning.labels import draft_ids_by_target_id
+from trainer.learning.optimizer_step import Learner
 
 
 def train_version(

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.host import now_ms
-from speculator.labels import draft_ids_by_target_id
 from speculator.trace.schema import Trace
 from speculator.versions.bootstrap import load_draft
 from speculator.versions.store import DraftStore
 from tests.sglang.plugged import Plugged, plugged_server
-from trainer.batch import cut, make_example, pack
-from trainer.unroll import unroll
+from trainer.learning.batch import cut, make_example, pack
+from trainer.learning.labels import draft_ids_by_target_id
+from trainer.learning.ttt_unroll import unroll
 
 QUESTIONS = (
     "What is the capital of France?",

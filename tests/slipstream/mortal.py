@@ -31,9 +31,9 @@ from safetensors import safe_open
 import serving.local.engine
 import slipstream.serve
 import trainer.loop
-import trainer.rollback
-import trainer.run
-import trainer.shadow
+import trainer.process
+import trainer.release.offline_scoring
+import trainer.release.rollback_backoff
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.lifetime import serve_until_signal
@@ -54,8 +54,8 @@ from speculator.versions.store import DraftStore
 from tests.doubles import DoubleEngine
 from tests.planners import FixedPlanner
 from tests.trainer.examples import config_for, promote
-from trainer.run import run_trainer
-from trainer.training import Training
+from trainer.process import run_trainer
+from trainer.session import Training
 
 KEY = "the-key-of-the-operator"
 RULES = WatchRules(min_baseline=30, enough_rounds=30, enough_compared=30)

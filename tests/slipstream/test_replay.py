@@ -13,11 +13,9 @@ import torch
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.replay import ReplayOptions, read_split, replay
 from slipstream.traces import summary
-from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.loss import DEFAULT_LOSS, LossMix
 from speculator.trace.codec import encode_trace
 from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace.schema import Trace, check_trace
@@ -27,6 +25,8 @@ from tests.slipstream.conftest import RunCli
 from tests.traces import make_trace
 from tests.trainer.answers import answer_traces
 from tests.trainer.test_batch import with_trees
+from trainer.learning.losses import DEFAULT_LOSS, LossMix
+from trainer.release.acceptance import Acceptance, recorded_rounds
 
 RECORDING = Path(__file__).parent.parent / "data" / "smollm2.rec"
 SMALL_VOCAB = 2048

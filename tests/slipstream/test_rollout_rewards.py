@@ -21,7 +21,7 @@ from speculator.trace.codec import encode_trace
 from tests.serving.gateway.client import ask
 from tests.serving.local.harness import fixed_engine
 from tests.trainer.examples import config_for
-from trainer.service import Trainer
+from trainer.loop import Trainer
 
 
 def test_what_is_rewarded_is_learnt_from_more_often(

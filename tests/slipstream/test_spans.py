@@ -40,7 +40,7 @@ from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from tests.waiting import wait_until
-from trainer.service import Trainer
+from trainer.loop import Trainer
 
 __all__ = ["model"]
 
@@ -218,7 +218,7 @@ def test_a_step_and_a_publication(
     redis_client: redis.Redis,
     redis_url: str,
 ) -> None:
-    monkeypatch.setattr("trainer.shadow.decide", promote)
+    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
@@ -245,7 +245,7 @@ def test_a_step_and_a_publication(
 
 _OFF = """
 import sys, threading
-import serving.gateway.app, serving.local.engine, serving.hotswap, slipstream.cli, trainer.service
+import serving.gateway.app, serving.local.engine, serving.hotswap, slipstream.cli, trainer.loop
 from speculator import tracing as spans
 spans.configure_spans("test")
 with spans.span("x", version=1) as span:

@@ -12,7 +12,6 @@ import redis
 from typer.testing import CliRunner
 
 from slipstream.cli import app
-from speculator.acceptance import Acceptance, recorded_rounds
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
 from speculator.redis.trace_stream import TraceStream
@@ -20,6 +19,7 @@ from speculator.trace.codec import encode_trace
 from speculator.trace.recording import RecordingReader
 from speculator.trace.schema import Trace
 from tests.traces import make_trace
+from trainer.release.acceptance import Acceptance, recorded_rounds
 
 Refused = Callable[..., str]
 

@@ -9,16 +9,9 @@ import torch
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.labels import Labels, Verdicts, make_labels
-from speculator.loss import (
-    LossMix,
-    acceptance_rate,
-    discard,
-    forward_kl,
-    policy_gradient,
-    reverse_kl,
-)
 from tests.speculator.test_labels import DRAFT_IDS, TARGET_IDS, random_rows
+from trainer.learning.labels import Labels, Verdicts, make_labels
+from trainer.learning.losses import LossMix, acceptance_rate, discard, forward_kl, policy_gradient, reverse_kl
 
 D = len(TARGET_IDS)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)

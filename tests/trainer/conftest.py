@@ -17,7 +17,7 @@ from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from tests.trainer.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.service import Trainer
+from trainer.loop import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -56,4 +56,4 @@ def start(settings: Callable[..., TrainerConfig], stream: TraceStream) -> MakeTr
 
 @pytest.fixture
 def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.shadow.decide", promote)
+    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)

@@ -24,7 +24,6 @@ import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 
-from speculator.acceptance import Acceptance
 from speculator.draft.initialization import fresh_draft
 from speculator.engine_load import machine_id
 from speculator.errors import ConfigError, StoreError, StreamError
@@ -36,15 +35,16 @@ from speculator.versions.store import DraftStore
 from tests.trainer.examples import batch_of, config_for, promote
 from tests.trainer.reviewing import Pointer, accepted
 from tests.trainer.stored import stored_of
-from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.distributed import Ranks, join_ranks
+from trainer.learning.batch import Batch
+from trainer.learning.optimizer_step import Learner
+from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
-from trainer.provenance import Stored
-from trainer.review import Review
-from trainer.service import Trainer
-from trainer.step import Learner
-from trainer.yielding import Throttle
+from trainer.ranks import Ranks, join_ranks
+from trainer.release.acceptance import Acceptance
+from trainer.release.live_review import Review
+from trainer.replay.provenance import Stored
+from trainer.throttle import Throttle
 
 SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
@@ -130,7 +130,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer.checkpoint()
     trainer.ack()
     due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
-    with mock.patch("trainer.shadow.decide", promote):
+    with mock.patch("trainer.release.offline_scoring.decide", promote):
         trainer.publish()
     published = trainer._training.version
     weights = sums(trainer)
@@ -218,7 +218,7 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
         decoded.append(stored.trace_id)
         return accepted(version, stored.trace_id, changes[version])
 
-    with mock.patch("trainer.review.score", score):
+    with mock.patch("trainer.release.live_review.score", score):
         for turn in range(30):
             review.take_turn()
             versions.append(review._newcomer.version)

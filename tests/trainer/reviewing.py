@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from speculator.acceptance import Acceptance
 from speculator.errors import StreamError
-from trainer.gate import Pair
+from trainer.release.acceptance import Acceptance
+from trainer.release.gate import Pair
 
 LENGTH = 2.0
 NOISE = 0.02

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from speculator.labels import draft_ids_by_target_id
 from tests.drafts import CONFIG, make_draft
 from tests.traces import make_trace
-from trainer.batch import Example, make_example
-from trainer.provenance import Provenance, Stored
+from trainer.learning.batch import Example, make_example
+from trainer.learning.labels import draft_ids_by_target_id
+from trainer.replay.provenance import Provenance, Stored
 
 
 @functools.cache

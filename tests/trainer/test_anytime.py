@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from trainer.anytime import anytime_quantile
-from trainer.gate import student_t_quantile
+from trainer.release.gate import student_t_quantile
+from trainer.statistics import anytime_quantile
 
 LOOKS = 100
 

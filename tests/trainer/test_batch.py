@@ -21,8 +21,8 @@ from tests.toy import random_draft
 from tests.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, example_of
-from trainer.batch import Batch, Window, pack
-from trainer.unroll import unroll
+from trainer.learning.batch import Batch, Window, pack
+from trainer.learning.ttt_unroll import unroll
 
 DEPTH = 3
 SAMPLINGS = [

@@ -15,8 +15,8 @@ from tests.traces import send
 from tests.trainer.answers import renamed
 from tests.trainer.examples import metric
 from tests.trainer.trainers import MakeTrainer, learn, members
-from trainer.guard import BAD_STEPS, GOOD_STEPS, all_finite
-from trainer.service import Trainer
+from trainer.learning.optimizer_step import BAD_STEPS, GOOD_STEPS, all_finite
+from trainer.loop import Trainer
 
 
 def spoil(trainer: Trainer) -> None:

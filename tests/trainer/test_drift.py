@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainer.domains import ALL
-from trainer.drift import MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor, SeriesState
+from trainer.learning.drift import ALL, MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor, SeriesState
 
 Answer = tuple[int, int]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from speculator.acceptance import Acceptance
 from tests.drafts import make_draft
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import accepted
 from tests.trainer.stored import stored_of
-from trainer.distributed import Ranks
-from trainer.gate import (
+from trainer.ranks import Ranks
+from trainer.release.acceptance import Acceptance
+from trainer.release.gate import (
     MIN_TRACES,
     Comparison,
     GateDecision,
@@ -26,9 +26,8 @@ from trainer.gate import (
     decide,
     student_t_quantile,
 )
-from trainer.golden import GoldenSet
-from trainer.heldout import HeldOut
-from trainer.shadow import Shadow
+from trainer.release.offline_scoring import Shadow
+from trainer.replay.eval_sets import GoldenSet, HeldOut
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,9 @@ def test_the_gate_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=1.0)
     incumbent, candidate = make_draft(1), make_draft(2)
     change = {id(incumbent): 0.0, id(candidate): 0.1}
-    monkeypatch.setattr("trainer.shadow.score", lambda draft, one, _: accepted(1, one.trace_id, change[id(draft)]))
+    monkeypatch.setattr(
+        "trainer.release.offline_scoring.score", lambda draft, one, _: accepted(1, one.trace_id, change[id(draft)])
+    )
     config = config_for(tmp_path, tmp_path)
     shadow = Shadow(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent)
     found = []

@@ -13,11 +13,10 @@ from speculator.trace.schema import Trace
 from tests.drafts import make_draft
 from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of
-from trainer.distributed import Ranks
-from trainer.golden import GoldenSet, golden_set
-from trainer.heldout import HeldOut
-from trainer.provenance import Stored
-from trainer.reservoir import sampling_key
+from trainer.ranks import Ranks
+from trainer.replay.eval_sets import GoldenSet, HeldOut, golden_set
+from trainer.replay.provenance import Stored
+from trainer.replay.reservoir import sampling_key
 
 MANY = 1 << 40
 

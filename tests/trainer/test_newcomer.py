@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speculator.versions.lifecycle import Lifecycle, State
-from trainer.newcomer import Newcomers
+from trainer.release.live_review import Newcomers
 
 TO_LIVE = (State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE)
 

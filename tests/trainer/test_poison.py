@@ -18,7 +18,7 @@ from speculator.trace.schema import Trace
 from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import acceptance, config_for, record
-from trainer.service import Trainer
+from trainer.loop import Trainer
 
 NUM_HONEST, NUM_POISON, NUM_GOLDEN = 24, 120, 16
 CAP = 0.5

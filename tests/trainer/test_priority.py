@@ -11,15 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculator.labels import Verdicts
 from speculator.trace.schema import NO_DRAFT
 from tests.traces import make_trace, with_rounds
 from tests.trainer.stored import stored_of
-from trainer.domains import DEFAULT, OTHER, DomainNames
-from trainer.priority import MAX_REPEAT, TenantMix, capped_shares, priority
-from trainer.provenance import provenance_of
-from trainer.reservoir import sampling_key
-from trainer.staleness import proposal_weight, version_weight, without_stale
+from trainer.learning.drift import DEFAULT, OTHER, DomainNames
+from trainer.learning.labels import Verdicts
+from trainer.replay.provenance import provenance_of
+from trainer.replay.reservoir import sampling_key
+from trainer.replay.sampling_weights import (
+    MAX_REPEAT,
+    TenantMix,
+    capped_shares,
+    priority,
+    proposal_weight,
+    version_weight,
+    without_stale,
+)
 
 masses = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 10**6), min_size=1)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.stored import stored_of
-from trainer.provenance import Stored
-from trainer.replay import Admission, Draw, Replay
+from trainer.replay.buffer import Admission, Draw, Replay
+from trainer.replay.provenance import Stored
 
 SIZE = stored_of("any").num_bytes
 BASES = stored_of("any").num_bases

@@ -14,7 +14,6 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from speculator.acceptance import Acceptance
 from speculator.draft.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.errors import DraftFileError, StoreError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
@@ -28,14 +27,15 @@ from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import Pointer, accepted, partly_worse
 from tests.trainer.stored import stored_of
-from trainer.anytime import anytime_quantile
 from trainer.config import TrainerConfig
-from trainer.distributed import Ranks
-from trainer.gate import Pair, compare
+from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
-from trainer.provenance import Stored
-from trainer.review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
-from trainer.service import Trainer
+from trainer.ranks import Ranks
+from trainer.release.acceptance import Acceptance
+from trainer.release.gate import Pair, compare
+from trainer.release.live_review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
+from trainer.replay.provenance import Stored
+from trainer.statistics import anytime_quantile
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 NUM_TRACES = 100
@@ -53,7 +53,7 @@ class Scene:
         self.decoded: list[tuple[int, str]] = []
         self.now_s, self._num_sent = 0.0, 0
         self.come(1, State.LIVE, State.PROMOTED)
-        monkeypatch.setattr("trainer.review.score", self.score)
+        monkeypatch.setattr("trainer.release.live_review.score", self.score)
         self.start()
 
     def start(self, **changes: Any) -> None:

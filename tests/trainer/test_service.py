@@ -26,8 +26,8 @@ from tests.trainer.examples import metric
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
 from tests.waiting import wait_until
 from trainer.config import TrainerConfig, load_config
+from trainer.learning.schedule import LearningCurve
 from trainer.loop import train_until
-from trainer.pressure import LearningCurve
 
 
 def test_a_first_start_writes_the_version_that_engines_start_with(
@@ -310,7 +310,7 @@ def spawn(config: TrainerConfig) -> subprocess.Popen[bytes]:
     values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     environment = {f"SLIPSTREAM_TRAINER_{name.upper()}": str(value) for name, value in values.items()}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    code = "from trainer.config import load_config; from trainer.run import run_trainer; run_trainer(load_config())"
+    code = "from trainer.config import load_config; from trainer.process import run_trainer; run_trainer(load_config())"
     return subprocess.Popen([sys.executable, "-W", "error", "-c", code], env=os.environ | environment)
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from speculator.trace.schema import Trace
 from tests.trainer.test_source import Desk
-from trainer.provenance import Stored
+from trainer.replay.provenance import Stored
 
 
 class SourceMachine(RuleBasedStateMachine):

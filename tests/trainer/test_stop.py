@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import wait_until
-from trainer.run import stop_on_signals
+from trainer.process import stop_on_signals
 
 
 @pytest.fixture(autouse=True)

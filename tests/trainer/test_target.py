@@ -22,9 +22,9 @@ from tests.trainer.examples import config_for, promote, record
 from tests.trainer.stored import stored_of
 from tests.trainer.test_replay import BASES, draw, fill, ids, replay_of
 from trainer.checkpoint import load_checkpoint
-from trainer.gate import Comparison, GateDecision
-from trainer.replay import Admission
-from trainer.service import Trainer
+from trainer.loop import Trainer
+from trainer.release.gate import Comparison, GateDecision
+from trainer.replay.buffer import Admission
 
 Start = Callable[..., Trainer]
 
@@ -157,7 +157,7 @@ def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
 def test_the_version_is_in_the_manifest_and_survives_a_restart(
     start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.shadow.decide", promote)
+    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
     trainer = start()
     send(stream, of_version(traces, 3))
     trainer.read(block_ms=0)
@@ -183,7 +183,7 @@ def test_the_version_is_in_the_manifest_and_survives_a_restart(
 def test_a_count_that_begins_again_is_noticed_and_not_repeated_with_every_trace(
     start: Start, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.intake._MANY_OLDER", 3)
+    monkeypatch.setattr("trainer.ingest.admission._MANY_OLDER", 3)
 
     def warnings_after(version: int) -> list[int]:
         send(stream, of_version(traces[:1], version))
@@ -228,7 +228,7 @@ def test_an_incumbent_of_an_older_target_is_given_up_on_less_evidence(
         epsilons.append(epsilon)
         return promote(fresh, golden, **asked)
 
-    monkeypatch.setattr("trainer.shadow.decide", decide)
+    monkeypatch.setattr("trainer.release.offline_scoring.decide", decide)
     trainer = start()
     for version in (0, 1, 1):
         send(stream, of_version(traces, version))

@@ -14,7 +14,6 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.loss import LossMix
 from speculator.trace.schema import Trace
 from tests.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
@@ -22,8 +21,9 @@ from tests.trainer.examples import batch_of, config_for
 from tests.trainer.test_batch import served_as, with_trees
 from tests.trainer.test_unroll import attend_causally
 from trainer.config import load_config
-from trainer.step import Learner
-from trainer.ttt import ttt_loss
+from trainer.learning.losses import LossMix
+from trainer.learning.optimizer_step import Learner
+from trainer.learning.ttt_loss import ttt_loss
 
 DEPTH = 3
 BASELINE = 0.3

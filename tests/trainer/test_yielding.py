@@ -22,12 +22,11 @@ from speculator.trace.codec import encode_trace
 from speculator.trace.schema import Trace
 from tests.trainer.examples import config_for
 from tests.waiting import wait_until
-from trainer import run
-from trainer.distributed import Ranks
-from trainer.loop import train_until
+from trainer import process
+from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
-from trainer.service import Trainer
-from trainer.yielding import LONGEST_REST_S, Throttle, give_way_as_a_session, give_way_in_the_kernel
+from trainer.ranks import Ranks
+from trainer.throttle import LONGEST_REST_S, Throttle, give_way_as_a_session, give_way_in_the_kernel
 
 Reports = dict[str, dict[str, str]]
 
@@ -181,11 +180,11 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
 def autogroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of this process, on a system that has them."""
     own, enabled = tmp_path / "autogroup", tmp_path / "enabled"
-    monkeypatch.setattr("trainer.yielding._CGROUPS", tmp_path / "none")
+    monkeypatch.setattr("trainer.throttle._CGROUPS", tmp_path / "none")
     own.write_text("/autogroup-1 nice 0\n")
     enabled.write_text("1\n")
-    monkeypatch.setattr("trainer.yielding._AUTOGROUP", own)
-    monkeypatch.setattr("trainer.yielding._AUTOGROUPS_ENABLED", enabled)
+    monkeypatch.setattr("trainer.throttle._AUTOGROUP", own)
+    monkeypatch.setattr("trainer.throttle._AUTOGROUPS_ENABLED", enabled)
     return own
 
 
@@ -230,8 +229,8 @@ def test_in_a_container_or_a_service_its_share_decides(
 ) -> None:
     """`setsid` would change nothing there."""
     (tmp_path / "cgroup").write_text(groups)
-    monkeypatch.setattr("trainer.yielding._CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr("trainer.yielding._CGROUP_ROOT", tmp_path / "cgroups")
+    monkeypatch.setattr("trainer.throttle._CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("trainer.throttle._CGROUP_ROOT", tmp_path / "cgroups")
     if weighed is not None:
         (tmp_path / "cgroups" / weighed).mkdir(parents=True)
         (tmp_path / "cgroups" / weighed / "cpu.weight").write_text("100\n")
@@ -271,9 +270,9 @@ def test_one_process_takes_the_lowest_class_where_it_is_to_give_way(
     """Of several one might not get on for minutes under SCHED_IDLE, and the others would give it up."""
     called: list[bool] = []
     trainer = SimpleNamespace(metrics=TrainerMetrics(CollectorRegistry()), learner=SimpleNamespace(num_steps=0))
-    monkeypatch.setattr(run, "Trainer", lambda *_, **__: trainer)
-    monkeypatch.setattr(run, "train_until", lambda *_: None)
-    monkeypatch.setattr(run, "give_way_in_the_kernel", lambda: called.append(True))
+    monkeypatch.setattr(process, "Trainer", lambda *_, **__: trainer)
+    monkeypatch.setattr(process, "train_until", lambda *_: None)
+    monkeypatch.setattr(process, "give_way_in_the_kernel", lambda: called.append(True))
     config = config_for(model_dir, tmp_path, nice=nice)
-    run._train(config, Ranks(0, num_ranks), torch.device("cpu"), threading.Event())
+    process._train(config, Ranks(0, num_ranks), torch.device("cpu"), threading.Event())
     assert len(called) == num_calls

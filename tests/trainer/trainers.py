@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.service import Trainer
+from trainer.loop import Trainer
 
 MakeTrainer = Callable[..., Trainer]
 

@@ -27,7 +27,6 @@ from serving.local.prompts import Piece
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
-from speculator.labels import make_verdicts
 from speculator.proposals.planner import HeadVerdict, Plan
 from speculator.proposals.suffix_drafter import SuffixRequest
 from speculator.trace.codec import decode_trace, encode_trace
@@ -36,6 +35,7 @@ from tests.planners import FixedPlanner
 from tests.serving.local.harness import Answer, Harness, fixed_engine, toy_engine
 from tests.toy import SPECIAL, make_toy_model, random_draft
 from tests.waiting import wait_until
+from trainer.learning.labels import make_verdicts
 
 
 @pytest.fixture(scope="module")

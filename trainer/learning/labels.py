@@ -1,0 +1,222 @@
+"""What a trace says about every position of the draft's chains: the target's distribution, and verdicts on proposals.
+
+**Labels.** Row t of a trace is the target's distribution p(· | tokens 0…t) over its K likeliest tokens. Temperature,
+top-k and top-p of the request turn it into the served distribution. Tokens outside the draft vocabulary D are then
+dropped *without* renormalising, so a row sums to m = Σ_{x ∈ D} p(x), the share that the draft could propose at all.
+
+**Tail.** What lies below the K kept tokens has a mass but no identity. `probs` is renormalised over the kept tokens,
+which is what a distillation term can teach; `tail` is the share r of the served distribution that is missing, so that
+(1 − r) · probs is the served probability itself, for everything that compares probabilities (acceptance, reverse KL).
+At temperature 1 the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the
+tail is taken for n = r₁ / p_K tokens as likely as the least likely kept one, so that it weighs r₁ · p_K^(1/T − 1): too
+much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends within them leave no
+tail; the nucleus is cut by served, not by renormalised, mass.
+
+**Greedy.** A greedy request is served the target's likeliest token, whatever the others weigh: that decides acceptance,
+and `Labels.served` says so. `probs` of its rows are the target's at temperature 1: they teach more than one token, and
+a rejected token may have much of them. `cross_entropy` and terms that judge proposals take `served`. Terms that distil
+take `probs`, and so do `acceptance` and `log_acceptance`, on purpose: they are to teach more than the one token.
+
+**Temperature.** The engine draws proposals from softmax(z / T) with the request's T, so that is the q to be compared
+with p: `temperature` is T for sampled requests and 1 for greedy ones.
+
+**Alignment.** At base position t the draft reads the target's feature of t and token t+1, and predicts token t+2. In
+step k of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) it reads its own output of step k−1 in place of
+the feature, and token t+1+k, and predicts token t+2+k: the label is row t+1+k. Prompt `A B` (P = 2), completion
+`C D E F` (T = 6):
+
+    position t      0 A   1 B   2 C   3 D   4 E   5 F
+    target row t     –    → C   → D   → E   → F   → (outside the span)
+
+    base t = 1 = P−1   step 0 reads B, C   predicts D from row 2   step 1: E, row 3   step 2: F, row 4
+    base t = 2         step 0 reads C, D   predicts E from row 3   step 1: F, row 4
+    base t = 3         step 0 reads D, E   predicts F from row 4
+    base t = 4         would predict position 6, which nobody committed: no label
+
+The chain that drafts the second token of every answer starts at P−1, the last prompt position. Earlier prompt positions
+are bases too where the trace has their distributions, and context only where it has not.
+
+**Verdicts.** A round at position p was drafted by the chain of base p−1, and a proposal at depth k of its tree (the
+root's children have depth 0) is for position p+1+k: it belongs to step k, and the target judged it by row p+k *if its
+parent was committed*. In a chain these are the accepted proposals and the first rejected one; in a tree also the
+siblings of accepted nodes. Nodes below a rejected one were judged under a text that the trace does not have; they are
+left out. A round at p = 2 proposes `D X Y` where `D E` was committed:
+
+    D  step 0, accepted (row 2)      X  step 1, rejected (row 3)      Y  below X: no verdict
+
+A proposal is accepted when it is the committed token. Verification emits the same token whatever was proposed
+(speculator/draft/verification.py), and under rejection sampling a rejected token is never the one that replaces it.
+
+Shape letters: T tokens of the span, R rows (in `make_verdicts`, rounds), P proposals a round, J verdicts, S states,
+K kept target tokens, D draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import served_logits
+from speculator.trace.schema import NO_DRAFT, Trace
+
+GREEDY_LABEL_TEMPERATURE = 1.0
+"""Temperature of the labels of greedy requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Distillation targets of R rows.
+
+    `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 what is
+    taught: probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on rows without a
+    label), `tail` [R] float32 the mass of all other tokens, `temperature` [R] float32 at which the draft proposes here,
+    `greedy` [R] bool: the request takes the likeliest token, whatever `probs` say, `labelled` [R] bool: the target's
+    own distribution is known.
+    """
+
+    draft_ids: Tensor
+    probs: Tensor
+    tail: Tensor
+    temperature: Tensor
+    greedy: Tensor
+    labelled: Tensor
+
+    def __getitem__(self, rows: Tensor | slice) -> Labels:
+        """Some of the rows, by index, mask or slice."""
+        return Labels(**{name: tensor[rows] for name, tensor in vars(self).items()})
+
+    @property
+    def served(self) -> Tensor:
+        """[R, K] float32 `probs` of the distribution that decides acceptance: on greedy rows 1 for the likeliest token,
+        if the draft can propose it, and no tail.
+        """
+        likeliest_RK = torch.zeros_like(self.probs)
+        likeliest_RK[:, 0] = (self.probs[:, 0] > 0).to(self.probs.dtype)
+        return torch.where(self.greedy[:, None], likeliest_RK, self.probs)
+
+    def tempered(self, logits: Tensor) -> Tensor:
+        """Draft logits [R, D] of these rows as the engine samples from them: float32, divided by the temperature."""
+        logits = logits.float()
+        return logits if bool((self.temperature == 1).all()) else logits / self.temperature[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """J judged proposals, in no particular order.
+
+    `bases` [J] int64 the base whose chain proposed, `steps` [J] int64 the proposal's place in the chain, `draft_ids`
+    [J] int64, `logprobs` [J] float32 under the draft that proposed, at the request's temperature
+    (trainer/learning/offpolicy.py says what they mean), `accepted` [J] bool, `versions` [J] int64 of the draft that
+    proposed.
+    """
+
+    bases: Tensor
+    steps: Tensor
+    draft_ids: Tensor
+    logprobs: Tensor
+    accepted: Tensor
+    versions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    def __getitem__(self, chosen: Tensor) -> Verdicts:
+        """Some of them, by index or mask."""
+        return Verdicts(**{name: tensor[chosen] for name, tensor in vars(self).items()})
+
+
+def draft_ids_by_target_id(d2t_D: Tensor, vocab_size: int) -> Tensor:
+    """[V] int64: the draft id of every target token, −1 outside the draft vocabulary. `d2t_D` holds offsets."""
+    draft_ids_D = torch.arange(d2t_D.numel())
+    draft_ids_V = torch.full((vocab_size,), -1, dtype=torch.int64)
+    draft_ids_V[draft_ids_D + d2t_D] = draft_ids_D
+    return draft_ids_V
+
+
+def make_labels(
+    topk_ids_RK: Tensor, topk_logprobs_RK: Tensor, constrained_R: Tensor, sampling: SamplingParams, draft_ids_V: Tensor
+) -> Labels:
+    """Labels of R trace rows: ids −1 and log-probabilities −inf where the distribution was not computed.
+
+    Constrained rows (a grammar or a penalty changed the distribution) get no label.
+    """
+    labelled_R = (topk_ids_RK[:, 0] >= 0) & ~constrained_R
+    is_greedy = sampling.temperature == 0
+    if is_greedy:
+        sampling = msgspec.structs.replace(sampling, temperature=GREEDY_LABEL_TEMPERATURE, top_p=1.0, top_k=0)
+    logits_RK, tail_R = _served_topk(topk_logprobs_RK.float(), sampling)
+    draft_ids_RK = draft_ids_V[topk_ids_RK.long().clamp_min(0)]
+    known_RK = labelled_R[:, None] & (topk_ids_RK >= 0) & (draft_ids_RK >= 0)
+    # Rows without a distribution are −inf throughout, and their softmax is NaN: masked, never multiplied away.
+    probs_RK = logits_RK.softmax(-1).masked_fill(~known_RK, 0.0)
+    return Labels(
+        draft_ids=draft_ids_RK.clamp_min(0),
+        probs=probs_RK,
+        tail=tail_R.masked_fill(~labelled_R, 0.0),
+        temperature=torch.full_like(tail_R, sampling.temperature),
+        greedy=torch.full_like(labelled_R, is_greedy),
+        labelled=labelled_R,
+    )
+
+
+def _served_topk(logprobs_RK: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """(served logits [R, K] of the kept tokens, −inf where dropped; [R] the served share of all other tokens).
+
+    Rows are sorted from the likeliest. See **Tail** above.
+    """
+    K = logprobs_RK.shape[-1]
+    logits_RK = served_logits(logprobs_RK, msgspec.structs.replace(sampling, top_p=1.0))
+    weights_RK = logits_RK.exp()
+    least_R = logprobs_RK.masked_fill(logprobs_RK.isneginf(), 0.0).amin(-1)
+    tail_R = (1 - logprobs_RK.exp().sum(-1)).clamp_min(0) * (least_R * (1 / sampling.temperature - 1)).exp()
+    if sampling.top_k:
+        num_more = max(sampling.top_k - K, 0)
+        tail_R = torch.minimum(tail_R, num_more * (least_R / sampling.temperature).exp())
+    if sampling.top_p < 1:
+        nucleus_R = sampling.top_p * (weights_RK.sum(-1) + tail_R)
+        # A token stays while the mass before it is below top_p, so the likeliest always stays.
+        dropped_RK = weights_RK.cumsum(-1) - weights_RK >= nucleus_R[:, None]
+        logits_RK = logits_RK.masked_fill(dropped_RK, float("-inf"))
+        tail_R = (nucleus_R - weights_RK.sum(-1)).clamp_min(0)
+    return logits_RK, tail_R / (logits_RK.exp().sum(-1) + tail_R)
+
+
+def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verdicts:
+    """The judged proposals of a trace, chains and trees; `bases` counts from span index `first_base`.
+
+    Proposals outside the draft vocabulary, of rounds before the first base and beyond the span's end are left out.
+    """
+    rounds, tokens_T = trace.rounds, trace.token_ids
+    R, P = rounds.draft_tokens.shape
+    start_R = rounds.position.astype(np.int64) - trace.header.first_position
+    step_RP, judged_RP, accepted_RP = np.zeros((R, P), np.int64), np.zeros((R, P), bool), np.zeros((R, P), bool)
+    every = np.arange(R)
+    for node in range(P):
+        # Parents come before their children. The root is the last committed token.
+        parent_R = rounds.draft_parents[:, node].astype(np.int64)
+        is_root_R = parent_R < 0
+        step_RP[:, node] = np.where(is_root_R, 0, step_RP[every, parent_R] + 1)
+        at_R = start_R + 1 + step_RP[:, node]
+        proposed_R = rounds.draft_tokens[:, node]
+        inside_R = at_R < len(tokens_T)
+        judged_RP[:, node] = inside_R & (proposed_R >= 0) & (is_root_R | accepted_RP[every, parent_R])
+        committed_R = tokens_T[np.minimum(at_R, len(tokens_T) - 1)]
+        accepted_RP[:, node] = judged_RP[:, node] & (proposed_R == committed_R)
+    tokens_RP = rounds.draft_tokens
+    is_drafts_R = (rounds.draft_version != NO_DRAFT) & (start_R - 1 >= first_base)
+    known_RP = judged_RP & (tokens_RP < len(draft_ids_V)) & is_drafts_R[:, None]
+    round_J, node_J = np.nonzero(known_RP)
+    verdicts = Verdicts(
+        bases=torch.from_numpy(start_R[round_J] - 1 - first_base),
+        steps=torch.from_numpy(step_RP[round_J, node_J]),
+        draft_ids=draft_ids_V[torch.from_numpy(tokens_RP[round_J, node_J]).long()],
+        logprobs=torch.from_numpy(rounds.draft_logprobs[round_J, node_J]).float(),
+        accepted=torch.from_numpy(accepted_RP[round_J, node_J]),
+        versions=torch.from_numpy(rounds.draft_version[round_J]).long(),
+    )
+    return verdicts[verdicts.draft_ids >= 0]

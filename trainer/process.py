@@ -1,0 +1,101 @@
+"""The trainer process: from its settings to a clean exit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+import structlog
+import torch
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from trainer.config import LOWEST, TrainerConfig, choose_device, local_rank
+from trainer.loop import Trainer, train_until
+from trainer.ranks import Ranks, join_ranks
+from trainer.throttle import give_way_as_a_session, give_way_in_the_kernel
+
+log = structlog.get_logger()
+
+# oneDNN keeps compiled kernels for the last 1,024 shapes, 0.7 MB each, and steps have fewer that come again
+# (trainer/learning/ttt_unroll.py). Read when the first matrix is multiplied, so it is in time here.
+_KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+_PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_trainer(config: TrainerConfig) -> None:
+    """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
+
+    Under `torchrun` it is one of several (trainer/ranks.py); a signal to any of them ends all, and PeerLostError
+    says that one was killed.
+
+    The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
+    takes more from the engine beside it than training does. It also sets MALLOC_MMAP_THRESHOLD_ and
+    MALLOC_TRIM_THRESHOLD_, so that glibc keeps the memory that the next step allocates again (slipstream/processes.py).
+    Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError when it cannot start, and
+    StoreError when it cannot save its checkpoint.
+    """
+    os.environ.setdefault(*_KERNEL_CACHE)
+    _end_with_torchrun()
+    give_way_as_a_session(os.nice(config.nice))
+    torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = join_ranks(device)
+    # Not before: who waits for a rank that does not come hears no handler, and has nothing to put in order.
+    stop = stop_on_signals()
+    if ranks.size > 1:
+        structlog.contextvars.bind_contextvars(rank=ranks.rank)
+    try:
+        _train(config, ranks, device, stop)
+    finally:
+        ranks.close()
+
+
+def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: threading.Event) -> None:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    trainer = Trainer(config, registry, ranks=ranks, device=device)
+    if config.metrics_port is not None:
+        # Port 0 is any free one.
+        port = config.metrics_port and config.metrics_port + local_rank()
+        trainer.metrics.serve(config.metrics_host, port)
+    log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
+    if config.nice == LOWEST and ranks.size == 1:
+        # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
+        # Several ranks stay at their niceness: on a busy machine one would stand still, and the others give it up.
+        give_way_in_the_kernel()
+    train_until(stop, trainer)
+    log.info("trainer ended", num_steps=trainer.learner.num_steps)
+
+
+def stop_on_signals() -> threading.Event:
+    """Set at the first SIGTERM or SIGINT, by a thread of its own. Python's handlers run on the main thread: one that
+    comes while that waits for the event would wait for the lock held there, for ever. Call from the main thread.
+    """
+    stop, (woken, waking) = threading.Event(), os.pipe()
+    os.set_blocking(waking, False)
+
+    def wait() -> None:
+        while os.read(woken, 1)[0] not in _STOPS:
+            pass
+        stop.set()
+
+    threading.Thread(target=wait, name="stop", daemon=True).start()
+    # Whatever the main thread does, the system's own handler writes the number there.
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    for number in _STOPS:
+        signal.signal(number, lambda *_: None)
+    return stop
+
+
+def _end_with_torchrun() -> None:
+    """Processes that outlived a killed `torchrun` would go on by themselves, and beside those of the next one: two
+    trainers with one checkpoint. On Linux the system ends them first.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""From new weights to a published version: candidate, gate, publication, review on live traffic, rollback."""

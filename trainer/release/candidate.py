@@ -1,0 +1,177 @@
+"""Hop 7 to 8: the averaged draft as a candidate. When it is due, what it is compared with, and what becomes of it.
+
+training ──▶ due ──▶ gate (trainer/release/offline_scoring.py, trainer/release/gate.py) ──▶ store ──▶ checkpoint ──▶
+pointer (trainer/release/publisher.py) └──────────── start again ◀──────────── rolled back, barred
+(trainer/release/rollback_backoff.py, trainer/release/live_review.py)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from speculator.errors import StoreError
+from speculator.redis.control_plane import DraftPointer
+from speculator.tracing import prefixed, span
+from speculator.versions.store import DraftStore
+from speculator.versions.training_tenants import MANIFEST_KEY, TenantCounts, joined_counts
+from trainer.config import TrainerConfig
+from trainer.ingest.admission import Intake
+from trainer.metrics import TrainerMetrics
+from trainer.ranks import Ranks
+from trainer.release.live_review import Review
+from trainer.release.offline_scoring import Shadow
+from trainer.release.publisher import Publisher
+from trainer.release.rollback_backoff import RollbackWatch
+from trainer.replay.eval_sets import Patience
+from trainer.session import Training
+
+log = structlog.get_logger()
+
+# What `lead` passes on where there is no version; the store counts from 1.
+_NO_VERSION = 0
+
+
+class Candidates:
+    """All ranks call it in the same order: each scores drafts on its own traces, and rank 0 decides and publishes."""
+
+    def __init__(
+        self,
+        training: Training,
+        intake: Intake,
+        store: DraftStore,
+        pointer: DraftPointer,
+        config: TrainerConfig,
+        metrics: TrainerMetrics,
+        ranks: Ranks,
+        *,
+        target_fingerprint: str,
+        vetoed_since_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._training, self._intake, self._metrics, self._ranks = training, intake, metrics, ranks
+        self._shadow = Shadow(intake.held_out, intake.golden, config, ranks, load_draft=training.load_draft)
+        self._publisher = Publisher(
+            store,
+            pointer,
+            config,
+            metrics,
+            target_fingerprint=target_fingerprint,
+            learnt_tokens=training.learnt_tokens,
+        )
+        self._rollbacks = RollbackWatch(
+            store.lifecycle,
+            metrics,
+            published=pointer.published,
+            first_pause_s=config.publish_pause_s,
+            clock=clock,
+        )
+        self.review = Review(
+            store.lifecycle, pointer, config, metrics, ranks, load_draft=training.load_draft, clock=clock
+        )
+        self._events, self._clock = store.lifecycle.events, clock
+        # What an operator chose does not wear out.
+        self.patience = Patience(config.golden_patience_s if config.golden is None else math.inf, vetoed_since_s)
+        self._is_unannounced = False
+        """The version in training was stored, and Redis was away."""
+        metrics.published_version.set(training.version)
+
+    def heed_rollbacks(self) -> bool:
+        """True where the training began again from another version's weights."""
+        training = self._training
+        good = self._ranks.lead(lambda: self._rollbacks.look(training.version) or _NO_VERSION)
+        if good == _NO_VERSION:
+            return False
+        training.start_over(good)
+        self._is_unannounced = False
+        self._publisher.begin(training.learnt_tokens)
+        self._metrics.published_version.set(good)
+        return True
+
+    @property
+    def due(self) -> bool:
+        if not self._training.guard.healthy:
+            return False
+        due = self._publisher.due(self._training.learnt_tokens) and not self._rollbacks.paused
+        return self._ranks.any(self._ranks.leads and due)
+
+    def publish(self) -> bool:
+        """Judge the averaged draft on traces that no draft has learnt from, and store it where it is fit; True where it
+        was, and is to be announced after a checkpoint. One that could not be announced comes before a new one.
+        """
+        if self._is_unannounced:
+            return True
+        training, publisher = self._training, self._publisher
+        info = self._info()
+        training.curve.mark()
+        averaged = training.learner.averaged
+        try:
+            incumbent = self._ranks.lead(lambda: publisher.incumbent(training.version))
+            newest = self._intake.target_version
+            has_moved = bool(self._ranks.lead(lambda: publisher.target_version_of(incumbent) < newest))
+            with span("gate", incumbent=incumbent) as judging:
+                decision = self._shadow.judge(averaged, incumbent=incumbent, has_moved=has_moved)
+                if decision is not None:
+                    judging.set_attributes(prefixed(outcome=decision.outcome.value))
+        except StoreError as error:
+            publisher.failed(error)
+            return False
+
+        def carry_out() -> int:
+            assert decision is not None, "rank 0 has decided"
+            tokens = training.learnt_tokens
+            version = publisher.carry_out(
+                decision,
+                averaged,
+                parent=training.version,
+                learnt_tokens=tokens,
+                target_version=self._intake.target_version,
+                info=info,
+            )
+            return version or _NO_VERSION
+
+        version = self._ranks.lead(carry_out)
+        if self._ranks.any(decision is not None and self.patience.is_over(decision, self._clock())):
+            self._renew_golden()
+        if version == _NO_VERSION:
+            return False
+        training.version = version
+        self._shadow.published(version)
+        return True
+
+    def announce(self) -> None:
+        """Tell the engines of the version that was stored."""
+        version, tokens = self._training.version, self._training.learnt_tokens
+        self._is_unannounced = not self._ranks.lead(lambda: self._publisher.announce(version, learnt_tokens=tokens))
+        if not self._is_unannounced:
+            self._metrics.published_version.set(version)
+
+    def _renew_golden(self) -> None:
+        since_s, self.patience.since_s = self.patience.since_s, None
+        num_traces = int(self._ranks.sum([self._intake.renew_golden()])[0])
+        if since_s is None or not self._ranks.leads:
+            return
+        numbers = {"num_traces": num_traces, "vetoed_s": round(self._clock() - since_s)}
+        log.warning("the golden set is given up: traffic has left it behind", **numbers)
+        try:
+            self._events.append("golden_renewed", actor="trainer", **numbers)
+        except StoreError as error:
+            log.warning("not on record", error=str(error))
+
+    def _info(self) -> dict[str, Any]:
+        """What a manifest says about the learning; whose traffic it was is known on rank 0."""
+        intake = self._intake
+        parts = self._ranks.gather(msgspec.json.encode(self._training.tenants))
+        tenants = joined_counts(msgspec.json.decode(part, type=TenantCounts) for part in parts)
+        seen = map(int, self._ranks.sum([intake.num_traces, intake.num_repeated, intake.new_tokens]))
+        return {
+            "num_steps": self._training.learner.num_steps,
+            **dict(zip(("num_traces", "num_repeated", "new_tokens"), seen, strict=True)),
+            "learnt_tokens": self._training.learnt_tokens,
+            MANIFEST_KEY: msgspec.to_builtins(tenants),
+        }

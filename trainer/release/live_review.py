@@ -1,0 +1,312 @@
+"""Behind hop 9: a version that came into service, against the one before it, on the traces that arrive from then on.
+
+An engine compares accept lengths of different requests (serving/judgement.py), and requests differ more from each other
+than drafts do, so it takes back only what is clearly worse. Here both drafts decode the same traces again, as at the
+gate, so what a request is like falls out, and some twenty traces tell a tenth from nothing. The gate has judged most
+versions like that; this is about traffic that had no part in its judgement, and about versions that never came to it.
+
+What is compared is the change of the accept length with its standard error (trainer/release/gate.py), after every
+trace, within bounds that hold over all looks together (trainer/statistics.py). Answers to one prompt count as one
+trace. With the ε of the gate, the narrow one also where the target has moved (what the gate had too few traces for
+comes here), the version is
+
+    rolled back   confidently worse by more than ε: barred as by an engine; engines and training go back
+    kept          confidently not worse by ε, after `MIN_KEPT` traces at least
+    undecided     neither, after `review_traces`
+    withdrawn     barred by somebody else, pinned by the operator, or a newer version has come into service; or one of
+                  the two cannot be read any more
+
+It costs two decodings a trace, of at most `_TRACES_A_TURN` in a turn of the training loop; `_ANSWERS_A_PROMPT` answers
+to a prompt are decoded, and as many prompts as `review_traces`. Meanwhile both drafts are in memory. A text that comes
+again is not decoded again. A trainer that is killed begins anew with a version that is still on trial, and so does one
+whose incumbent is barred or removed: nobody goes back to it. What cannot be read or written is tried again; learning
+goes on.
+
+Which draft version has come into service last, and what it took the place of; the lifecycle beside the store says.
+
+It does not matter who published it: this trainer, an operator, or whoever writes to the store.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import BARRED, Lifecycle, Number, State, Transition
+from trainer.config import TrainerConfig
+from trainer.metrics import TrainerMetrics
+from trainer.ranks import Ranks
+from trainer.release.gate import Answer, Comparison, Pair, by_prompt, compare
+from trainer.release.offline_scoring import score
+from trainer.replay.provenance import Provenance, Stored
+from trainer.statistics import anytime_quantile
+
+_IN_SERVICE = frozenset({State.LIVE, State.PROMOTED})
+
+
+class Newcomer(NamedTuple):
+    version: int
+    incumbent: int
+    """The last good version but for it: what engines go back to."""
+    sequence: int
+    """Of the transition with which it came: a version that was barred and released comes anew."""
+
+
+class Newcomers:
+    """For one thread. A version is named until `settle` is told of it, it is barred, or a newer one comes."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._settled: int | None = None
+        """The sequence up to which nothing is left to do."""
+        self._current: Newcomer | None = None
+
+    def look(self) -> Newcomer | None:
+        """Raises StoreError."""
+        histories = self._lifecycle.histories()
+        came = {version: _came(history) for version, history in histories.items() if history[-1].state in _IN_SERVICE}
+        if self._settled is None:
+            # Versions that were promoted before this process began are as good as they ever will be.
+            promoted = (came[one] for one in came if histories[one][-1].state is State.PROMOTED)
+            self._settled = max(promoted, default=0)
+        version = max(came, key=came.__getitem__, default=None)
+        if version is None or came[version] <= self._settled:
+            self._current = None
+        elif self._current is None or self._current.sequence != came[version] or _is_gone(histories, self._current):
+            incumbent = self._lifecycle.last_good(other_than=version)
+            self._current = Newcomer(version, incumbent, came[version]) if incumbent is not None else None
+        return self._current
+
+    def settle(self, newcomer: Newcomer) -> None:
+        self._settled, self._current = newcomer.sequence, None
+
+
+def _is_gone(histories: Mapping[int, Sequence[Transition]], current: Newcomer) -> bool:
+    """Nobody goes back to its incumbent: it was barred, or removed."""
+    history = histories.get(current.incumbent)
+    return history is None or history[-1].state in BARRED
+
+
+def _came(history: Sequence[Transition]) -> int:
+    return max((one.sequence for one in history if one.state is State.LIVE), default=0)
+
+
+log = structlog.get_logger()
+
+ACTOR = "trainer:review"
+ALPHA = 0.01
+"""Of versions that are worse by just ε, the share that may be rolled back, and the share that may be kept: where what
+traces say of them is spread roughly like a normal distribution. Where it is not, in that all of the loss is on a few
+traces, these have to come first: of versions that lose half on one trace in ten and nothing on the others 1 in 200 is
+kept, of those that lose 60% on one in twenty 7 in 100 (tests/trainer/test_review.py).
+"""
+MIN_KEPT = 50
+DOUBT = 0.1
+"""As if one more trace had differed by so much: some first traces that say the same do not decide."""
+LOOK_INTERVAL_S = 1.0
+_TRACES_A_TURN = 2
+_ANSWERS_A_PROMPT = 4
+_NOBODY = Newcomer(0, 0, 0)
+
+
+class Outcome(enum.Enum):
+    ROLLED_BACK = "rolled_back"
+    KEPT = "kept"
+    UNDECIDED = "undecided"
+    WITHDRAWN = "withdrawn"
+
+
+def judge(found: Comparison, *, epsilon: float, is_last: bool) -> Outcome | None:
+    """None where it takes more traces."""
+    if found.upper is not None and found.upper < -epsilon:
+        return Outcome.ROLLED_BACK
+    if found.num_traces >= MIN_KEPT and found.lower is not None and found.lower > -epsilon:
+        return Outcome.KEPT
+    return Outcome.UNDECIDED if is_last else None
+
+
+class Review:
+    """All ranks call it in the same order: each decodes its own traces, and rank 0 decides about all of them."""
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        pointer: DraftPointer,
+        config: TrainerConfig,
+        metrics: TrainerMetrics,
+        ranks: Ranks,
+        *,
+        load_draft: Callable[[int], Eagle3Draft],
+        clock: Callable[[], float],
+    ) -> None:
+        self._lifecycle, self._pointer, self._config = lifecycle, pointer, config
+        self._metrics, self._ranks, self._load_draft, self._clock = metrics, ranks, load_draft, clock
+        self._newcomers = Newcomers(lifecycle)
+        self._newcomer = self._word = _NOBODY
+        """Who is reviewed, and who is to be from the next turn on: rank 0's word."""
+        self._looked_s = float("-inf")
+        self._drafts: tuple[Eagle3Draft, Eagle3Draft] | None = None
+        """The newcomer and its incumbent, once there is a trace to decode."""
+        self._waiting: deque[Stored] = deque(maxlen=config.review_traces)
+        self._texts: set[bytes] = set()
+        self._prompts: Counter[bytes] = Counter()
+        """How many of those texts are answers to a prompt."""
+        self._answers: list[Answer] = []
+        """Those of all ranks, on rank 0."""
+        self._is_gone = False
+        """One of the drafts can never be loaded."""
+        self._verdict: tuple[Outcome, Comparison] | None = None
+        """That has been reached and not yet been carried out."""
+        self._seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Traces wait on this rank."""
+        return bool(self._waiting)
+
+    def arrived(self, traces: Iterable[Stored]) -> None:
+        """New traces, whatever becomes of them otherwise."""
+        if self._newcomer == _NOBODY:
+            return
+        for stored in traces:
+            text_hash, prompt_hash = stored.provenance.text_hash, stored.provenance.prompt_hash
+            if text_hash not in self._texts and self._prompts[prompt_hash] < _ANSWERS_A_PROMPT:
+                self._texts.add(text_hash)
+                self._prompts[prompt_hash] += 1
+                self._waiting.append(stored)
+
+    def forget(self, is_gone: Callable[[Provenance], object]) -> None:
+        """Drop what waits and is gone."""
+        self._waiting = deque(
+            (one for one in self._waiting if not is_gone(one.provenance)), maxlen=self._waiting.maxlen
+        )
+
+    def take_turn(self) -> None:
+        """Look who is in service, and decode a few of the traces that wait."""
+        if not self._config.review_traces:
+            return
+        newcomer = self._agree()
+        if newcomer != self._newcomer:
+            self._begin(newcomer)
+        traces = [self._waiting.popleft() for _ in range(min(len(self._waiting), _TRACES_A_TURN))]
+        if not self._ranks.max(len(traces)):
+            return
+        parts = self._ranks.gather(msgspec.json.encode(self._decode(traces)))
+        if self._ranks.leads and self._verdict is None:
+            self._answers += [answer for part in parts for answer in msgspec.json.decode(part, type=list[Answer])]
+            if self._is_gone:
+                self._verdict = Outcome.WITHDRAWN, self._compare()
+                self._carry_out()
+            else:
+                self._judge()
+
+    def _agree(self) -> Newcomer:
+        if self._ranks.leads and self._clock() - self._looked_s >= LOOK_INTERVAL_S:
+            self._looked_s = self._clock()
+            self._look()
+        return Newcomer(*map(int, self._ranks.sum(self._word if self._ranks.leads else _NOBODY)))
+
+    def _look(self) -> None:
+        if self._verdict is not None:
+            self._carry_out()
+            return
+        try:
+            newcomer = self._newcomers.look() or _NOBODY
+        except StoreError as error:
+            log.warning("the states of the drafts cannot be read", error=str(error))
+            return
+        if newcomer.sequence != self._word.sequence and self._answers:
+            self._verdict = Outcome.WITHDRAWN, self._compare()
+            self._carry_out()
+        else:
+            # The same version with another incumbent, for the one before was barred, begins anew.
+            self._word = newcomer
+
+    def _begin(self, newcomer: Newcomer) -> None:
+        self._newcomer, self._drafts, self._seconds, self._is_gone = newcomer, None, 0.0, False
+        self._waiting.clear()
+        self._texts.clear()
+        self._prompts.clear()
+        self._answers.clear()
+
+    def _decode(self, traces: Sequence[Stored]) -> list[Answer]:
+        start_s = time.monotonic()
+        try:
+            if traces and self._drafts is None:
+                self._drafts = self._load_draft(self._newcomer.version), self._load_draft(self._newcomer.incumbent)
+        except (DraftError, StoreError) as error:
+            log.warning("a draft cannot be loaded to review it", **self._newcomer._asdict(), error=str(error))
+            self._is_gone = isinstance(error, DraftError | UnknownDraftError)
+            self._texts.clear()
+            self._prompts.clear()
+            return []
+        drafts = self._drafts or ()
+        answers = [
+            (stored.provenance.prompt_hash, Pair(*(score(draft, stored, self._config) for draft in drafts)))
+            for stored in traces
+        ]
+        seconds = time.monotonic() - start_s
+        self._seconds += seconds
+        self._metrics.observe_decoded(len(answers), seconds)
+        return answers
+
+    def _compare(self) -> Comparison:
+        return compare(by_prompt(self._answers), quantile=partial(anytime_quantile, alpha=ALPHA), doubt=DOUBT)
+
+    def _judge(self) -> None:
+        num_prompts = len({prompt_hash for prompt_hash, _ in self._answers})
+        found, is_last = self._compare(), num_prompts >= self._config.review_traces
+        self._metrics.observe_review(found)
+        outcome = judge(found, epsilon=self._config.gate_epsilon, is_last=is_last)
+        if outcome is not None:
+            self._verdict = outcome, found
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Bar the version where that is the verdict, and end the review; what fails is tried again at the next look."""
+        assert self._verdict is not None
+        outcome, found = self._verdict
+        try:
+            if outcome is Outcome.ROLLED_BACK and not self._roll_back(found):
+                outcome = Outcome.WITHDRAWN
+            self._end(outcome, found)
+        except (StoreError, StreamError) as error:
+            log.warning("not carried out yet, tried again", outcome=outcome.value, error=str(error))
+
+    def _roll_back(self, found: Comparison) -> bool:
+        """False where the operator wants this version all the same, or it is gone."""
+        version, incumbent, _ = self._newcomer
+        if self._pointer.pinned() == version:
+            return False
+        reason = f"accepts less than version {incumbent} on the same traces"
+        try:
+            self._lifecycle.bar(version, actor=ACTOR, reason=reason, numbers=self._numbers(found))
+        except LifecycleError:
+            return False
+        # Not the incumbent as it was when the review began: it may have been barred since.
+        if (good := self._lifecycle.last_good()) is not None:
+            self._pointer.replace(version, good)
+        return True
+
+    def _end(self, outcome: Outcome, found: Comparison) -> None:
+        fields = {"version": self._newcomer.version, "outcome": outcome.value, **self._numbers(found)}
+        self._lifecycle.events.append("review", actor=ACTOR, **fields)
+        self._newcomers.settle(self._newcomer)
+        self._metrics.reviews.labels(outcome.value).inc()
+        log.info("review ended", **fields)
+        self._verdict, self._word = None, _NOBODY
+        self._answers.clear()
+
+    def _numbers(self, found: Comparison) -> dict[str, Number]:
+        numbers = msgspec.structs.asdict(found)
+        return {"incumbent": self._newcomer.incumbent, "seconds": round(self._seconds, 2), **numbers}

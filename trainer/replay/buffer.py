@@ -1,0 +1,281 @@
+"""What the trainer can learn from: new traces first, and a bounded memory of the older ones.
+
+    add ──▶ waiting ──(first step)──▶ memory ──(no room)──▶ forgotten
+
+A trace waits until its first step and is kept for more: a live service brings too few tokens to use them once only.
+Both together are bounded in bytes. trainer/replay/reservoir.py says what is kept, trainer/replay/sampling_weights.py
+how often it is drawn.
+
+One text has one place, whoever sends it and how often: a repetition only renews the proposals of the one that is there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainer.replay.provenance import Provenance, Stored
+from trainer.replay.reservoir import Memory, Slot, sampling_key
+from trainer.replay.sampling_weights import TenantMix, capped_shares, proposal_weight, version_weight
+
+# Texts that were discarded and would spoil a batch again; the oldest are forgotten.
+_MAX_REFUSED = 1000
+
+
+class Admission(StrEnum):
+    """What became of a trace that was offered; all but NEW need no step now."""
+
+    NEW = "new"
+    HELD_OUT = "held_out"
+    """Offered again later (trainer/replay/eval_sets.py)."""
+    GOLDEN = "golden"
+    """Never learnt from (trainer/replay/eval_sets.py)."""
+    REPEATED = "repeated"
+    REFUSED = "refused"
+    """Its text was discarded before."""
+    NO_ROOM = "no_room"
+    """Larger than what the waiting traces leave of the memory."""
+    OLD_TARGET = "old_target"
+    """Too many target versions behind (trainer/replay/sampling_weights.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """`proposal_weight` in [0, 1]: how far its proposals still count in the off-policy terms
+    (trainer/replay/sampling_weights.py)."""
+
+    stored: Stored
+    proposal_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One batch, and the new traces that were kept without a first step: their tenant had its share already."""
+
+    batch: list[Drawn]
+    passed_over: list[Stored]
+
+
+class Replay:
+    """Owned by the training loop; not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_waiting: int,
+        recent_share: float,
+        max_tenant_share: float,
+        max_draft_lag: int,
+        max_target_lag: int = 0,
+        rng: random.Random,
+        seed: int = 0,
+        reward_weight: Callable[[Provenance], float] = lambda _: 1.0,
+    ) -> None:
+        """`reward_weight`: how much more often than others a trace is drawn (trainer/ingest/reward_reader.py)."""
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
+        self._max_tenant_share = max_tenant_share
+        self._max_draft_lag, self._max_target_lag = max_draft_lag, max_target_lag
+        self._target_version = 0
+        self._rng = rng
+        self._seed = seed
+        self._reward_weight = reward_weight
+        self._waiting: deque[Slot] = deque()
+        self._memory = Memory(max_bytes=max_bytes, recent_share=recent_share, max_tenant_share=max_tenant_share)
+        self._by_text: dict[bytes, Slot] = {}
+        self._refused: dict[bytes, None] = {}
+        self._mix = TenantMix()
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._by_text)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.num_bytes + self._waiting_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(slot.num_tokens for slot in self._by_text.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def room(self) -> int:
+        """How many more new traces may wait; at 0 the trainer is behind and the rest waits in Redis."""
+        return max(self._max_waiting - len(self._waiting), 0)
+
+    @property
+    def waiting(self) -> list[Stored]:
+        return [slot.stored for slot in self._waiting]
+
+    @property
+    def waiting_trace_ids(self) -> list[str]:
+        return [stored.trace_id for stored in self.waiting]
+
+    @property
+    def members(self) -> dict[str, float]:
+        """Learnt traces with their priorities: what `restore` needs after a restart."""
+        return {slot.stored.trace_id: slot.priority for slot in self._memory}
+
+    def num_bytes_by_domain(self) -> dict[str, int]:
+        sizes: Counter[str] = Counter()
+        for slot in self._by_text.values():
+            sizes[slot.domain] += slot.num_bytes
+        return dict(sizes)
+
+    def knows(self, stored: Stored) -> bool:
+        """Its text is here, or was discarded."""
+        text_hash = stored.provenance.text_hash
+        return text_hash in self._by_text or text_hash in self._refused
+
+    def add(self, stored: Stored, *, domain: str, priority: float = 1.0) -> Admission:
+        """Offer a new trace."""
+        text_hash = stored.provenance.text_hash
+        if text_hash in self._refused:
+            return Admission.REFUSED
+        if not self._freshness(stored.provenance):
+            return Admission.OLD_TARGET
+        if (known := self._by_text.get(text_hash)) is not None:
+            self._renew(known, stored)
+            return Admission.REPEATED
+        if stored.num_bytes + self._waiting_bytes > self._max_bytes:
+            return Admission.NO_ROOM
+        self._waiting.append(self._place(stored, domain, priority))
+        self._make_room()
+        return Admission.NEW
+
+    def restore(self, stored: Stored, *, domain: str, priority: float = 1.0) -> None:
+        """Take a trace that was learnt from before a restart, unless it is too old by now."""
+        if self._freshness(stored.provenance) and stored.provenance.text_hash not in self._by_text:
+            self._memory.keep(self._place(stored, domain, priority))
+            self._make_room()
+
+    def follow_target(self, version: int) -> list[Stored]:
+        """The newest target is of this version now; removes, and returns, the traces that are too old for it."""
+        self._target_version = version
+        return self.forget(lambda provenance: not self._freshness(provenance))
+
+    def draw(self, num_tokens: int, *, published: int) -> Draw:
+        """Different traces for one batch, of about `num_tokens` bases: a new one where there is one, and old ones by
+        priority. When as many new ones wait as may wait, the trainer is behind and takes new ones first.
+
+        `published` is the draft version that serves now; proposals age by it.
+        """
+        behind = self.room == 0
+        chosen: list[Slot] = []
+        passed_over: list[Stored] = []
+        shares = self._tenant_shares()
+        while self._waiting and (behind or not chosen) and _num_tokens(chosen) < num_tokens:
+            slot = self._waiting.popleft()
+            self._memory.keep(slot)
+            # A tenant may have its share; up to the cap, all the same; and everything while nothing is kept of anybody.
+            limit = max(shares.get(slot.tenant, 0.0), self._max_tenant_share) if shares else 1.0
+            if self._mix.share_with(slot.tenant, slot.num_tokens) > limit:
+                passed_over.append(slot.stored)
+            else:
+                chosen.append(slot)
+        for slot in self._sample():
+            if _num_tokens(chosen) >= num_tokens:
+                break
+            if slot not in chosen:
+                chosen.append(slot)
+        for slot in chosen:
+            self._mix.add(slot.tenant, slot.num_tokens)
+        batch = [Drawn(stored=slot.stored, proposal_weight=self._proposal_weight(slot, published)) for slot in chosen]
+        self._make_room()
+        return Draw(batch=batch, passed_over=passed_over)
+
+    def discard(self, stored: Iterable[Stored]) -> None:
+        """Forget drawn traces that cannot be learnt from, and refuse their texts from now on."""
+        for one in stored:
+            text_hash = one.provenance.text_hash
+            self._refused[text_hash] = None
+            if (slot := self._by_text.get(text_hash)) is not None and slot.learnt:
+                self._memory.remove(slot)
+                del self._by_text[text_hash]
+        while len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
+        """Remove, and return, the traces that are gone, waiting ones too."""
+        gone = [slot for slot in self._by_text.values() if is_gone(slot.stored.provenance)]
+        for slot in gone:
+            if slot.learnt:
+                self._memory.remove(slot)
+            else:
+                self._waiting.remove(slot)
+            del self._by_text[slot.stored.provenance.text_hash]
+        return [slot.stored for slot in gone]
+
+    @property
+    def _waiting_bytes(self) -> int:
+        return sum(slot.num_bytes for slot in self._waiting)
+
+    def _place(self, stored: Stored, domain: str, priority: float) -> Slot:
+        provenance = stored.provenance
+        key = sampling_key(provenance.text_hash, self._seed)
+        slot = Slot(stored=stored, domain=domain, tenant=provenance.tenant, priority=priority, key=key)
+        self._by_text[provenance.text_hash] = slot
+        return slot
+
+    def _renew(self, slot: Slot, stored: Stored) -> None:
+        """Newer proposals on a text that is here; it stays whose it was, so that nobody can take another's place."""
+        is_older = stored.provenance.target_version < slot.stored.provenance.target_version
+        if slot.learnt and stored.num_bytes <= slot.num_bytes and not is_older:
+            self._memory.renew(slot, stored)
+
+    def _make_room(self) -> None:
+        given_up = self._memory.make_room(self._waiting_bytes)
+        self.num_evicted += len(given_up)
+        for slot in given_up:
+            del self._by_text[slot.stored.provenance.text_hash]
+
+    def _masses(self) -> dict[str, float]:
+        """Tokens by tenant as they would be drawn without a cap."""
+        masses: defaultdict[str, float] = defaultdict(float)
+        for slot in self._memory:
+            masses[slot.tenant] += self._weight(slot) * slot.num_tokens
+        return masses
+
+    def _tenant_shares(self) -> dict[str, float]:
+        return capped_shares(self._masses(), self._max_tenant_share)
+
+    def _sample(self) -> Iterator[Slot]:
+        """Learnt traces in a random order, without repetition, by priority and reward and within the tenants' shares.
+
+        Exponential races (Efraimidis and Spirakis 2006): the next slot is slot i with probability wᵢ / Σ w.
+        """
+        masses, shares = self._masses(), self._tenant_shares()
+        slots = list(self._memory)
+        race = [
+            (self._rng.expovariate(self._weight(slot) * shares[slot.tenant] / masses[slot.tenant]), index)
+            for index, slot in enumerate(slots)
+        ]
+        heapq.heapify(race)
+        while race:
+            yield slots[heapq.heappop(race)[1]]
+
+    def _weight(self, slot: Slot) -> float:
+        """Above 0: what is too old is not kept."""
+        provenance = slot.stored.provenance
+        return slot.priority * self._reward_weight(provenance) * self._freshness(provenance)
+
+    def _freshness(self, provenance: Provenance) -> float:
+        return version_weight(self._target_version - provenance.target_version, max_lag=self._max_target_lag)
+
+    def _proposal_weight(self, slot: Slot, published: int) -> float:
+        return proposal_weight(
+            slot.stored.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag
+        )
+
+
+def _num_tokens(slots: list[Slot]) -> int:
+    return sum(slot.num_tokens for slot in slots)

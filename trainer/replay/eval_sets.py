@@ -1,0 +1,199 @@
+"""Fresh traces that wait before they are learnt from, so that the gate has some that no draft has seen.
+
+    arriving ──(a fixed share of all texts)──▶ held out ──(newer ones came)──▶ the replay, as a new trace
+
+Which texts are held out depends on the text alone: a text that comes again goes the same way, and one that was learnt
+from does not come back as a fresh one while the replay remembers it. Nothing is lost: a trace leaves as soon as the
+pool is full. First leaves one of a tenant that has more than its share, then one that has siblings here, since answers
+to one prompt judge as one, then the oldest. The pool is part of the trainer's checkpoint.
+
+The golden set: a few early traces that are never learnt from, against drafts that learn to serve others badly.
+
+They are the first that arrive, some of each domain, and are part of the trainer's checkpoint; or an operator's own
+recording, which is read at every start. Whoever sends poison later finds them in place.
+
+Traffic may also have left them behind for good. Then every draft that suits the present is worse on them, and their
+veto would stand for ever:
+
+    vetoed ──(golden_patience_s without a version, and vetoed again)──▶ learnt from; the next take their places
+
+Poison must be most of the traffic for all that time to come so far, and live traffic still judges what is published. An
+operator's recording is never given up: whoever chose it can choose another. Its traces do not grow too old, either, but
+those of an erased tenant go.
+
+Traces that are kept from learning: one of each text, from the oldest to the newest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from speculator.errors import ConfigError, TraceError
+from speculator.trace.recording import RecordingReader
+from speculator.trace.schema import Trace
+from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.learning.batch import Example
+from trainer.ranks import Ranks
+from trainer.release.gate import GateDecision, Outcome
+from trainer.replay.provenance import Provenance, Stored, provenance_of
+from trainer.replay.reservoir import sampling_key
+
+
+class KeptTraces:
+    def __init__(self) -> None:
+        self._by_text: dict[bytes, Stored] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_text)
+
+    def __iter__(self) -> Iterator[Stored]:
+        return iter(self._by_text.values())
+
+    def __contains__(self, text_hash: bytes) -> bool:
+        return text_hash in self._by_text
+
+    @property
+    def trace_ids(self) -> list[str]:
+        return [stored.trace_id for stored in self]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stored.num_bytes for stored in self)
+
+    def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
+        """Remove, and return, the traces that are gone."""
+        gone = [stored for stored in self if is_gone(stored.provenance)]
+        for stored in gone:
+            del self._by_text[stored.provenance.text_hash]
+        return gone
+
+    def keep(self, stored: Stored) -> None:
+        """Take a trace as the newest."""
+        self._by_text[stored.provenance.text_hash] = stored
+
+
+class HeldOut(KeptTraces):
+    """At most `max_traces` and `max_bytes`, `max_tenant_share` of them one tenant's where there are others; after each
+    `keep` call `release`.
+    """
+
+    def __init__(self, *, share: float, max_traces: int, max_bytes: float, max_tenant_share: float, seed: int) -> None:
+        super().__init__()
+        self._share, self._max_traces, self._max_bytes = share, max_traces, max_bytes
+        self._max_of_tenant = max_tenant_share * max_traces
+        # Not the replay's: its reservoirs would keep just those texts longest.
+        self._seed = seed + 1
+        self.is_young = True
+        """Nothing has left it yet, since the start of the process."""
+
+    def chooses(self, stored: Stored) -> bool:
+        return sampling_key(stored.provenance.text_hash, self._seed) < self._share
+
+    def release(self) -> Iterator[Stored]:
+        """Give up what is too much."""
+        while len(self) > self._max_traces or self.num_bytes > self._max_bytes:
+            self.is_young = False
+            yield self._by_text.pop(self._next())
+
+    def _next(self) -> bytes:
+        tenants = Counter(stored.provenance.tenant for stored in self)
+        above = {name for name, count in tenants.items() if len(tenants) > 1 and count > self._max_of_tenant}
+        may_leave = [stored.provenance for stored in self if not above or stored.provenance.tenant in above]
+        answers = Counter(provenance.prompt_hash for provenance in may_leave)
+        # Of equals the first, so the oldest.
+        return max(may_leave, key=lambda provenance: answers[provenance.prompt_hash]).text_hash
+
+
+_VARIABLE = f"{ENV_PREFIX}GOLDEN"
+
+
+class Patience:
+    """How long the golden set has been vetoing; on rank 0."""
+
+    def __init__(self, patience_s: float, since_s: float | None) -> None:
+        """`since_s` is when the first veto came, in seconds since the epoch; None where there was none."""
+        self._patience_s = patience_s
+        self.since_s = since_s
+
+    def is_over(self, decision: GateDecision, now_s: float) -> bool:
+        """Whether this veto is one too many. What is held, or worse on held-out traces, was not its doing."""
+        if decision.outcome is Outcome.PROMOTE:
+            self.since_s = None
+        if not decision.is_vetoed:
+            return False
+        if self.since_s is None:
+            self.since_s = now_s
+        return now_s - self.since_s >= self._patience_s
+
+
+class GoldenSet(KeptTraces):
+    """At most `max_traces` and `max_bytes`, of which one tenant gets at most `max_tenant_share`."""
+
+    def __init__(self, *, max_traces: int, max_bytes: float, max_tenant_share: float) -> None:
+        super().__init__()
+        self._max_traces, self._max_bytes = max_traces, max_bytes
+        self._max_of_tenant = max_tenant_share * max_traces
+
+    def wants(self, stored: Stored) -> bool:
+        """There is room, no other answer to its prompt is here, for answers to one prompt judge as one, and its domain
+        and tenant have not had their shares. A domain's share leaves as much for the next one that comes: half of the
+        places for the first, a third for the second.
+        """
+        domains = {one.provenance.domain for one in self} | {stored.provenance.domain}
+        of_domain = sum(one.provenance.domain == stored.provenance.domain for one in self)
+        of_tenant = sum(one.provenance.tenant == stored.provenance.tenant for one in self)
+        return (
+            len(self) < self._max_traces
+            and stored.provenance.prompt_hash not in {one.provenance.prompt_hash for one in self}
+            and of_domain < self._max_traces / (len(domains) + 1)
+            and of_tenant < self._max_of_tenant
+            and stored.num_bytes + self.num_bytes <= self._max_bytes
+        )
+
+    def give_up(self) -> list[Stored]:
+        """All of them; the next that are wanted take their places."""
+        given_up = list(self)
+        self._by_text.clear()
+        return given_up
+
+
+def golden_set(
+    config: TrainerConfig,
+    make_example: Callable[[Trace], Example],
+    ranks: Ranks,
+    *,
+    target_fingerprint: str,
+    is_gone: Callable[[Provenance], object] = lambda _: False,
+) -> GoldenSet:
+    """As configured: to be filled by traffic, or this rank's share of an operator's recording.
+
+    Raises ConfigError where that is no recording of this target or has no usable trace.
+    """
+    if config.golden is None:
+        return GoldenSet(
+            max_traces=config.golden_traces,
+            max_bytes=config.holdout_share * config.replay_max_bytes,
+            max_tenant_share=config.max_tenant_share,
+        )
+    with RecordingReader(config.golden) as reader:
+        if reader.header.target_fingerprint != target_fingerprint:
+            raise ConfigError(f"{config.golden} was recorded from another target: set {_VARIABLE} to one of this")
+        usable = list(islice(_usable(reader, make_example), config.golden_traces))
+    if not usable:
+        raise ConfigError(f"{config.golden} has no trace that this draft can be judged by: set another {_VARIABLE}")
+    golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=0)
+    # Without those that are to be forgotten; where that is all of them, drafts are judged by the held-out set alone.
+    usable = [stored for stored in usable if not is_gone(stored.provenance)]
+    for stored in usable[ranks.rank :: ranks.size]:
+        golden.keep(stored)
+    return golden
+
+
+def _usable(reader: RecordingReader, make_example: Callable[[Trace], Example]) -> Iterator[Stored]:
+    for trace in reader.traces():
+        try:
+            yield Stored(example=make_example(trace), provenance=provenance_of(trace))
+        except TraceError:
+            continue

@@ -1,0 +1,205 @@
+"""The draft in training: its steps, and where its weights come from when they cannot be gone on with.
+
+The weights descend from a version of the store. They go on from the trainer's checkpoint; from that version where there
+is none; and from the last good version when live traffic has spoken against the one they descend from. That is told to
+a running trainer (`start_over`) and found out after a restart (`resume`).
+"""
+
+from __future__ import annotations
+
+import random
+
+import structlog
+import torch
+
+from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.errors import ConfigError, DraftMismatchError
+from speculator.versions.bootstrap import ensure_lineage, load_draft
+from speculator.versions.lifecycle import BARRED
+from speculator.versions.store import DraftStore
+from speculator.versions.training_tenants import TenantCounts, counts_of
+from trainer.checkpoint import Progress, load_checkpoint
+from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.learning.batch import cut, pack
+from trainer.learning.optimizer_step import Guard, Learner, StepReport
+from trainer.learning.schedule import LearningCurve
+from trainer.metrics import TrainerMetrics
+from trainer.ranks import Ranks
+from trainer.replay.buffer import Drawn, Replay
+from trainer.replay.provenance import Stored
+from trainer.replay.sampling_weights import without_stale
+
+log = structlog.get_logger()
+
+
+class Training:
+    """The same on every rank but for the batches, and what is suspected of them."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        ranks: Ranks,
+        store: DraftStore,
+        replay: Replay,
+        metrics: TrainerMetrics,
+        *,
+        target_fingerprint: str,
+        device: torch.device,
+        rng: random.Random,
+    ) -> None:
+        """Begins with the newest version that may be served, or with a fresh draft, which becomes the first one.
+
+        Raises ConfigError, StoreError, DraftFileError or DraftMismatchError.
+        """
+        self._config, self._ranks, self._store, self._replay = config, ranks, store, replay
+        self._metrics, self._fingerprint, self._rng = metrics, target_fingerprint, rng
+        self.version = ranks.lead(self._ensure_lineage)
+        """The one that the weights descend from: published last, or gone back to."""
+        # The draft goes where its embedding is.
+        self._embed_Vd = read_target_tensor(config.model_dir, "model.embed_tokens.weight").to(device)
+        self.learner = self._new_learner()
+        self.tenants = self._tenants_of_version()
+        """Whom the weights were learnt from: what this rank adds, on rank 0 with everything before."""
+        self.guard = Guard()
+        self.curve = LearningCurve()
+        self.learnt_tokens = 0
+        self.tokens_since_news = 0
+        self._suspects: list[Stored] = []
+
+    def resume(self) -> Progress:
+        """Take over the last checkpoint, where there is one. Weights of a version that was barred since are left."""
+        saved = load_checkpoint(self._config.state_dir)
+        num_steps = -1 if saved is None else int(saved[0]["num_steps"])
+        if not self._ranks.agree(num_steps):
+            raise ConfigError(
+                f"the ranks found different checkpoints in {self._config.state_dir}: set {ENV_PREFIX}STATE_DIR or "
+                "--state to a folder that all machines share"
+            )
+        if saved is None:
+            return Progress(
+                target_fingerprint=self._fingerprint, learnt_tokens=0, new_tokens=0, num_traces=0, used_trace_ids=[]
+            )
+        state, progress = saved
+        same_d2t = torch.equal(state["d2t"], self.learner.draft.d2t.cpu())
+        if progress.target_fingerprint != self._fingerprint or not same_d2t:
+            raise DraftMismatchError(
+                f"the checkpoint in {self._config.state_dir} belongs to another target or draft vocabulary than "
+                f"{self._config.store_dir}: remove it, or set {ENV_PREFIX}STATE_DIR to another folder"
+            )
+        self.learnt_tokens, self.tokens_since_news = progress.learnt_tokens, progress.tokens_since_news
+        self.curve = LearningCurve(progress.curve)
+        states = self._store.lifecycle
+        if self._ranks.lead(lambda: int(states.state(progress.version) in BARRED)):
+            good = self._ranks.lead(lambda: states.last_good() or self.version)
+            self.start_over(good)
+        else:
+            self.learner.load_state(state)
+            self.tenants = self._tenants_of(progress)
+        log.info("trainer resumed", num_steps=self.learner.num_steps, num_traces=progress.num_traces)
+        return progress
+
+    def start_over(self, version: int) -> None:
+        """Go on from a version's weights, with a fresh optimiser. What the replay holds is kept."""
+        log.error("the weights in training are given up", descended_from=self.version, back_to=version)
+        self.version = version
+        self.learner = self._new_learner()
+        self.tenants = self._tenants_of_version()
+        self._suspects.clear()
+        self._metrics.started_over.inc()
+
+    def step(self, batch: list[Drawn]) -> StepReport:
+        """One optimiser step on the batches of all ranks; any of them may be empty."""
+        report = self._learn(batch)
+        if not _harmless(report):
+            self._find_culprits(batch, report)
+        return report
+
+    def load_draft(self, version: int) -> Eagle3Draft:
+        """A stored version beside the one in training. Raises StoreError or DraftError."""
+        return load_draft(self._store, version, embed=self._embed_Vd, target_fingerprint=self._fingerprint)
+
+    def ensure_finite(self) -> None:
+        """Before a checkpoint: broken weights are never saved."""
+        if self._ranks.any(not self.learner.is_finite):
+            self._restore_weights()
+
+    def _learn(self, batch: list[Drawn]) -> StepReport:
+        max_lag, examples = self._config.max_draft_lag, [drawn.stored.example for drawn in batch]
+        fresh = [without_stale(one, published=self.version, max_lag=max_lag, rng=self._rng) for one in examples]
+        windows = [cut(example, max_bases=self._config.max_bases, rng=self._rng) for example in fresh]
+        report = self.learner.step(pack(windows, max_context=self._config.max_context) if windows else None)
+        self.tokens_since_news += report.num_bases
+        if report.num_labels:
+            self.guard.observe(finite=report.applied)
+        if report.applied:
+            self.learnt_tokens += report.num_bases
+            for drawn, window in zip(batch, windows, strict=True):
+                self.tenants.add(drawn.stored.provenance.tenant, window.num_bases)
+            self.curve.observe(report.accept_length, report.loss)
+            self._discard(self._suspects)
+        return report
+
+    def _find_culprits(self, batch: list[Drawn], report: StepReport) -> None:
+        """A batch was not finite: learn from its traces one by one. Kept, one bad trace would spoil every batch that it
+        is drawn into; discarded without a look, it would take the good ones along. Ranks whose batch was fine stand by.
+        """
+        accused = batch if report.is_culprit else []
+        tried = accused if len(accused) > 1 else []
+        culprits = [drawn.stored for drawn in accused if not tried]
+        for turn in range(self._ranks.max(len(tried))):
+            alone = tried[turn : turn + 1]
+            if self._learn(alone).is_culprit:
+                culprits += [drawn.stored for drawn in alone]
+        if report.is_culprit:
+            log.warning("step skipped, not finite", trace_ids=[stored.trace_id for stored in culprits])
+        self._suspects += culprits
+        num_culprits, num_drawn = self._ranks.sum([len(culprits), len(batch)])
+        if self.guard.blames_traces or num_culprits < num_drawn:
+            self._discard(self._suspects)
+        elif self.guard.must_restore or self._ranks.any(not self.learner.is_finite):
+            self._restore_weights()
+
+    def _discard(self, suspects: list[Stored]) -> None:
+        self._replay.discard(suspects)
+        suspects.clear()
+
+    def _restore_weights(self) -> None:
+        """Back to the last checkpoint, or to the version that they descend from where there is none."""
+        history, self.learner = self.learner.history, self._new_learner()
+        saved = load_checkpoint(self._config.state_dir)
+        if saved is not None:
+            self.learner.load_state(saved[0])
+            # The target may have moved since.
+            self.learner.history = min(self.learner.history, history)
+        self.tenants = self._tenants_of_version() if saved is None else self._tenants_of(saved[1])
+        self.guard.restored()
+        self._suspects.clear()
+        self._metrics.restored.inc()
+        log.error("the last good weights were taken back", num_steps=self.learner.num_steps)
+
+    def _tenants_of_version(self) -> TenantCounts:
+        return counts_of(self._store.manifest(self.version).info) if self._ranks.leads else TenantCounts()
+
+    def _tenants_of(self, progress: Progress) -> TenantCounts:
+        if not self._ranks.leads:
+            return TenantCounts()
+        return progress.tenants or TenantCounts(complete=not progress.learnt_tokens)
+
+    def _new_learner(self) -> Learner:
+        return Learner(self.load_draft(self.version), self._config, self._ranks)
+
+    def _ensure_lineage(self) -> int:
+        return ensure_lineage(
+            self._store,
+            self._config.model_dir,
+            self._fingerprint,
+            draft_vocab_size=self._config.draft_vocab_size,
+            # Of the order of learning, too: only a fresh draft must be of it.
+            seed=self._config.seed if self._store.latest() is None else None,
+        )
+
+
+def _harmless(report: StepReport) -> bool:
+    """A step without any label changes nothing, and nothing is wrong."""
+    return report.applied or not report.num_labels
