@@ -43,8 +43,8 @@ from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_option
 from benchmarks.common.drafts import add_first, add_version, as_examples, trained
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
 from benchmarks.replayed import DEPTH, MIN_CONFIDENCE, Answer, Costs, ReplayEngine, Table
-from serving.hotswap import DraftFollower
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch
+from serving.hotswap.follower import DraftFollower
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import apply_state, draft_state, target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft

@@ -11,10 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serving.estimate import PLAN_MODEL
-from serving.installer import SwapLog
-from serving.recorder import DROP_REASONS, RecorderStats
-from serving.speedup import BASELINE, Group, Speedup, SpeedupMeter
+from serving.capture.recorder import DROP_REASONS, RecorderStats
+from serving.hotswap.installer import SwapLog
+from serving.speedup import BASELINE, PLAN_MODEL, Group, Speedup, SpeedupMeter
 
 # Names and help texts of what both engines have, each counting for itself.
 ROUNDS = (
@@ -203,7 +202,7 @@ class TargetMetrics:
 
 
 class GroupTextMetrics:
-    """What engines share of prompt groups (serving/group_text.py)."""
+    """What engines share of prompt groups (serving/group_cache/sync.py)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tokens = Counter(

@@ -16,7 +16,7 @@ from serving.metrics import TargetMetrics
 from serving.sglang.client import SglangClient
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
-from serving.targets import TargetDesk
+from serving.target.updates import TargetDesk
 from slipstream.registry import process_registry
 from speculator.versions.operator import DraftDesk
 

@@ -13,24 +13,24 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from serving.capture_filter import CaptureFilter
-from serving.forgetting import ErasureWatch, Forget
+from serving.capture.erasure import ErasureWatch, Forget
+from serving.capture.filter import CaptureFilter
+from serving.capture.recorder import TraceRecorder
+from serving.capture.sampling import DEFAULT_FLOOR, CaptureSampler
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.group_text import GroupSharing
+from serving.group_cache.redis_store import DEFAULT_TTL_S, GroupTexts
+from serving.group_cache.sync import GroupSharing
+from serving.hotswap.breaker import LiveWatch
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
 from serving.local.threads import spare_cores
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics
-from serving.recorder import TraceRecorder
-from serving.sampler import DEFAULT_FLOOR, CaptureSampler
 from serving.speedup import SpeedupMeter
-from serving.targets import TargetDesk
-from serving.watch import LiveWatch
+from serving.target.updates import TargetDesk
 from slipstream.registry import process_registry
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
-from speculator.group_store import DEFAULT_TTL_S, GroupTexts
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.erasure_requests import Erasures
@@ -60,7 +60,7 @@ class ServeOptions:
     trace_ttl_hours: float = 0
     """0 sets no limit."""
     capture_filter: str | None = None
-    """MODULE:FUNCTION; see serving/capture_filter.py."""
+    """MODULE:FUNCTION; see serving/capture/filter.py."""
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
 

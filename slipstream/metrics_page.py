@@ -9,14 +9,14 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from serving.capture.recorder import RecorderStats
 from serving.engine import EngineHealth
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
-from serving.installer import SwapLog
+from serving.hotswap.installer import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
-from serving.recorder import RecorderStats
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter

@@ -10,17 +10,17 @@ import asyncio
 from contextlib import ExitStack
 from functools import partial
 
+from serving.capture.erasure import ErasureWatch
+from serving.capture.recorder import TraceRecorder
 from serving.engine import Engine
-from serving.forgetting import ErasureWatch
 from serving.gateway.config import GatewaySettings
 from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
-from serving.hotswap import DraftFollower
+from serving.hotswap.breaker import LiveWatch
+from serving.hotswap.follower import DraftFollower
 from serving.local.engine import LocalEngine
 from serving.metrics import VerdictCollector
-from serving.recorder import TraceRecorder
-from serving.watch import LiveWatch
 from slipstream.effects import GATEWAY_OF_LOCAL, check_variables
 from slipstream.exposure import check_exposure
 from slipstream.local_site import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from serving.sampler import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_FLOOR
 from slipstream import serve_options as options
 from slipstream.effects import warn_of_unread_variables
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from serving.sampler import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_FLOOR
 from slipstream import effects
 from slipstream import serve_options as options
 from slipstream.layout import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES

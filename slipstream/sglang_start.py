@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import structlog
 
-from serving.sampler import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_FLOOR
 from serving.sglang.interpreter import check_interpreter, find_interpreter
 from serving.sglang.launcher import SglangOptions, adaptive_config, command, environment
 from slipstream.draft import version_folder

@@ -18,8 +18,8 @@ from typing import Any
 
 import redis
 
+from serving.group_cache.redis_store import GroupTexts
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
-from speculator.group_store import GroupTexts
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.erasure_requests import Erasures
 from speculator.redis.reward_stream import RewardStream

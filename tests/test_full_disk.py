@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.recorder import TraceRecorder
+from serving.capture.recorder import TraceRecorder
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.errors import StoreError, StreamError
 from speculator.redis.client import connect

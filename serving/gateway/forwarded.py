@@ -1,6 +1,6 @@
 """The body of a request that goes on to SGLang: checked as far as the gateway must know, everything else untouched.
 
-What the gateway adds (serving/marks.py) travels in fields that SGLang hands through to its scheduler: `rid`,
+What the gateway adds (serving/request_metadata.py) travels in fields that SGLang hands through to its scheduler: `rid`,
 `cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the policy.
 """
 
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
 from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
-from serving.marks import POLICY_KEY, TARGET_KEY, Marks
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import RequestError
 from speculator.tracing import outgoing_headers
 

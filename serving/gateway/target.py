@@ -21,7 +21,7 @@ MAX_VERSION = 999_999_999
 
 
 class Targets(Protocol):
-    """What the endpoint needs of `serving.targets.TargetDesk`."""
+    """What the endpoint needs of `serving.target.updates.TargetDesk`."""
 
     def announce(self, version: int, path: str | None) -> TargetReport: ...
 

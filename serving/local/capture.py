@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from serving.header import make_header
+from serving.capture.trace_header import make_header
 from serving.local.assembler import TraceAssembler
 from serving.local.config import LocalEngineConfig
 from serving.local.generation import Generation

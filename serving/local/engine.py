@@ -17,9 +17,8 @@ import structlog
 from torch import Tensor
 
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
-from serving.estimate import PlannedSpeedup
-from serving.evidence import WatchedRound
-from serving.group_text import GroupSharing
+from serving.group_cache.sync import GroupSharing
+from serving.hotswap.breaker import WatchedRound
 from serving.local.assembler import TraceAssembler
 from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig
@@ -36,7 +35,7 @@ from serving.local.text import AnswerText, LocalTokenizer
 from serving.local.texts import RecentTexts
 from serving.local.threads import use_threads
 from serving.metrics import EngineMetrics
-from serving.speedup import SpeedupMeter
+from serving.speedup import PlannedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.engine_load import EngineLoad
 from speculator.errors import EngineDeadError, RequestError

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from serving.engine import Chunk, FinishReason, GenerateRequest, Source
-from serving.evidence import Stratum, stratum_of
+from serving.hotswap.breaker import Stratum, stratum_of
 from serving.local.draft import DraftSource
 from serving.local.text import AnswerText
 from speculator.host import now_ms

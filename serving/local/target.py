@@ -29,10 +29,10 @@ from serving.local.loading import load_model
 from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.local.packed import pack_linears
 from serving.local.ranking import Ranking
+from serving.target.weights import read_layout, read_weights
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.errors import ConfigError
 from speculator.target_folder import reason_of
-from speculator.weights import read_layout, read_weights
 
 log = structlog.get_logger(__name__)
 

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from serving.estimate import PlannedSpeedup
-from serving.evidence import Proposed, Stratum, Verification, WatchedRound
+from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound
 from serving.local.generation import Generation
 from serving.local.rounds import RoundReport
 from serving.metrics import EngineMetrics
-from serving.speedup import HeadArm, SpeedupMeter
+from serving.speedup import HeadArm, PlannedSpeedup, SpeedupMeter
 from speculator.tracing import record
 
 

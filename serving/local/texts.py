@@ -6,10 +6,10 @@ from collections.abc import Collection
 from concurrent.futures import Future
 
 from serving.engine import GenerateRequest
-from serving.group_text import GroupSharing
+from serving.group_cache.redis_store import GroupKey
+from serving.group_cache.sync import GroupSharing
 from serving.local.inbox import Errand
 from serving.metrics import EngineMetrics
-from speculator.group_store import GroupKey
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
 
 

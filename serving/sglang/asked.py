@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.engine import CapturePolicy
-from serving.marks import POLICY_KEY, TARGET_KEY, Marks
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.tracing import Parent, joined

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.sampler import CaptureSampler
+from serving.capture.sampling import CaptureSampler
 from serving.sglang.asked import came_ms, is_constrained, is_marked, parent_of, policy_of, sampling_of
 from serving.sglang.assembler import Prefill, TraceAssembler, Verification
 from serving.sglang.budget import ByteBudget

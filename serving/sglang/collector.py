@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serving.estimate import DEPTH_MODEL
 from serving.metrics import (
     ACCEPTED,
     DEPTH,
@@ -31,6 +30,7 @@ from serving.metrics import (
     verdict_metrics,
 )
 from serving.sglang.report import EngineReport
+from serving.speedup import DEPTH_MODEL
 
 
 class SglangCollector(Collector):

@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from serving.estimate import EstimatedSpeedup
-from serving.evidence import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.asked import parent_of, policy_of, sampling_of
 from serving.sglang.clock import StepClock
 from serving.sglang.dormancy import Dormancy
 from serving.sglang.tally import RoundTally
-from serving.speedup import ControlShare, Group, SpeedupMeter
+from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.depth import DepthPolicy, RoundCosts
 from speculator.tracing import Parent, record
 

@@ -26,7 +26,7 @@ from typing import IO
 
 import httpx
 
-from serving.sampler import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
 from speculator.host import free_port
 

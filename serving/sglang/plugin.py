@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.marks import HEADER, OTHER_TARGET
+from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang import hooks, one_token
 from serving.sglang.asked import is_for_another_target, mark
 from serving.sglang.checks import (

@@ -7,7 +7,7 @@ from uuid import uuid4
 import httpx
 import structlog
 
-from serving.marks import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
+from serving.request_metadata import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import ConfigError, EngineDeadError
 
 log = structlog.get_logger(__name__)

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from serving.forgetting import ErasureWatch
-from serving.hotswap import DraftFollower
+from serving.capture.erasure import ErasureWatch
+from serving.hotswap.breaker import LiveWatch
+from serving.hotswap.follower import DraftFollower
 from serving.sglang.agreement import Agreement
 from serving.sglang.checks import resolved, version_of
 from serving.sglang.clock import StepClock
@@ -35,7 +36,6 @@ from serving.sglang.target import RankTarget
 from serving.sglang.traces import TracePipeline
 from serving.sglang.worker import depths_of, device_of, tensor_parallel_group
 from serving.speedup import ControlShare, SpeedupMeter
-from serving.watch import LiveWatch
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.engine_load import EngineLoad
 from speculator.proposals.depth import DepthPolicy, RoundCosts

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from serving.sampler import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_FLOOR
 from speculator.errors import ConfigError
 from speculator.settings import unusable
 from speculator.trace.codec import Features

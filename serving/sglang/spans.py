@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serving.capture.trace_header import make_header
 from serving.engine import CapturePolicy
-from serving.header import make_header
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace.schema import Trace, VerifyRounds
 from speculator.tracing import Parent

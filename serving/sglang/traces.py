@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from serving.capture_filter import CaptureFilter
-from serving.recorder import TraceRecorder
-from serving.sampler import CaptureSampler
+from serving.capture.filter import CaptureFilter
+from serving.capture.recorder import TraceRecorder
+from serving.capture.sampling import CaptureSampler
 from serving.sglang.assembler import TraceAssembler
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture

@@ -156,7 +156,7 @@ def version_to_serve(store: DraftStore, newest: int) -> int:
     """The version that an engine starts with: the last good one, else `newest`.
 
     Not what the pointer names: that may still be on trial, and an engine that has just started has nothing to compare
-    it with. It comes by the same way as every other version (serving/hotswap.py).
+    it with. It comes by the same way as every other version (serving/hotswap/follower.py).
     """
     return store.lifecycle.last_good() or newest
 

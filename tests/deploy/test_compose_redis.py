@@ -13,13 +13,13 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
+from serving.group_cache.redis_store import GroupKey, GroupTexts, Place
 from slipstream.checks.finding import Finding, Level
 from slipstream.checks.redis import check_redis
 from slipstream.checks.store import check_stream
 from slipstream.traces import StreamCopy
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
-from speculator.group_store import GroupKey, GroupTexts, Place
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis.erasure_requests import Erasures, TrainerReport

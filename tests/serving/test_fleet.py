@@ -11,12 +11,10 @@ import msgspec
 import pytest
 import redis
 
-from serving.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
 from serving.engine import SwapReport
-from serving.evidence import WatchedRound
-from serving.hotswap import DraftFollower
-from serving.judgement import WatchRules
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
+from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis.keys import RedisKeys

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
+from serving.capture.erasure import ErasureWatch
+from serving.capture.recorder import TraceRecorder
 from serving.engine import CapturePolicy
-from serving.forgetting import ErasureWatch
 from serving.local.generation import TopK
-from serving.recorder import TraceRecorder
 from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.proposals import suffix_drafter

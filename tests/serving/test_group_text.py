@@ -13,13 +13,12 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from serving import group_pieces, group_text
 from serving.engine import CapturePolicy
-from serving.group_pieces import FollowedGroup
-from serving.group_text import GroupSharing
+from serving.group_cache import sync
+from serving.group_cache.redis_store import GroupKey, GroupTexts
+from serving.group_cache.sync import FollowedGroup, GroupSharing
+from serving.group_cache.wire_format import Piece, encode_piece
 from serving.metrics import GroupTextMetrics
-from speculator.group_store import GroupKey, GroupTexts
-from speculator.group_text import Piece, encode_piece
 from speculator.host import now_ms
 from speculator.proposals.suffix_index import SuffixIndex
 from speculator.redis.client import connect
@@ -81,7 +80,7 @@ def peer_of(client: redis.Redis, **options: object) -> Iterator[Peer]:
 @pytest.fixture(autouse=True)
 def _groups_stay_active(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is committed here while a test waits."""
-    monkeypatch.setattr(group_text, "_ACTIVE_S", 600.0)
+    monkeypatch.setattr(sync, "_ACTIVE_S", 600.0)
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_an_index_that_was_dropped_is_filled_again_with_the_own_text_too(one: Pe
 
 
 def test_work_between_two_steps_is_bounded(one: Peer, other: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_text, "_MAX_ARRIVED_TOKENS", 600)
+    monkeypatch.setattr(sync, "_MAX_ARRIVED_TOKENS", 600)
     theirs = follow(other)
     one.sharing.join(GROUP, SuffixIndex(10), [1] * 5000)
     wait_until(lambda: other.sharing._num_arrived >= 600)
@@ -147,7 +146,7 @@ def test_work_between_two_steps_is_bounded(one: Peer, other: Peer, monkeypatch: 
 
 
 def test_a_group_that_never_ends_remembers_so_many_texts_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_pieces, "_MAX_TEXTS", 3)
+    monkeypatch.setattr(sync, "_MAX_TEXTS", 3)
     index = SuffixIndex(1000)
     group = FollowedGroup(GROUP, weakref.ref(index))
 
@@ -181,7 +180,7 @@ def test_a_group_that_ended_is_gone_everywhere(one: Peer, other: Peer, redis_cli
 def test_samples_that_come_late_do_not_bring_a_groups_text_back(
     one: Peer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_text, "_MAX_FOLLOWED", 1)
+    monkeypatch.setattr(sync, "_MAX_FOLLOWED", 1)
     other = GroupKey("anna", "other")
     goes_on = one.sharing.join(GROUP, SuffixIndex(10), TEXT)
     of_other = one.sharing.join(other, SuffixIndex(10), TEXT)  # pushes it out
@@ -194,7 +193,7 @@ def test_samples_that_come_late_do_not_bring_a_groups_text_back(
     of_other([9])
     wait_until(lambda: one.tokens("published") == 2 * len(TEXT) + 2)
     assert not redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member))
-    monkeypatch.setattr(group_text, "_ENDED_LASTS_S", 0.0)
+    monkeypatch.setattr(sync, "_ENDED_LASTS_S", 0.0)
     one.sharing.join(GROUP, SuffixIndex(10), TEXT)
     wait_until(lambda: redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member)))
 
@@ -242,8 +241,8 @@ def test_text_that_is_none_of_ours_is_not_read_on(one: Peer, redis_client: redis
 
 
 def test_redis_may_go_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_text, "_LAST_RETRY_S", 0.05)
-    monkeypatch.setattr(group_text, "_MAX_QUEUED_TOKENS", 100)
+    monkeypatch.setattr(sync, "_LAST_RETRY_S", 0.05)
+    monkeypatch.setattr(sync, "_MAX_QUEUED_TOKENS", 100)
     server = EmbeddedRedis(tmp_path)
     with connect(server.url) as client, peer_of(client) as one, peer_of(client) as other:
         theirs = follow(other)

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from serving.engine import SwapReport
-from serving.evidence import WatchedRound
-from serving.hotswap import DraftFollower
-from serving.judgement import WatchRules
+from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.hotswap.follower import DraftFollower
 from serving.sglang.status import of_swaps
-from serving.watch import LiveWatch
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import Lifecycle, State

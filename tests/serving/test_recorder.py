@@ -13,8 +13,8 @@ import pytest
 import redis
 import torch
 
-from serving import recorder as recorder_module
-from serving.recorder import RecorderStats, TraceRecorder, memory_bytes
+from serving.capture import recorder as recorder_module
+from serving.capture.recorder import RecorderStats, TraceRecorder, memory_bytes
 from speculator.errors import StreamError
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis

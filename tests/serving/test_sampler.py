@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from serving.recorder import TraceRecorder
-from serving.sampler import LOOK_EVERY_S, CaptureSampler
+from serving.capture.recorder import TraceRecorder
+from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
 from speculator.errors import StreamError
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from serving.estimate import EstimatedSpeedup, PlannedSpeedup
-from serving.speedup import ControlShare, SpeedupMeter, speedup
+from serving.speedup import ControlShare, EstimatedSpeedup, PlannedSpeedup, SpeedupMeter, speedup
 from speculator.proposals.depth import RoundCosts
 
 

@@ -8,9 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.evidence import Proposed, Stratum, Verification, WatchedRound, stratum_of
-from serving.judgement import Outcome, Verdict
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import (
+    LiveWatch,
+    Outcome,
+    Proposed,
+    Stratum,
+    Verdict,
+    Verification,
+    WatchedRound,
+    stratum_of,
+)
 from speculator.draft.sampling_params import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, serve, try_out
 

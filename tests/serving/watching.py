@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from serving.evidence import Proposed, Stratum, Verification, WatchedRound
-from serving.judgement import Outcome, Verdict
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch, Outcome, Proposed, Stratum, Verdict, Verification, WatchedRound
 
 CHAT, CODE = Stratum("chat", "t0.7"), Stratum("code", "greedy")
 DEPTH = 4

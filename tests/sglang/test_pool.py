@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.marks import OTHER_TARGET, TARGET_KEY, Marks
+from serving.request_metadata import OTHER_TARGET, TARGET_KEY, Marks
 from serving.sglang.router import check_routers
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError

@@ -38,12 +38,11 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.server import GatewayServer, bind
-from serving.hotswap import DraftFollower
-from serving.judgement import WatchRules
+from serving.hotswap.breaker import LiveWatch, WatchRules
+from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target
-from serving.watch import LiveWatch
 from slipstream.local_site import ServeOptions
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect

@@ -24,8 +24,8 @@ import pytest
 import redis
 import torch
 
-from serving.hotswap import DraftFollower
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch
+from serving.hotswap.follower import DraftFollower
 from speculator.draft.checkpoint import (
     config_from_json,
     draft_config_json,

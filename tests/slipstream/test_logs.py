@@ -38,7 +38,7 @@ def test_ours_and_libraries_lines_look_alike(lines: Lines) -> None:
     configure_logs()
     with structlog.contextvars.bound_contextvars(request_id="abc"):
         structlog.get_logger().info("ours", n=1)
-        logging.getLogger("serving.recorder").debug("standard %s", "library")
+        logging.getLogger("serving.capture.recorder").debug("standard %s", "library")
         logging.getLogger("uvicorn.error").info("server")
     logging.getLogger("openai").info("a body")
     logging.getLogger("httpx").warning("slow")

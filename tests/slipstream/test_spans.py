@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.hotswap import DraftFollower
+from serving.hotswap.follower import DraftFollower
 from speculator import tracing
 from speculator.errors import ConfigError
 from speculator.redis.trace_stream import TraceStream
@@ -245,7 +245,7 @@ def test_a_step_and_a_publication(
 
 _OFF = """
 import sys, threading
-import serving.gateway.app, serving.local.engine, serving.hotswap, slipstream.cli, trainer.loop
+import serving.gateway.app, serving.local.engine, serving.hotswap.follower, slipstream.cli, trainer.loop
 from speculator import tracing as spans
 spans.configure_spans("test")
 with spans.span("x", version=1) as span:

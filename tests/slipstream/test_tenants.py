@@ -17,12 +17,12 @@ import redis
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from serving.forgetting import ErasureWatch
-from serving.recorder import TraceRecorder
+from serving.capture.erasure import ErasureWatch
+from serving.capture.recorder import TraceRecorder
+from serving.group_cache.redis_store import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.group_store import GroupKey, GroupTexts
 from speculator.host import now_ms
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer

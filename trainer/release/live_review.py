@@ -1,9 +1,10 @@
 """Behind hop 9: a version that came into service, against the one before it, on the traces that arrive from then on.
 
-An engine compares accept lengths of different requests (serving/judgement.py), and requests differ more from each other
-than drafts do, so it takes back only what is clearly worse. Here both drafts decode the same traces again, as at the
-gate, so what a request is like falls out, and some twenty traces tell a tenth from nothing. The gate has judged most
-versions like that; this is about traffic that had no part in its judgement, and about versions that never came to it.
+An engine compares accept lengths of different requests (serving/hotswap/breaker.py), and requests differ more from each
+other than drafts do, so it takes back only what is clearly worse. Here both drafts decode the same traces again, as at
+the gate, so what a request is like falls out, and some twenty traces tell a tenth from nothing. The gate has judged
+most versions like that; this is about traffic that had no part in its judgement, and about versions that never came to
+it.
 
 What is compared is the change of the accept length with its standard error (trainer/release/gate.py), after every
 trace, within bounds that hold over all looks together (trainer/statistics.py). Answers to one prompt count as one

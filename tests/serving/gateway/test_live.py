@@ -15,12 +15,12 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.board import Board
 from serving.gateway.config import GatewaySettings
 from serving.gateway.figures import Figures
 from serving.metrics import EngineMetrics, ServingCollector
-from serving.recorder import RecorderStats
 from serving.speedup import BASELINE, SpeedupMeter
 from speculator.errors import StoreError
 from tests.doubles import DoubleEngine

@@ -13,8 +13,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from serving.engine import Chunk, GenerateRequest
-from serving.evidence import WatchedRound
-from serving.group_text import GroupSharing
+from serving.group_cache.sync import GroupSharing
+from serving.hotswap.breaker import WatchedRound
 from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target import Target

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.engine import CapturePolicy, Chunk
-from serving.evidence import Verification
+from serving.hotswap.breaker import Verification
 from serving.local.generation import Generation, TopK
 from serving.local.packed import can_pack, pack, pack_linears
 from serving.local.prompts import Piece

@@ -7,8 +7,8 @@ from pathlib import Path
 import redis
 import torch
 
-from serving.hotswap import DraftFollower
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch
+from serving.hotswap.follower import DraftFollower
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Lifecycle, State

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from serving.sampler import CaptureSampler
+from serving.capture.sampling import CaptureSampler
 from serving.sglang.assembler import TraceAssembler
 from serving.sglang.budget import ByteBudget
 from serving.sglang.capture import Capture

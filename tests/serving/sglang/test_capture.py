@@ -15,8 +15,8 @@ import torch
 from fastapi import HTTPException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serving.marks import HEADER, OTHER_TARGET, Marks
-from serving.sampler import CaptureSampler
+from serving.capture.sampling import CaptureSampler
+from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang import plugin
 from serving.sglang.asked import is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.budget import ByteBudget

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.evidence import Stratum, WatchedRound
+from serving.hotswap.breaker import Stratum, WatchedRound
 from serving.sglang.clock import StepClock
 from serving.sglang.depth import DepthControl
 from serving.sglang.dormancy import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy

@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serving.marks import HEADER, Marks
+from serving.request_metadata import HEADER, Marks
 
 MODEL = "fake/model-8B"
 CONTEXT_LENGTH = 4096

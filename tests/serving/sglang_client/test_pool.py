@@ -12,7 +12,7 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from serving.marks import HEADER, OTHER_TARGET
+from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.collector import PoolCollector, SglangCollector
 from serving.sglang.pool import PoolClient
 from serving.sglang.pooled import MOST_SILENT, Pool, commonest

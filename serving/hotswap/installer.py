@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.engine import SwapReport
-from serving.versions import VersionRecord
+from serving.hotswap.lifecycle_writer import VersionRecord
 from speculator.errors import DraftError, EngineBusyError
 from speculator.tracing import prefixed, span
 

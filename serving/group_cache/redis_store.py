@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import redis
 
-from speculator.group_text import HEAD_BYTES, MAX_PIECE_BYTES, is_head, new_head
+from serving.group_cache.wire_format import HEAD_BYTES, MAX_PIECE_BYTES, is_head, new_head
 from speculator.host import now_ms
 from speculator.redis.client import redis_errors
 from speculator.redis.keys import RedisKeys

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from serving.canary import Canary
-from serving.installer import Installer
-from serving.judgement import Outcome, Verdict
-from serving.versions import VersionRecord
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
+from serving.hotswap.canary import Canary
+from serving.hotswap.installer import Installer
+from serving.hotswap.lifecycle_writer import VersionRecord
 
 log = logging.getLogger(__name__)
 

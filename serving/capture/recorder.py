@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.capture_filter import REASONS as FILTER_REASONS
-from serving.sampler import LOOK_EVERY_S, CaptureSampler
-from serving.sampler import REASONS as SAMPLING_REASONS
+from serving.capture.filter import REASONS as FILTER_REASONS
+from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
+from serving.capture.sampling import REASONS as SAMPLING_REASONS
 from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.trace.codec import Features, encode_trace
 from speculator.trace.schema import Trace

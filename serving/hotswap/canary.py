@@ -24,10 +24,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from serving.installer import Installer
-from serving.judgement import Verdict
-from serving.versions import VersionRecord
-from serving.watch import LiveWatch
+from serving.hotswap.breaker import LiveWatch, Verdict
+from serving.hotswap.installer import Installer
+from serving.hotswap.lifecycle_writer import VersionRecord
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,15 @@
-"""Whether a draft version on trial stays: its rounds against the incumbent's rounds of the same kind.
+"""Watches a version that has just come into service, and says whether it stays.
+
+When it stays is told in serving/hotswap/breaker.py. The baseline is the record of what was in service lately: a version
+that is kept adds its own to it.
+
+When the target moves, nothing that was known of any version holds: a draft may accept less because it is worse, or
+because its target is another. So the record begins anew and a trial ends without a verdict; the version stays. A target
+that keeps moving may never let an incumbent be known: then a newer version is tried after `patience_s` all the same. It
+has the gate behind it, and the trainer's second look ahead (trainer/release/live_review.py), which both ask about the
+newest target.
+
+Whether a draft version on trial stays: its rounds against the incumbent's rounds of the same kind.
 
 This is a circuit breaker. It takes back a version that is clearly worse, within some fifty rounds, or slower. A version
 that is a tenth worse is the trainer's to find: it decodes the same traces with both versions
@@ -27,6 +38,8 @@ the machine's part. The pair speaks against the version where d / m exceeds its 
 
 What has no like among the incumbent's rounds is not compared. A version that is never asked is neither rolled back nor
 found as good: it stays on trial until a newer one waits, or for `most_rounds`.
+
+What the decode thread tells of a round: a `WatchedRound`, with a `Verification` for each request with the head.
 """
 
 from __future__ import annotations
@@ -34,13 +47,84 @@ from __future__ import annotations
 import enum
 import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
-from serving.evidence import Stratum, Verification, WatchedRound
+from speculator.draft.sampling_params import SamplingParams
 from speculator.versions.lifecycle import Number
+
+
+class Stratum(NamedTuple):
+    """Requests whose accept lengths may be compared: the mix of them can change while a new version is watched."""
+
+    domain: str
+    sampling: str
+    of_looks: bool = False
+    """Looks at a head that is not used come in other rounds than its chains: they are compared with looks only."""
+    remembered: int = 0
+    """Quarters, rounded up, of the request's rounds so far in which earlier text proposed: it takes what is easy, and
+    leaves the draft the rest.
+    """
+
+
+class Verification(NamedTuple):
+    """One request's part in a drafting round; 0 accepted also where nothing was worth proposing. A look at a head that
+    is not used counts as a round of depth 1, in a stratum of looks.
+    """
+
+    request_id: str
+    stratum: Stratum
+    accepted: int
+    depth: int
+    """Most proposals that it could have had."""
+
+
+class Proposed(NamedTuple):
+    """How many tokens a round verified beside the newest ones. With as many of each, rounds of one size are alike."""
+
+    by_draft: int
+    by_text: int = 0
+    """By earlier text; what fills a pass up to a rectangle counts as such."""
+
+
+class WatchedRound(NamedTuple):
+    """One decode round: what it cost and what its verifications accepted.
+
+    In a control round, and for requests whose draft is not up to date, there are none.
+    """
+
+    version: int
+    batch: int
+    drafted: bool
+    """False for a control round, which proposes nothing."""
+    seconds: float
+    committed: int
+    verifications: tuple[Verification, ...]
+    proposed: Proposed | None = None
+    """None where the draft took no part, or first caught up with what it had not read: the time says nothing of it."""
+    read_prompt: bool = False
+    """Whether a piece of a prompt was read in the same pass, which then says nothing of time either."""
+    target_version: int = 0
+
+    @property
+    def kind(self) -> tuple[int, ...] | None:
+        """Of rounds whose times may be compared; None where this one's says nothing of draft or machine."""
+        if self.read_prompt or (self.drafted and self.proposed is None):
+            return None
+        return self.batch, *(self.proposed or ())
+
+
+def stratum_of(domain: str, sampling: SamplingParams) -> Stratum:
+    """Greedy, or the temperature to a tenth, with the whole distribution or a part of it."""
+    if sampling.temperature == 0:
+        return Stratum(domain, "greedy")
+    is_cut = sampling.top_p < 1 or sampling.top_k > 0
+    return Stratum(domain, f"t{min(round(sampling.temperature, 1), 2.0)}{' cut' if is_cut else ''}")
+
 
 _WORSE = (0.1, 0.5)
 """c: the shares of the incumbent's accepted proposals that are tested for."""
@@ -286,3 +370,127 @@ class Trial:
         if self._slowdowns:
             numbers["time_change"] = round(math.exp(statistics.median(self._slowdowns)) / self._gain - 1, 4)
         return numbers
+
+
+_MAX_ARRIVED = 8192
+"""Rounds between two looks; older ones are dropped when the judge is that late."""
+
+
+class LiveWatch:
+    """One engine's watch. `observe` is for the decode thread and never waits; everything else for one other thread."""
+
+    def __init__(
+        self, version: int, rules: WatchRules | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`version` is the one in service."""
+        self.rules, self._clock = rules or WatchRules(), clock
+        self._arrived: deque[WatchedRound] = deque(maxlen=_MAX_ARRIVED)
+        self._version, self._baseline = version, Record()
+        """The version that serves, or served before the one on trial; and what was in service lately."""
+        self._trial: Trial | None = None
+        self._waiting_since_s: float | None = None
+        self._target_version = 0
+        self._of_next_target: WatchedRound | None = None
+        self._has_moved = False
+        """Since the incumbent was last known well enough."""
+
+    def observe(self, round_: WatchedRound) -> None:
+        self._arrived.append(round_)
+
+    # -- on the judge's thread --------------------------------------------------------------------------------------
+
+    @property
+    def watched(self) -> int | None:
+        """The version on trial."""
+        return None if self._trial is None else self._trial.version
+
+    @property
+    def baseline_verifications(self) -> int:
+        return len(self._baseline.verifications)
+
+    @property
+    def trial_compared(self) -> int:
+        """Verifications of the trial that could be compared with the incumbent's."""
+        return 0 if self._trial is None else self._trial.num_compared
+
+    @property
+    def target_version(self) -> int:
+        """Of the target whose rounds are counted."""
+        return self._target_version
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens a verification of the version in service, over the last 1,000; None before the first."""
+        return (self._baseline if self._trial is None else self._trial.record).accept_length()
+
+    def restart(self, version: int) -> None:
+        """Another version is in service without a trial: whatever was known is of no use."""
+        self._trial = self._waiting_since_s = None
+        self._version, self._baseline = version, Record()
+
+    def target_moved(self) -> bool:
+        """Whether rounds of another target have come: the record of the version in service then begins anew."""
+        self._drain()
+        first, self._of_next_target = self._of_next_target, None
+        if first is None:
+            return False
+        self._target_version, self._has_moved = first.target_version, True
+        self._version = self._version if self._trial is None else self._trial.version
+        self._trial, self._baseline = None, Record()
+        self._take(first)
+        return True
+
+    def expect(self) -> None:
+        """Some newer version waits to be tried; it may be replaced by a newer one still."""
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self._clock()
+
+    def is_ready(self) -> bool:
+        """Whether the incumbent is known well enough to try a version against it. An idle engine has no need of one."""
+        self._drain()
+        if self._baseline.num_rounds >= self.rules.min_baseline:
+            self._has_moved = False
+            return True
+        waited_s = 0.0 if self._waiting_since_s is None else self._clock() - self._waiting_since_s
+        return self._has_moved and waited_s >= self.rules.patience_s
+
+    def begin(self, version: int) -> None:
+        """A new version is in service, on trial."""
+        self._drain()
+        self._waiting_since_s = None
+        self._trial = Trial(version, self._baseline, self.rules, started_s=self._clock())
+
+    def judge(self) -> Verdict:
+        """What the evidence so far says about the version on trial; it stays on trial until `settle`."""
+        assert self._trial is not None
+        self._drain()
+        return self._trial.judge(self._clock(), is_successor_waiting=self._waiting_since_s is not None)
+
+    def settle(self, verdict: Verdict) -> None:
+        """The version on trial has been promoted, or the incumbent is in service again."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        if verdict.outcome is Outcome.PROMOTED:
+            self._version = trial.version
+            self._baseline.extend(trial.record)
+
+    def give_up(self) -> None:
+        """Somebody else spoke against the version on trial, and the incumbent is in service again."""
+        self._trial = None
+
+    def _drain(self) -> None:
+        """Up to the first round of another target."""
+        while self._arrived and self._of_next_target is None:
+            round_ = self._arrived.popleft()
+            if round_.target_version == self._target_version:
+                self._take(round_)
+            else:
+                self._of_next_target = round_
+
+    def _take(self, round_: WatchedRound) -> None:
+        """A round of a version that is neither in service nor on trial was launched before the swap."""
+        trial = self._trial
+        if trial is not None and round_.version == trial.version:
+            trial.add(round_)
+        elif trial is None and round_.version == self._version:
+            self._baseline.add(round_)

@@ -1,0 +1,1 @@
+"""Text that engines share while they answer samples of one prompt group."""

@@ -1,0 +1,1 @@
+"""A target whose weights change while it serves."""
