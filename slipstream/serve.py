@@ -14,9 +14,8 @@ from serving.capture.erasure import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.engine import Engine
 from serving.gateway.config import GatewaySettings
-from serving.gateway.descriptors import make_room
 from serving.gateway.lifetime import serve_until_signal
-from serving.gateway.server import GatewayServer, bind
+from serving.gateway.server import GatewayServer, bind, make_room
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.local.engine import LocalEngine

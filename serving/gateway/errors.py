@@ -1,4 +1,7 @@
-"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`."""
+"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`.
+
+A document as the JSON body of a response.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +82,7 @@ def error_response(error: ApiError) -> Response:
         headers=error.headers,
         media_type="application/json",
     )
+
+
+def reply(document: object) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from serving.gateway.keyring import Keyring
+from serving.gateway.auth.keyring import Keyring
 from slipstream.cli import app
 
 Refused = Callable[..., str]

@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from starlette.routing import Route
 
-from serving.gateway.admin import Drafts
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.target import Targets
+from serving.gateway.operator.admin import Drafts
+from serving.gateway.operator.target_version import Targets
 from slipstream.cli import app
 from slipstream.settings import commands, known_variables
 from speculator.draft.checkpoint import draft_config_json, draft_state

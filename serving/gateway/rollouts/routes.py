@@ -10,19 +10,18 @@ from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from serving.engine import Tokenizer
-from serving.gateway.body import read_body
 from serving.gateway.context import Gateway
-from serving.gateway.errors import ApiError, unavailable
-from serving.gateway.generation import completion_tokens
-from serving.gateway.limits import check_model
-from serving.gateway.reply import reply
+from serving.gateway.errors import ApiError, reply, unavailable
+from serving.gateway.live.telemetry import Exchange, exchange_of
+from serving.gateway.openai.body import read_body
+from serving.gateway.openai.generation import completion_tokens
+from serving.gateway.openai.limits import check_model
+from serving.gateway.openai.schema import INT64_MAX, request_body
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.rewards import rewards_of
 from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
 from serving.gateway.rollouts.stream import described, streamed
-from serving.gateway.schema import INT64_MAX, request_body
-from serving.gateway.telemetry import Exchange, exchange_of
 from serving.rollout.results import GroupWork
 from serving.rollout.work import GroupRequest
 from speculator.draft.sampling_params import SamplingParams

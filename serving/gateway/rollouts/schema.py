@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from serving.engine import CapturePolicy
-from serving.gateway.schema import (
+from serving.gateway.openai.schema import (
     INT32_MAX,
     INT64_MAX,
     TOKENS_SCHEMA,

@@ -18,11 +18,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from serving.gateway.access import ACCESS, Access
 from serving.gateway.app import create_app, create_passthrough_app
+from serving.gateway.auth.access import ACCESS, Access
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
-from serving.gateway.upstream import Upstream
+from serving.gateway.upstream.client import Upstream
 from speculator.errors import ConfigError
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of

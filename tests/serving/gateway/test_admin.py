@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from serving.gateway.admin import admin_routes
 from serving.gateway.app import create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings, load_settings
-from serving.gateway.upstream import Upstream
+from serving.gateway.operator.admin import admin_routes
+from serving.gateway.upstream.client import Upstream
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.errors import (
     ConfigError,

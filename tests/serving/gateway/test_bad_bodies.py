@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.gateway.schema import NEUTRAL_IN_CHAT, ChatBody, CompletionBody
+from serving.gateway.openai.schema import NEUTRAL_IN_CHAT, ChatBody, CompletionBody
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway
 

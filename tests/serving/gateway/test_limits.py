@@ -17,17 +17,17 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from serving.engine import Chunk, EngineHealth, GenerateRequest
-from serving.gateway import access, body, sse
 from serving.gateway.app import create_app
+from serving.gateway.auth import access
+from serving.gateway.auth.keys import ApiKey
+from serving.gateway.auth.quota import Quota
 from serving.gateway.config import GatewaySettings
-from serving.gateway.deadline import deadline
-from serving.gateway.descriptors import make_room
 from serving.gateway.errors import ApiError
-from serving.gateway.keys import ApiKey
-from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.quota import Quota
-from serving.gateway.server import GatewayServer, serve
-from serving.gateway.telemetry import Exchange, Telemetry
+from serving.gateway.live.metrics import GatewayMetrics
+from serving.gateway.live.telemetry import Exchange, Telemetry
+from serving.gateway.openai import body, sse
+from serving.gateway.openai.limits import deadline
+from serving.gateway.server import GatewayServer, make_room, serve
 from speculator.errors import ConfigError
 from tests.doubles import DoubleEngine
 from tests.serving.gateway import passage

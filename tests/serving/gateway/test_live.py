@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
-from serving.gateway.board import Board
 from serving.gateway.config import GatewaySettings
-from serving.gateway.figures import Figures
+from serving.gateway.live.board import Board
+from serving.gateway.live.figures import Figures
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, SpeedupMeter
 from speculator.errors import StoreError
@@ -28,7 +28,7 @@ from tests.serving.gateway import passage
 from tests.serving.gateway.client import ask, error_of, gateway
 from tests.serving.sglang_client.fake_sglang import MODEL, FakeSglang
 
-PAGE = Path(__file__).parents[3] / "serving/gateway/page"
+PAGE = Path(__file__).parents[3] / "serving/gateway/live/page"
 FILES = sorted(file for file in PAGE.rglob("*") if file.is_file())
 
 
@@ -56,7 +56,7 @@ def test_files_come_with_a_policy_that_lets_in_nothing_else(path: str) -> None:
 
 
 def test_the_wheel_has_the_files(tmp_path: Path) -> None:
-    root = PAGE.parents[2]
+    root = PAGE.parents[3]
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=root, check=True, capture_output=True, timeout=120)
     [wheel] = tmp_path.glob("*.whl")
@@ -126,7 +126,7 @@ def test_what_the_collectors_say() -> None:
 
 def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     served, now_s = Served(), 1000.0
-    monkeypatch.setattr("serving.gateway.figures.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("serving.gateway.live.figures.time.monotonic", lambda: now_s)
     figures = Figures(served.registry, max_points=4)
     figures.look(1)
     assert figures.points[-1].accept_length is None
@@ -153,7 +153,7 @@ def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_counter_that_begins_anew_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, now_s = Served(), Served(), 0.0
-    monkeypatch.setattr("serving.gateway.figures.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("serving.gateway.live.figures.time.monotonic", lambda: now_s)
     first.round(drafted=True, seconds=0.01, accepted=2)
     second.round(drafted=True, seconds=0.01, accepted=0)
     registry = CollectorRegistry()
@@ -169,7 +169,7 @@ def test_a_counter_that_begins_anew_is_no_rate(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_server_reads_on_by_itself_and_tells_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.gateway.live.SAMPLE_S", 0.01)
+    monkeypatch.setattr("serving.gateway.live.live.SAMPLE_S", 0.01)
 
     async def run() -> None:
         from serving.gateway.server import serve

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from serving.gateway import generation, telemetry
+from serving.gateway.live import telemetry
+from serving.gateway.openai import generation
 from serving.gateway.server import serve
 from tests.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, gateway

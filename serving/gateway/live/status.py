@@ -9,8 +9,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from serving.engine import DraftHost
-from serving.gateway.errors import ApiError, unavailable
-from serving.gateway.reply import reply
+from serving.gateway.errors import ApiError, reply, unavailable
 
 
 def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:

@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.gateway.body import discard_body
+from serving.gateway.auth.credentials import bearer, check_admin_key, check_host, unauthorised
+from serving.gateway.auth.keyring import Keyring
+from serving.gateway.auth.keys import ApiKey
+from serving.gateway.auth.quota import Quota
 from serving.gateway.config import GatewaySettings
-from serving.gateway.credentials import bearer, check_admin_key, check_host, unauthorised
-from serving.gateway.deadline import deadline
 from serving.gateway.errors import ApiError, engine_busy
-from serving.gateway.keyring import Keyring
-from serving.gateway.keys import ApiKey
-from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.quota import Quota
-from serving.gateway.telemetry import exchange_of
+from serving.gateway.live.metrics import GatewayMetrics
+from serving.gateway.live.telemetry import exchange_of
+from serving.gateway.openai.body import discard_body
+from serving.gateway.openai.limits import deadline
 
 
 class Access(StrEnum):

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from serving.gateway.errors import ApiError
-from serving.gateway.schema import UNKNOWN
+from serving.gateway.openai.schema import UNKNOWN
 from speculator.errors import RequestError
 
 T = TypeVar("T", bound=BaseModel)

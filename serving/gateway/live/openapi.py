@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from serving.gateway.access import ACCESS, Access
+from serving.gateway.auth.access import ACCESS, Access
 
 _API_KEY, _ADMIN_KEY = "apiKey", "adminKey"
 _SCHEMES = {

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from starlette.concurrency import run_in_threadpool
 
-from serving.gateway.admin import Drafts
 from serving.gateway.errors import unavailable
+from serving.gateway.operator.admin import Drafts
 from speculator.errors import SlipstreamError
 
 FRESH_S = 1.0

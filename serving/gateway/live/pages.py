@@ -35,7 +35,7 @@ _HEADERS = {
 
 def page_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
-    folder = files("serving.gateway") / "page"
+    folder = files("serving.gateway.live") / "page"
     found = {file.name: file for file in folder.iterdir()}
     found |= {f"vendor/{file.name}": file for file in (folder / "vendor").iterdir()}
     # Whatever else lies there, such as a licence or what an editor left, is not of the page.

@@ -1,6 +1,13 @@
-"""What is refused before the engine hears of a request: another model, too many samples, too many tokens."""
+"""What is refused before the engine hears of a request: another model, too many samples, too many tokens.
+
+How long an answer may take.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from serving.engine import EngineInfo
 from serving.gateway.config import GatewaySettings
@@ -38,3 +45,22 @@ def check_completion_tokens(settings: GatewaySettings, asked: int) -> None:
     if limit is not None and asked > limit:
         message = f"The request asks for {asked} tokens, at most {limit} here: ask for fewer."
         raise RequestError(message, param="max_tokens", code="too_many_tokens")
+
+
+@asynccontextmanager
+async def deadline(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the block after `limit_s` and raise `too_late`."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise too_late(limit_s) from None
+
+
+def too_late(limit_s: float) -> ApiError:
+    """An error (504) that tells clients not to try the same again."""
+    message = f"The answer took longer than {limit_s:g} s: ask for fewer tokens."
+    return ApiError(504, message, code="deadline_exceeded", headers={"x-should-retry": "false"})

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from serving.engine import CapturePolicy
-from serving.gateway.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
+from serving.gateway.openai.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count, Strict, invalid
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.errors import RequestError
 from speculator.tracing import outgoing_headers

@@ -10,8 +10,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from serving.gateway.auth.keys import ApiKey
 from serving.gateway.errors import ApiError
-from serving.gateway.keys import ApiKey
 
 _WINDOW_S = 60.0
 _SLOT_RETRY_S = 1

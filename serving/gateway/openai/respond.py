@@ -1,4 +1,7 @@
-"""The objects of one response, whole or in events: one shape around what each endpoint says in its own dialect."""
+"""From a planned generation to its HTTP response: whole, or as a stream.
+
+The objects of one response, whole or in events: one shape around what each endpoint says in its own dialect.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from serving.engine import Chunk, Piece
-from serving.gateway.generation import Generation, Sample
-from serving.gateway.telemetry import Exchange
+from serving.gateway.errors import reply
+from serving.gateway.live.telemetry import Exchange, exchange_of
+from serving.gateway.openai.disconnect import until_disconnect
+from serving.gateway.openai.generation import Generation, Sample
+from serving.gateway.openai.schema import GenerationBody
+from serving.gateway.openai.sse import DONE, Emit, EventStream, event
 
 
 class Dialect(Protocol):
@@ -67,3 +77,31 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         identity = f"{self.dialect.id_prefix}-{self.exchange.request_id}"
         return {"id": identity, "object": kind, "created": self.created_s, "model": self.model}
+
+
+async def respond(request: Request, body: GenerationBody, generation: Generation, dialect: Dialect) -> Response:
+    """Run the generation and return its response; for a stream, return the response that will run it."""
+    answer = Answer(
+        generation,
+        dialect,
+        exchange_of(request),
+        body.model,
+        include_usage=body.stream_options.include_usage,
+        counts_usage_on=body.counts_usage_on,
+        show_tokens=body.slipstream.tokens,
+    )
+    if body.stream:
+        return _streamed(answer)
+    await until_disconnect(request.receive, generation.run())
+    return reply(answer.whole())
+
+
+def _streamed(answer: Answer) -> EventStream:
+    async def produce(emit: Emit) -> bytes:
+        async def send(index: int, chunk: Chunk) -> None:
+            await emit(b"".join(map(event, answer.events(index, chunk))))
+
+        await answer.generation.run(send)
+        return b"".join(map(event, answer.closing_events())) + DONE
+
+    return EventStream(answer.exchange, produce)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from serving.gateway.keys import ApiKey, digest, read_keys
+from serving.gateway.auth.keys import ApiKey, digest, read_keys
 from speculator.errors import ConfigError
 
 log = structlog.get_logger(__name__)

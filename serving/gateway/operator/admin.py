@@ -12,11 +12,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from serving.gateway.body import read_body
 from serving.gateway.config import GatewaySettings
-from serving.gateway.errors import ApiError, unavailable
-from serving.gateway.reply import reply
-from serving.gateway.schema import Strict, request_body
+from serving.gateway.errors import ApiError, reply, unavailable
+from serving.gateway.openai.body import read_body
+from serving.gateway.openai.schema import Strict, request_body
 from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
 
 ACTOR = "operator:admin"

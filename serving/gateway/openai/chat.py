@@ -7,14 +7,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from serving.engine import Chunk
-from serving.gateway.body import read_body
 from serving.gateway.context import Gateway
-from serving.gateway.encoding import encode
-from serving.gateway.generation import Sample, plan
-from serving.gateway.limits import check_limits
-from serving.gateway.respond import respond
-from serving.gateway.schema import ChatBody, request_body
-from serving.gateway.telemetry import exchange_of
+from serving.gateway.live.telemetry import exchange_of
+from serving.gateway.openai.body import read_body
+from serving.gateway.openai.encoding import encode
+from serving.gateway.openai.generation import Sample, plan
+from serving.gateway.openai.limits import check_limits
+from serving.gateway.openai.respond import respond
+from serving.gateway.openai.schema import ChatBody, request_body
 
 ROUTE = "/v1/chat/completions"
 

@@ -17,10 +17,10 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
 from serving.engine import DraftHost
-from serving.gateway.admin import Drafts
-from serving.gateway.board import Board
-from serving.gateway.figures import Figures
-from serving.gateway.reply import reply
+from serving.gateway.errors import reply
+from serving.gateway.live.board import Board
+from serving.gateway.live.figures import Figures
+from serving.gateway.operator.admin import Drafts
 from speculator.host import now_ms
 
 SAMPLE_S = 1.0

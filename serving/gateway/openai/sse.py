@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.gateway.deadline import too_late
-from serving.gateway.disconnect import until_disconnect
 from serving.gateway.errors import ApiError, unavailable
-from serving.gateway.telemetry import Exchange
+from serving.gateway.live.telemetry import Exchange
+from serving.gateway.openai.disconnect import until_disconnect
+from serving.gateway.openai.limits import too_late
 from speculator.json_lines import json_line
 
 _LAST_EVENT_S = 5.0

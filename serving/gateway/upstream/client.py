@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import httpx
 
-from serving.gateway.upstream_errors import refusal
+from serving.gateway.upstream.errors import refusal
 from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.tracing import outgoing_headers
 

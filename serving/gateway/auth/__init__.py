@@ -1,0 +1,1 @@
+"""Who may call what: access rules, API keys, and how much each key may ask for."""

@@ -1,0 +1,1 @@
+"""The OpenAI protocol in front of SGLang: requests are checked and passed on."""
