@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens
+from serving.rollout.nouns import GroupRequest, Lease, SampleId
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.work import GroupRequest, Lease, SampleId
 
 MAX_ROUNDS = 8
 """After so many rounds at the latest a busy engine fills its free slots and decides on its drafts anew."""

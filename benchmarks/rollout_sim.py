@@ -38,9 +38,9 @@ from typing import Any
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
 from benchmarks.rollout_model import Costs, Drafting, Outcome, Setup, simulate
+from serving.rollout.nouns import GroupRequest, Sample, SampleId
 from serving.rollout.order import ContextAware, Fifo, Rank, urgency
 from serving.rollout.scheduler import Policy
-from serving.rollout.work import GroupRequest, Sample, SampleId
 
 TABLE = Path(__file__).with_name("rollout_costs.json")
 

@@ -140,8 +140,8 @@ class EngineMetrics:
         look: bool | None,
         expected: tuple[float, float],
     ) -> None:
-        """Count one round, as `serving.local.rounds.RoundReport` describes it; `look` is whether a look was right,
-        `expected` are tokens and seconds.
+        """Count one round, as `serving.local.decode.rounds.RoundReport` describes it; `look` is whether a look was
+        right, `expected` are tokens and seconds.
         """
         mode, size = ("with_prompt" if read_prompt else "speculative" if drafted else "control"), str(batch)
         self.rounds.labels(mode, size).inc()

@@ -69,7 +69,7 @@ def checked_fingerprint(model_dir: Path, store: DraftStore) -> str:
 def check_target(model_dir: Path) -> dict[str, Any]:
     """Its config.json. Raises ConfigError for a model whose tensors are not all there."""
     # Imports transformers, which takes seconds.
-    from serving.local.loading import check_known_model
+    from serving.local.target.loading import check_known_model
 
     return check_known_model(model_dir)
 

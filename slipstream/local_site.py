@@ -24,7 +24,7 @@ from serving.group_cache.sync import GroupSharing
 from serving.hotswap.breaker import LiveWatch
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.target import Target
+from serving.local.target.model import Target
 from serving.local.threads import spare_cores
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics
 from serving.speedup import SpeedupMeter

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from serving.engine import GenerateRequest
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.target import Target as TargetModel
+from serving.local.target.model import Target as TargetModel
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.draft.checkpoint import target_fingerprint

@@ -19,20 +19,20 @@ from torch import Tensor
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
 from serving.group_cache.sync import GroupSharing
 from serving.hotswap.breaker import WatchedRound
-from serving.local.assembler import TraceAssembler
-from serving.local.capture import Capture
+from serving.local.capture.assembler import TraceAssembler
+from serving.local.capture.capture import Capture
 from serving.local.config import LocalEngineConfig
-from serving.local.draft import ServingDraft
-from serving.local.generation import Generation
-from serving.local.inbox import Errand, Inbox
-from serving.local.loading import load_tokenizer
-from serving.local.loop import DecodeLoop
-from serving.local.outbox import Arrived, Outbox
-from serving.local.rounds import RoundRunner
-from serving.local.target import Target
-from serving.local.telling import RoundTeller
+from serving.local.decode.observers import RoundTeller
+from serving.local.decode.rounds import RoundRunner
+from serving.local.draft.draft import ServingDraft
+from serving.local.request import Generation
+from serving.local.scheduler.inbox import Errand, Inbox
+from serving.local.scheduler.outbox import Arrived, Outbox
+from serving.local.scheduler.step_loop import DecodeLoop
+from serving.local.suffix_text.texts import RecentTexts
+from serving.local.target.loading import load_tokenizer
+from serving.local.target.model import Target
 from serving.local.text import AnswerText, LocalTokenizer
-from serving.local.texts import RecentTexts
 from serving.local.threads import use_threads
 from serving.metrics import EngineMetrics
 from serving.speedup import PlannedSpeedup, SpeedupMeter

@@ -21,9 +21,9 @@ import structlog
 
 from serving.engine import Chunk, GenerateRequest
 from serving.rollout.engines import RolloutEngine
+from serving.rollout.nouns import Ended, Lease, SampleId, State
 from serving.rollout.results import Answer, GroupWork, SampleResult
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.work import Ended, Lease, SampleId, State
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 
 log = structlog.get_logger(__name__)

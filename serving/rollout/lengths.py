@@ -10,7 +10,7 @@ long sample for a short one costs the tail of the rollout, the other mistake cos
 
 from __future__ import annotations
 
-from serving.rollout.work import Sample
+from serving.rollout.nouns import Sample
 
 
 def expected_length(sample: Sample) -> int:

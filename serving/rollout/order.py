@@ -15,7 +15,7 @@ import math
 from typing import Protocol
 
 from serving.rollout.lengths import expected_remaining
-from serving.rollout.work import Sample
+from serving.rollout.nouns import Sample
 
 Rank = tuple[float, ...]
 

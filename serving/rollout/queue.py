@@ -10,8 +10,8 @@ import heapq
 import itertools
 from collections.abc import Callable
 
+from serving.rollout.nouns import Sample, SampleId
 from serving.rollout.order import Rank, urgency
-from serving.rollout.work import Sample, SampleId
 
 _LOOKS = 64
 _SPARE = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serving.engine import CapturePolicy, Chunk
-from serving.rollout.work import EndReason, GroupRequest, SampleId, State
+from serving.rollout.nouns import EndReason, GroupRequest, SampleId, State
 from speculator.draft.sampling_params import SamplingParams
 
 

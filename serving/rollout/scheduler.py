@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.rollout.host import Host
+from serving.rollout.engine_load import Host
+from serving.rollout.nouns import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, State
 from serving.rollout.order import Order, urgency
 from serving.rollout.queue import WaitingQueue
 from serving.rollout.staleness import is_stale
-from serving.rollout.work import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, State
 from speculator.errors import RequestError
 
 Verdict = Literal["go on", "stop"]

@@ -7,7 +7,7 @@ would be wasted.
 
 from __future__ import annotations
 
-from serving.rollout.work import Sample
+from serving.rollout.nouns import Sample
 
 
 def is_stale(sample: Sample, newest_version: int) -> bool:

@@ -28,8 +28,8 @@ def _for_draft(model_dir: Path) -> Finding:
 
 
 def _for_local_engine(model_dir: Path) -> Finding:
-    from serving.local.decoder import fusible
-    from serving.local.loading import check_model, load_tokenizer
+    from serving.local.target.forward import fusible
+    from serving.local.target.loading import check_model, load_tokenizer
 
     model = check_model(model_dir)
     load_tokenizer(model_dir, vocab_size=model.config.vocab_size)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.local.target import Target
+from serving.local.target.model import Target
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from tests.deploy.compose import ROOT

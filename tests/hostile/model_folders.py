@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from serving.local.loading import load_tokenizer
-from serving.local.target import Target
+from serving.local.target.loading import load_tokenizer
+from serving.local.target.model import Target
 from slipstream.checks.model import check_model
 from slipstream.draft import check_target, checked_fingerprint
 from slipstream.models import resolve_model

@@ -11,7 +11,7 @@ import torch
 from serving.capture.erasure import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.engine import CapturePolicy
-from serving.local.generation import TopK
+from serving.local.request import TopK
 from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.proposals import suffix_drafter

@@ -42,7 +42,7 @@ from serving.hotswap.breaker import LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.target import Target
+from serving.local.target.model import Target
 from slipstream.local_site import ServeOptions
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.rollout_model import Chain, Costs, Drafting, Outcome, Setup, simulate
 from benchmarks.rollout_sim import TABLE, Oracle, Way, Workload, main, options, ways
+from serving.rollout.nouns import GroupRequest, SampleId
 from serving.rollout.order import Fifo
 from serving.rollout.scheduler import Policy
-from serving.rollout.work import GroupRequest, SampleId
 
 PLENTY = 10_000
 WHOLE = Policy(order=Fifo(), chunk_tokens=100)

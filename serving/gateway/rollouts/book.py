@@ -24,10 +24,10 @@ from serving.gateway.errors import ApiError
 from serving.gateway.rollouts.rollout import Rollout
 from serving.rollout.driver import Driver
 from serving.rollout.engines import RolloutEngine
+from serving.rollout.nouns import EndReason, State
 from serving.rollout.order import ContextAware
 from serving.rollout.results import GroupWork, SampleResult
 from serving.rollout.scheduler import Policy
-from serving.rollout.work import EndReason, State
 from speculator.errors import EngineError, RequestError
 
 log = structlog.get_logger(__name__)

@@ -22,8 +22,8 @@ from serving.gateway.rollouts.rewards import rewards_of
 from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
 from serving.gateway.rollouts.stream import described, streamed
+from serving.rollout.nouns import GroupRequest
 from serving.rollout.results import GroupWork
-from serving.rollout.work import GroupRequest
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
 from speculator.redis.reward_stream import GroupRewards

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.attention import Parents, SlotWindow
-from serving.local.decoder import FusedLayer, RMSNorm
 from serving.local.kernels.layers import KernelLinear
 from serving.local.kernels.library import (
     Block,
@@ -30,6 +28,8 @@ from serving.local.kernels.library import (
     pointer,
 )
 from serving.local.kernels.slots import PanelSlots
+from serving.local.target.attention import Parents, SlotWindow
+from serving.local.target.forward import FusedLayer, RMSNorm
 
 _SILU = {"SiLU", "SiLUActivation"}
 """PyTorch's and Hugging Face's."""

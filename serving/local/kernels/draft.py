@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.fused_draft import Span, fused_matrices, fused_norms
+from serving.local.draft.fused import Span, fused_matrices, fused_norms
 from serving.local.kernels.layers import panels
 from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
 from serving.local.kernels.memory import LargePages
@@ -32,7 +32,7 @@ def fits(model: Eagle3Draft) -> bool:
 
 
 class KernelDraft:
-    """What `serving.local.fused_draft.FusedDraft` is, in C++."""
+    """What `serving.local.draft.fused.FusedDraft` is, in C++."""
 
     def __init__(self, model: Eagle3Draft, kernels: Kernels, *, num_slots: int, length: int) -> None:
         config = model.config

@@ -17,7 +17,7 @@ from serving.group_cache.sync import GroupSharing
 from serving.hotswap.breaker import WatchedRound
 from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.target import Target
+from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft

@@ -12,9 +12,9 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from serving.local.assembler import MOST_WAITING, TraceAssembler
-from serving.local.generation import TopK
-from serving.local.ranking import Ranking
+from serving.local.capture.assembler import MOST_WAITING, TraceAssembler
+from serving.local.request import TopK
+from serving.local.target.ranking import Ranking
 from serving.metrics import EngineMetrics
 from tests.waiting import wait_until
 

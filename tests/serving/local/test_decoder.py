@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from serving.local import attention
-from serving.local.decoder import FusedLayer
-from serving.local.packed import Replaced, can_pack
-from serving.local.target import Target
+from serving.local.target import attention
+from serving.local.target.forward import FusedLayer
+from serving.local.target.linear_layers import Replaced, can_pack
+from serving.local.target.model import Target
 from speculator.draft.eagle3 import aux_layer_ids
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, set_every_bias_and_norm

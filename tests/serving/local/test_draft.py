@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft import DraftSource, ServingDraft
-from serving.local.fused_draft import FusedDraft
+from serving.local.draft.draft import DraftSource, ServingDraft
+from serving.local.draft.fused import FusedDraft
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.draft import KernelDraft
 from serving.local.noise import shared_draws

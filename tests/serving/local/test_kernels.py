@@ -31,8 +31,8 @@ from serving.local.kernels.layers import KernelLinear, gather
 from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with, parents_of
 from serving.local.kernels.pairs import faster_in_pairs
 from serving.local.kernels.slots import PanelSlots
-from serving.local.packed import PackedLinear, can_pack
-from serving.local.target import Target
+from serving.local.target.linear_layers import PackedLinear, can_pack
+from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from tests.moved import moved_model
 from tests.planners import FixedPlanner, WholeTrees
@@ -78,8 +78,8 @@ def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
     found = _compiled(instructions)
     found.in_pairs = in_pairs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.local.target.found_kernels", lambda: found)
-        patch.setattr("serving.local.draft.found_kernels", lambda: found)
+        patch.setattr("serving.local.target.model.found_kernels", lambda: found)
+        patch.setattr("serving.local.draft.draft.found_kernels", lambda: found)
         target = _target(model_dir)
         layers = [module for module in target._model.modules() if isinstance(module, KernelLinear)]
         assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
@@ -179,7 +179,7 @@ def test_all_instructions_give_the_same_bits(model_dir: Path, sharing: int) -> N
     for instructions in (AVX512, AVX2):
         kernels = _compiled(instructions)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("serving.local.target.found_kernels", lambda kernels=kernels: kernels)
+            patch.setattr("serving.local.target.model.found_kernels", lambda kernels=kernels: kernels)
             target = _target(model_dir)
         passed = target.forward(_tokens(target, 1, 40), first_slot=0, starts=[0])
         slots = PanelSlots(1, 1, 2, 41, 64)
@@ -580,7 +580,7 @@ def test_without_a_compiler_that_works_there_are_none(
     with pytest.raises(RuntimeError, match="no such header"):
         compile_library(str(failing), folder, AVX2)
     assert not list(folder.iterdir())
-    monkeypatch.setattr("serving.local.target.found_kernels", found_kernels.__wrapped__)
+    monkeypatch.setattr("serving.local.target.model.found_kernels", found_kernels.__wrapped__)
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     for compiler in (str(failing), "no-such-compiler"):
         monkeypatch.setenv("CXX", compiler)

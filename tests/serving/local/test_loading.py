@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from serving.local.loading import check_known_model, check_model, load_model, load_tokenizer
-from serving.local.target import Target
+from serving.local.target.loading import check_known_model, check_model, load_model, load_tokenizer
+from serving.local.target.model import Target
 from slipstream.checks import model
 from slipstream.draft import init_lineage
 from speculator.draft.checkpoint import is_finite

@@ -15,7 +15,7 @@ import torch
 
 from serving.engine import TargetReport
 from serving.local.engine import LocalEngine
-from serving.local.target import Target
+from serving.local.target.model import Target
 from speculator.errors import EngineDeadError, RequestError, TargetError
 from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
 from tests.moved import WEIGHTS, moved_model

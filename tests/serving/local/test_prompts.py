@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from serving.local.generation import Generation
+from serving.local.decode.rounds import RoundReport
 from serving.local.kernels.build import available
-from serving.local.prompts import Piece
-from serving.local.rounds import RoundReport
-from serving.local.target import Target
+from serving.local.request import Generation
+from serving.local.scheduler.prefill import Piece
+from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner
 from tests.serving.local.harness import GREEDY, Harness, fixed_engine

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
-from serving.local.attention import Parents
-from serving.local.generation import Generation
-from serving.local.prompts import Piece
-from serving.local.rounds import RoundReport
-from serving.local.target import Target
+from serving.local.decode.rounds import RoundReport
+from serving.local.request import Generation
+from serving.local.scheduler.prefill import Piece
+from serving.local.target.attention import Parents
+from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace.schema import Trace
 from tests.moved import moved_model

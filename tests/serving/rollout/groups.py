@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from serving.rollout.nouns import GroupRequest, Lease, Sample, SampleId
 from serving.rollout.scheduler import Scheduler
-from serving.rollout.work import GroupRequest, Lease, Sample, SampleId
 
 
 def request(group_id: str = "a", *, samples: int = 2, max_tokens: int = 100, **more: Any) -> GroupRequest:

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from serving.rollout.driver import MAX_FAILURES, Driver
+from serving.rollout.nouns import State
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.scheduler import Policy
-from serving.rollout.work import State
 from speculator.errors import EngineBusyError, EngineError, RequestError
 from tests.serving.rollout.engines import Results, SeededEngine, check_whole, until, work
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from serving.rollout.nouns import MAX_SAMPLES, SampleId, State
 from serving.rollout.order import ContextAware, Fifo, Order
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.work import MAX_SAMPLES, SampleId, State
 from speculator.errors import RequestError
 from tests.serving.rollout.groups import names, request, sample
 

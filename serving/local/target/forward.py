@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serving.local.attention import KVSlots, SlotWindow
-from serving.local.packed import Replaced, product_of
+from serving.local.target.attention import KVSlots, SlotWindow
+from serving.local.target.linear_layers import Replaced, product_of
 
 Operation = Callable[[Tensor], Tensor]
 

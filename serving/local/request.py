@@ -18,7 +18,7 @@ import numpy as np
 
 from serving.engine import Chunk, FinishReason, GenerateRequest, Source
 from serving.hotswap.breaker import Stratum, stratum_of
-from serving.local.draft import DraftSource
+from serving.local.draft.draft import DraftSource
 from serving.local.text import AnswerText
 from speculator.host import now_ms
 from speculator.proposals.draft_tree import DraftTree

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serving.local.generation import Generation
 from serving.local.noise import shared_draws
+from serving.local.request import Generation
 from speculator.draft.verification import emit, served_logprobs
 from speculator.proposals.draft_tree import DraftTree
 

@@ -1,6 +1,7 @@
 """The target model over our key/value slots, with the three features that the draft reads.
 
-Models that `serving.local.decoder` knows run through it; every other one runs through Hugging Face's own modelling.
+Models that `serving.local.target.forward` knows run through it; every other one runs through Hugging Face's own
+modelling.
 
 Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
 """
@@ -18,17 +19,17 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from serving.local.attention import KVSlots, Parents, SlotWindow
-from serving.local.decoder import Decoder, fuse, fusible
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.decoder import KernelDecoder, fits
 from serving.local.kernels.layers import KernelLinear, gather
 from serving.local.kernels.library import Kernels
 from serving.local.kernels.slots import PanelSlots
-from serving.local.loading import load_model
-from serving.local.moving import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.local.packed import pack_linears
-from serving.local.ranking import Ranking
+from serving.local.target.attention import KVSlots, Parents, SlotWindow
+from serving.local.target.forward import Decoder, fuse, fusible
+from serving.local.target.linear_layers import pack_linears
+from serving.local.target.loading import load_model
+from serving.local.target.ranking import Ranking
+from serving.local.target.weight_update import StagedTarget, all_tensors, bare_copy, copy_over
 from serving.target.weights import read_layout, read_weights
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.errors import ConfigError

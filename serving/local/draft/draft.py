@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.local.fused_draft import FusedDraft, Span
+from serving.local.draft.fused import FusedDraft, Span
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.draft import KernelDraft, fits
 from serving.local.noise import shared_draws

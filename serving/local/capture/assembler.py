@@ -18,8 +18,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.local.generation import TopK
-from serving.local.target import Target
+from serving.local.request import TopK
+from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
 from speculator.trace.schema import Trace

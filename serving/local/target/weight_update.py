@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.local.decoder import RMSNorm
-from serving.local.packed import Replaced
+from serving.local.target.forward import RMSNorm
+from serving.local.target.linear_layers import Replaced
 from speculator.errors import TargetError
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from serving.local.emitting import emitted_after, logprobs_of
-from serving.local.generation import Generation, TopK
-from serving.local.ranking import Ranking
-from serving.local.reading import DraftReader
+from serving.local.decode.draft_reading import DraftReader
+from serving.local.decode.emit import emitted_after, logprobs_of
+from serving.local.request import Generation, TopK
+from serving.local.target.ranking import Ranking
 from speculator.proposals.draft_tree import NO_PROPOSALS
 from speculator.proposals.planner import RoundPlanner
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.attention import KVSlots
-from serving.local.packed import can_pack, linear, pack
+from serving.local.target.attention import KVSlots
+from serving.local.target.linear_layers import can_pack, linear, pack
 from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serving.local.draft import ServingDraft
-from serving.local.generation import Generation
-from serving.local.target import Target
+from serving.local.draft.draft import ServingDraft
+from serving.local.request import Generation
+from serving.local.target.model import Target
 
 _MAX_PAIRS_A_PASS = 64
 """After a long time at depth 0 the draft catches up in passes of this many pairs."""

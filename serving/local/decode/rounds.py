@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from serving.local.draft import ServingDraft
-from serving.local.emitting import emitted_after, logprobs_of
-from serving.local.generation import Generation, RoundRecord, TopK
-from serving.local.prompts import Piece, PromptReader
-from serving.local.proposer import Proposal, Proposals, Proposer
-from serving.local.reading import DraftReader
-from serving.local.target import Target
+from serving.local.decode.draft_reading import DraftReader
+from serving.local.decode.emit import emitted_after, logprobs_of
+from serving.local.decode.proposer import Proposal, Proposals, Proposer
+from serving.local.draft.draft import ServingDraft
+from serving.local.request import Generation, RoundRecord, TopK
+from serving.local.scheduler.prefill import Piece, PromptReader
+from serving.local.target.model import Target
 from speculator.proposals.draft_tree import DraftTree
 from speculator.proposals.planner import Plan, RoundPlanner
 from speculator.trace.schema import NO_DRAFT

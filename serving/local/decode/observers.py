@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound
-from serving.local.generation import Generation
-from serving.local.rounds import RoundReport
+from serving.local.decode.rounds import RoundReport
+from serving.local.request import Generation
 from serving.metrics import EngineMetrics
 from serving.speedup import HeadArm, PlannedSpeedup, SpeedupMeter
 from speculator.tracing import record

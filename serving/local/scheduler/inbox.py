@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from serving.engine import SwapReport, TargetReport
-from serving.local.draft import StagedDraft
-from serving.local.generation import Generation
-from serving.local.moving import StagedTarget
+from serving.local.draft.draft import StagedDraft
+from serving.local.request import Generation
+from serving.local.target.weight_update import StagedTarget
 from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.proposals.suffix_drafter import SuffixDrafter
 

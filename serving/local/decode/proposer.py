@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from serving.local.draft import ServingDraft
-from serving.local.generation import Generation
-from serving.local.reading import DraftReader
+from serving.local.decode.draft_reading import DraftReader
+from serving.local.draft.draft import ServingDraft
+from serving.local.request import Generation
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
 

@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from serving.capture.trace_header import make_header
-from serving.local.assembler import TraceAssembler
+from serving.local.capture.assembler import TraceAssembler
 from serving.local.config import LocalEngineConfig
-from serving.local.generation import Generation
-from serving.local.rounds import RoundRunner
+from serving.local.decode.rounds import RoundRunner
+from serving.local.request import Generation
 from serving.metrics import EngineMetrics
 from speculator.trace.schema import Trace, VerifyRounds
 from speculator.tracing import record

@@ -5,9 +5,9 @@ Running requests fill slots 0…n−1; the one that is being prefilled, if any, 
 
 from __future__ import annotations
 
-from serving.local.generation import Generation
-from serving.local.rounds import RoundRunner
-from serving.local.siblings import longest_prefix
+from serving.local.decode.rounds import RoundRunner
+from serving.local.request import Generation
+from serving.local.suffix_text.siblings import longest_prefix
 
 
 class Slots:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from serving.rollout.nouns import Sample, SampleId
 from serving.rollout.order import Order
-from serving.rollout.work import Sample, SampleId
 
 _GROWTH = 0.5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serving.local.generation import Generation
+from serving.local.request import Generation
 
 
 def longest_prefix(generation: Generation, running: Sequence[Generation], *, prompt_labels: int) -> tuple[int, int]:

@@ -1,0 +1,1 @@
+"""From a generation of the local engine to a trace."""

@@ -1,0 +1,1 @@
+"""One decode round: propose, verify, commit, and tell those who watch."""

@@ -1,0 +1,1 @@
+"""The engine's thread from step to step: requests in, prompts read, chunks out."""

@@ -1,0 +1,1 @@
+"""The target model: its layers, attention, ranking of tokens, and new weights."""
