@@ -22,11 +22,11 @@ import structlog
 
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
-from serving.sglang.client import SglangClient
-from serving.sglang.pool import PoolClient, is_ready
-from serving.sglang.pooled import commonest
-from serving.sglang.report import EngineReport
-from serving.sglang.router import check_routers
+from serving.sglang.outside.client import SglangClient
+from serving.sglang.outside.pool import PoolClient, is_ready
+from serving.sglang.outside.router import check_routers
+from serving.sglang.report.pooled import commonest
+from serving.sglang.report.read import EngineReport
 from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.exposure import check_exposure
 from slipstream.front import serve_in_front

@@ -19,8 +19,8 @@ import structlog
 
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
-from serving.sglang.client import SglangClient
-from serving.sglang.launcher import SglangProcess
+from serving.sglang.outside.client import SglangClient
+from serving.sglang.outside.launcher import SglangProcess
 from slipstream.draft import checked_fingerprint, version_folder
 from slipstream.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.exposure import check_exposure

@@ -12,8 +12,8 @@ from typing import NoReturn
 import structlog
 
 from serving.capture.sampling import DEFAULT_FLOOR
-from serving.sglang.interpreter import check_interpreter, find_interpreter
-from serving.sglang.launcher import SglangOptions, adaptive_config, command, environment
+from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
+from serving.sglang.outside.launcher import SglangOptions, adaptive_config, command, environment
 from slipstream.draft import version_folder
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError

@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from serving.sglang.interpreter import check_interpreter, find_interpreter
+from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
 from slipstream.checks.finding import Finding, failed, ok
 
 _TIMEOUT_S = 300.0
 _HOOKS = """
 from importlib.metadata import version
-from serving.sglang.hooks import TARGETS, check_targets
+from serving.sglang.plugin.hooks import TARGETS, check_targets
 check_targets(version("sglang"))
 print(f"{version('sglang')}, all {len(TARGETS)} places that the plugin hooks are there")
 """

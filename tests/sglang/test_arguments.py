@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from serving.sglang.checks import check_draft_options, resolved
+from serving.sglang.plugin.checks import check_draft_options, resolved
 from serving.sglang.settings import PluginSettings
 from speculator.errors import ConfigError
 from speculator.versions.store import DraftStore

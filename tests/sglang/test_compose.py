@@ -14,7 +14,7 @@ sglang_arguments = pytest.importorskip("sglang.srt.server_args", reason="SGLang 
 
 
 def test_sglang_knows_the_words() -> None:
-    from serving.sglang.launcher import SglangOptions, command
+    from serving.sglang.outside.launcher import SglangOptions, command
 
     example = variables(ROOT / ".env.example")
     words = argv(load(GPU, example)["services"]["sglang"]["command"])

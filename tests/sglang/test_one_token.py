@@ -12,7 +12,8 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from serving.sglang import hooks, one_token, plugin
+from serving.sglang.depth import one_token
+from serving.sglang.plugin import entry, hooks
 from tests.sglang.ops import sgl_kernel as ops
 
 NUM_SLOTS, QUERY_HEADS, HEADS, HEAD_DIM = 64, 4, 2, 8
@@ -119,7 +120,7 @@ def test_the_plugin_hooks_both(monkeypatch: pytest.MonkeyPatch) -> None:
         hooked[target] = kind, hook
 
     monkeypatch.setattr(hooks, "register", register)
-    plugin._hook(SimpleNamespace())  # type: ignore[arg-type]
+    entry._hook(SimpleNamespace())  # type: ignore[arg-type]
     assert hooked[hooks.CPU_PLAN] == ("after", one_token.after_plan)
     assert hooked[hooks.CPU_EXTEND] == ("around", one_token.around_extend)
 

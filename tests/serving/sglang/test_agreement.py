@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp  # noqa: TID251 - two ranks on one machine
 
-from serving.sglang.agreement import MEETING_STEPS, Agreement
+from serving.sglang.rank_agreement import MEETING_STEPS, Agreement
 from speculator.proposals.depth import RoundCosts
 
 

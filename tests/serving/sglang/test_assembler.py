@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 import torch
 
-from serving.sglang.spans import Span, Ticket
-from serving.sglang.transfer import HostCopy
+from serving.sglang.capture.host_copy import HostCopy
+from serving.sglang.capture.request_span import Span, Ticket
 from speculator.trace.schema import Trace, check_trace
 from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
 from tests.waiting import wait_until
@@ -20,8 +20,8 @@ def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest
     """Depths in turn, one request beside another and alone, and a swap in the middle; so whichever thread reduces."""
 
     def run(gather_s: float, most_queued_bytes: int = 1 << 30) -> list[Trace]:
-        monkeypatch.setattr("serving.sglang.assembler._GATHER_S", gather_s)
-        monkeypatch.setattr("serving.sglang.assembler._MOST_QUEUED_BYTES", most_queued_bytes)
+        monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", gather_s)
+        monkeypatch.setattr("serving.sglang.capture.assembler._MOST_QUEUED_BYTES", most_queued_bytes)
         torch.manual_seed(0)
         traces: list[Trace] = []
         capture = make_capture(traces)
@@ -53,7 +53,7 @@ def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest
 def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serving.sglang.assembler._GATHER_S", 3600.0)
+    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", 3600.0)
     traces: list[Trace] = []
     capture = make_capture(traces)
     first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
@@ -70,13 +70,13 @@ def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_sto
 
 
 def test_much_is_taken_at_once_and_little_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.assembler._GATHER_S", 3600)
-    monkeypatch.setattr("serving.sglang.assembler._GATHER_BYTES", VOCAB * 4)
+    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", 3600)
+    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_BYTES", VOCAB * 4)
     traces: list[Trace] = []
     capture, request = make_capture(traces), Request([1, 2, 3])
     prefill(capture, [request])
     wait_until(lambda: capture._assembler._queued_bytes == 0)
-    monkeypatch.setattr("serving.sglang.assembler._GATHER_BYTES", 1 << 30)
+    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_BYTES", 1 << 30)
     request.output_ids = [10]
     verify(capture, [request], [3], [[21, 22]], [2])
     assert not capture._assembler._urgent.is_set()

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.capture.sampling import CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, Marks
-from serving.sglang import plugin
-from serving.sglang.asked import is_for_another_target, mark, policy_of, sampling_of
-from serving.sglang.budget import ByteBudget
-from serving.sglang.probe import DraftProbe
+from serving.sglang.capture.capture import ByteBudget
+from serving.sglang.capture.draft_logprobs import DraftProbe
+from serving.sglang.capture.pipeline import TracePipeline
+from serving.sglang.capture.request_policy import is_for_another_target, mark, policy_of, sampling_of
+from serving.sglang.capture.verification_rows import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
+from serving.sglang.plugin import entry
 from serving.sglang.settings import PluginSettings
-from serving.sglang.traces import TracePipeline
-from serving.sglang.verdicts import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace.schema import Trace, check_trace
@@ -153,7 +153,7 @@ def test_a_trace_is_the_same_beside_whoever_opts_out_and_wherever_logits_are_red
         return trace
 
     expected = run(neighbour_opts_out=False, is_cpu=True)
-    monkeypatch.setattr("serving.sglang.assembler._MOST_QUEUED_BYTES", -1 if is_behind else 1 << 30)
+    monkeypatch.setattr("serving.sglang.capture.assembler._MOST_QUEUED_BYTES", -1 if is_behind else 1 << 30)
     found = run(neighbour_opts_out=True, is_cpu=is_cpu)
     check_trace(found)
     assert torch.equal(found.aux_hidden, expected.aux_hidden)
@@ -186,7 +186,7 @@ def test_a_request_that_just_vanishes_frees_its_span() -> None:
 
 
 def test_without_room_no_request_is_captured_and_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.assembler._GATHER_S", 3600)
+    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", 3600)
     capture = make_capture([], buffer_bytes=0)
     prefill(capture, [Request([1, 2, 3])])
     assert not capture.refused
@@ -387,15 +387,15 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
     monkeypatch: pytest.MonkeyPatch, has_header: bool, meant: str
 ) -> None:
     """A router may lose either."""
-    monkeypatch.setattr(plugin, "_target", "own")
+    monkeypatch.setattr(entry, "_target", "own")
     marks = Marks(rid="r", cache_salt="t", policy={"target": meant})
     body = SimpleNamespace(custom_params=None if has_header else {"slipstream": marks.policy})
     raw_request = SimpleNamespace(headers=marks.to_header() if has_header else {})
     if meant == "own":
-        plugin._before_conversion(None, body, raw_request)
+        entry._before_conversion(None, body, raw_request)
         return
     with pytest.raises(HTTPException) as refused:
-        plugin._before_conversion(None, body, raw_request)
+        entry._before_conversion(None, body, raw_request)
     assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
 
 

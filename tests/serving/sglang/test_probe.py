@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serving.sglang.probe import DraftProbe
+from serving.sglang.capture.draft_logprobs import DraftProbe
 
 
 def output(*rows: list[float]) -> SimpleNamespace:

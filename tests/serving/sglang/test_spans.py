@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from serving.engine import CapturePolicy
-from serving.sglang.spans import MAX_COMPLETION_TOKENS, InconsistentSpanError, Round, Rows, Span, SpanRequest
+from serving.sglang.capture.request_span import (
+    MAX_COMPLETION_TOKENS,
+    InconsistentSpanError,
+    Round,
+    Rows,
+    Span,
+    SpanRequest,
+)
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace.schema import Trace, check_trace
 

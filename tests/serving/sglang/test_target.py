@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from serving.sglang.pointer import LazyPointer
-from serving.sglang.target import Announcements, RankTarget
+from serving.sglang.swap.pointer import LazyPointer
+from serving.sglang.swap.target import Announcements, RankTarget
 from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serving.sglang.launcher import SglangOptions
+from serving.sglang.outside.launcher import SglangOptions
 from tests.serving.sglang_client.fake_sglang import MODEL, install
 
 MakeOptions = Callable[..., SglangOptions]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from serving.sglang.interpreter import check_interpreter, find_interpreter
-from serving.sglang.launcher import SglangProcess, command, environment
+from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
+from serving.sglang.outside.launcher import SglangProcess, command, environment
 from speculator.errors import ConfigError, EngineDeadError
 from tests.serving.sglang_client.conftest import MakeOptions, started
 from tests.waiting import wait_until
@@ -171,7 +171,8 @@ def test_its_death_is_noticed_and_its_workers_still_end(make_options: MakeOption
 @pytest.mark.usefixtures("fake_install")
 def test_it_ends_when_we_are_killed(make_options: MakeOptions) -> None:
     program = (
-        "import os, sys; from serving.sglang.launcher import *; from tests.serving.sglang_client.conftest import *\n"
+        "import os, sys\n"
+        "from serving.sglang.outside.launcher import *\nfrom tests.serving.sglang_client.conftest import *\n"
         "process = SglangProcess(eval(os.environ['OPTIONS']))\n"
         "process.wait_until_healthy(30)\nprint('up', flush=True)\ninput()\n"
     )
@@ -227,8 +228,8 @@ def test_an_interpreter_that_lacks_something_names_the_fix(tmp_path: Path, says:
 
 
 def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.interpreter.find_spec", lambda name: None)
-    monkeypatch.setattr("serving.sglang.interpreter._PROJECT", tmp_path)
+    monkeypatch.setattr("serving.sglang.outside.interpreter.find_spec", lambda name: None)
+    monkeypatch.setattr("serving.sglang.outside.interpreter._PROJECT", tmp_path)
     assert find_interpreter(Path("/given")) == Path("/given")
     with pytest.raises(ConfigError, match="--sglang-python"):
         find_interpreter()
@@ -237,5 +238,5 @@ def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch
     beside.write_text("")
     beside.chmod(0o755)
     assert find_interpreter() == beside
-    monkeypatch.setattr("serving.sglang.interpreter.find_spec", lambda name: "found")
+    monkeypatch.setattr("serving.sglang.outside.interpreter.find_spec", lambda name: "found")
     assert find_interpreter() == Path(sys.executable)

@@ -1,9 +1,9 @@
-"""Fields of an engine's report, from what its parts have measured; `serving/sglang/report.py` reads them."""
+"""Fields of an engine's report, from what its parts have measured; `serving/sglang/report/read.py` reads them."""
 
 from __future__ import annotations
 
 from serving.hotswap.installer import SwapLog
-from serving.sglang.depth import DepthControl
+from serving.sglang.depth.depth import DepthControl
 from serving.speedup import Speedup
 
 Fields = dict[str, str | int | float]

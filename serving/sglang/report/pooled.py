@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from serving.sglang.report import EngineReport
+from serving.sglang.report.read import EngineReport
 
 _COUNTS = (
     *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),

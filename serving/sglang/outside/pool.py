@@ -16,9 +16,9 @@ import httpx
 import structlog
 
 from serving.engine import EngineInfo, SwapReport, TargetReport
-from serving.sglang.client import SWAP_POLL_S, Pointer, SglangClient
-from serving.sglang.pooled import Pool
-from serving.sglang.report import EngineReport
+from serving.sglang.outside.client import SWAP_POLL_S, Pointer, SglangClient
+from serving.sglang.report.pooled import Pool
+from serving.sglang.report.read import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError
 
 log = structlog.get_logger(__name__)

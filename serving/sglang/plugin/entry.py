@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from serving.request_metadata import HEADER, OTHER_TARGET
-from serving.sglang import hooks, one_token
-from serving.sglang.asked import is_for_another_target, mark
-from serving.sglang.checks import (
+from serving.sglang.capture.request_policy import is_for_another_target, mark
+from serving.sglang.depth import one_token
+from serving.sglang.plugin import hooks
+from serving.sglang.plugin.checks import (
     check_draft_options,
     check_server,
     refuse,
@@ -84,7 +85,7 @@ def _around_speculative_args(run: Any, args: Any) -> None:
 
 
 def _attach(worker: Any, settings: PluginSettings) -> None:
-    from serving.sglang.runtime import EngineRuntime
+    from serving.sglang.plugin.runtime import EngineRuntime
 
     runtime = refusing(EngineRuntime, worker, settings)
     _runtimes[id(worker)] = runtime

@@ -14,10 +14,9 @@ import torch
 from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
-from serving.sglang.assembler import TraceAssembler
-from serving.sglang.budget import ByteBudget
-from serving.sglang.capture import Capture
-from serving.sglang.probe import DraftProbe
+from serving.sglang.capture.assembler import TraceAssembler
+from serving.sglang.capture.capture import ByteBudget, Capture
+from serving.sglang.capture.draft_logprobs import DraftProbe
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from speculator.errors import ConfigError
 
-_PROJECT = Path(__file__).resolve().parents[2]
+_PROJECT = Path(__file__).resolve().parents[3]
 _PROBE_TIMEOUT_S = 60.0
 
 _PROBE = """

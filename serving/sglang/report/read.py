@@ -1,4 +1,5 @@
-"""What the plugin says to Redis about its engine, read on the other side; serving/sglang/status.py writes most."""
+"""What the plugin says to Redis about its engine, read on the other side; serving/sglang/report/write.py writes
+most."""
 
 from __future__ import annotations
 

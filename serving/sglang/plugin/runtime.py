@@ -21,19 +21,19 @@ import torch
 from serving.capture.erasure import ErasureWatch
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
-from serving.sglang.agreement import Agreement
-from serving.sglang.checks import resolved, version_of
-from serving.sglang.clock import StepClock
-from serving.sglang.depth import DepthControl, QuietSwitches
-from serving.sglang.dormancy import Dormancy
-from serving.sglang.fence import Fence, of_fences
-from serving.sglang.pointer import LazyPointer, RankPointer
-from serving.sglang.probe import DraftProbe
+from serving.sglang.capture.draft_logprobs import DraftProbe
+from serving.sglang.capture.pipeline import TracePipeline
+from serving.sglang.depth.depth import DepthControl, QuietSwitches
+from serving.sglang.depth.sleep import Dormancy
+from serving.sglang.depth.step_clock import StepClock
+from serving.sglang.failure_fence import Fence, of_fences
+from serving.sglang.plugin.checks import resolved, version_of
+from serving.sglang.rank_agreement import Agreement
+from serving.sglang.report.write import Fields, of_depth, of_speedup, of_swaps
 from serving.sglang.settings import PluginSettings, default_engine_id
-from serving.sglang.status import Fields, of_depth, of_speedup, of_swaps
-from serving.sglang.swap import SglangDraft
-from serving.sglang.target import RankTarget
-from serving.sglang.traces import TracePipeline
+from serving.sglang.swap.pointer import LazyPointer, RankPointer
+from serving.sglang.swap.swap import SglangDraft
+from serving.sglang.swap.target import RankTarget
 from serving.sglang.worker import depths_of, device_of, tensor_parallel_group
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key

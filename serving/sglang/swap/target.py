@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from serving.sglang.agreement import Agreement
+from serving.sglang.rank_agreement import Agreement
 
 log = logging.getLogger(__name__)
 

@@ -4,27 +4,51 @@ Rows of captured requests start their way to the host, and the assembler, a thre
 them. Logits are reduced to their top tokens where that costs the scheduler least: on a GPU before the copy, on a CPU by
 the assembler, on another core. A request's span hangs on SGLang's own request object, so whatever becomes of the
 request, nothing is left over.
+
+How many bytes of traces a second may be captured.
 """
 
 from __future__ import annotations
 
 import collections
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from serving.capture.sampling import CaptureSampler
-from serving.sglang.asked import came_ms, is_constrained, is_marked, parent_of, policy_of, sampling_of
-from serving.sglang.assembler import Prefill, TraceAssembler, Verification
-from serving.sglang.budget import ByteBudget
-from serving.sglang.probe import DraftProbe
+from serving.sglang.capture.assembler import Prefill, TraceAssembler, Verification
+from serving.sglang.capture.draft_logprobs import DraftProbe
+from serving.sglang.capture.host_copy import HostCopier
+from serving.sglang.capture.request_policy import came_ms, is_constrained, is_marked, parent_of, policy_of, sampling_of
+from serving.sglang.capture.request_span import Span, SpanRequest, Ticket
+from serving.sglang.capture.verification_rows import TopTokens, committed_nodes
 from serving.sglang.settings import PluginSettings
-from serving.sglang.spans import Span, SpanRequest, Ticket
-from serving.sglang.transfer import HostCopier
-from serving.sglang.verdicts import TopTokens, committed_nodes
+
+_BURST_S = 2.0
+
+
+class ByteBudget:
+    """A token bucket of encoded bytes: requests are admitted while it is not overdrawn."""
+
+    def __init__(self, bytes_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = bytes_per_s, clock
+        self._balance, self._at_s = bytes_per_s * _BURST_S, clock()
+
+    def admits(self) -> bool:
+        if self._rate == 0:
+            return True
+        now_s = self._clock()
+        self._balance = min(self._balance + (now_s - self._at_s) * self._rate, self._rate * _BURST_S)
+        self._at_s = now_s
+        return self._balance > 0
+
+    def spend(self, num_bytes: int) -> None:
+        self._balance -= num_bytes
+
 
 _ATTRIBUTE = "_slipstream_ticket"
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from serving.sglang.capture.host_copy import HostCopy
+from serving.sglang.capture.request_span import InconsistentSpanError, Round, Rows, Span, Ticket
+from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.settings import PluginSettings
-from serving.sglang.spans import InconsistentSpanError, Round, Rows, Span, Ticket
-from serving.sglang.transfer import HostCopy
-from serving.sglang.verdicts import TopTokens, committed, joined, prefilled, reduced
 from speculator.errors import type_and_place
 from speculator.trace.schema import Trace
 from speculator.tracing import record

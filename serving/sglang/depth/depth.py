@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound, stratum_of
-from serving.sglang.asked import parent_of, policy_of, sampling_of
-from serving.sglang.clock import StepClock
-from serving.sglang.dormancy import Dormancy
-from serving.sglang.tally import RoundTally
+from serving.sglang.capture.request_policy import parent_of, policy_of, sampling_of
+from serving.sglang.depth.sleep import Dormancy
+from serving.sglang.depth.step_clock import StepClock
+from serving.sglang.depth.step_counts import RoundTally
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.depth import DepthPolicy, RoundCosts
 from speculator.tracing import Parent, record

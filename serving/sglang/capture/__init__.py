@@ -1,0 +1,1 @@
+"""Capture inside SGLang: from the tensors of a step to finished traces."""

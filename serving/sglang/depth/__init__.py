@@ -1,0 +1,1 @@
+"""How deep SGLang drafts in each step, measured and chosen."""

@@ -1,0 +1,1 @@
+"""SGLang seen from outside: started, asked, and pooled behind routers."""

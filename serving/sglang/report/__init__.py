@@ -1,0 +1,1 @@
+"""What the plugin reports through Redis, and how the gateway reads it."""
