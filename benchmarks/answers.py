@@ -16,8 +16,8 @@ from benchmarks.common.engines import engine_with
 from benchmarks.replayed import Answer
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
+from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
 from slipstream.models import cache_root
-from slipstream.topics import Prompt, built_in_prompts, read_prompts
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft

@@ -23,8 +23,8 @@ from benchmarks.common.report import parser
 from benchmarks.faults import drafts, processes, redis, requests, traces
 from benchmarks.faults.fault import Fault, Observed
 from benchmarks.faults.loop import STREAM_MAX_BYTES, Loop
+from slipstream.demo.report import host
 from slipstream.models import resolve_model
-from slipstream.report import host
 from speculator.errors import SlipstreamError
 from tests.toy import make_toy_model
 

@@ -32,7 +32,7 @@ from typing import Any
 import serving.local
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.common.workloads import EDITS, asks_for
-from slipstream.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
 from speculator.errors import ConfigError
 from speculator.host import free_port
 

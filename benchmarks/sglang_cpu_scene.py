@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.common.drafts import add_version
 from benchmarks.common.report import pick_prompts
+from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
-from slipstream.topics import Prompt
 from speculator.draft.checkpoint import draft_state, model_key, target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.redis.client import connect

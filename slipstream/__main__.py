@@ -1,5 +1,5 @@
 """`python -m slipstream`."""
 
-from slipstream.cli import main
+from slipstream.cli.main import main
 
 main()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli import app
+from slipstream.cli.main import app
 from slipstream.settings import commands, groups, variables
 
 MARKER = "<!-- What follows is written by `make docs`; a test compares. -->\n"

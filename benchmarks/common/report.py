@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.demo.report import host
+from slipstream.demo.topics import Prompt, built_in_prompts, endless, read_prompts
 from slipstream.models import BUNDLED_MODEL
-from slipstream.report import host
-from slipstream.topics import Prompt, built_in_prompts, endless, read_prompts
 
 
 def parser(description: str, *, has_prompts: bool = True, has_model: bool = True) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ import torch
 
 import trainer.process
 import trainer.saving
-from slipstream.cli import main
+from slipstream.cli.main import main
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from trainer.checkpoint import Progress
 from trainer.ingest.trace_source import TraceSource
@@ -84,7 +84,7 @@ def watch(notes: int) -> None:
 
 
 def _nursery(notes_path: str, log_path: str) -> None:
-    import slipstream.serve  # noqa: F401 - so that a child has it
+    import slipstream.start.local  # noqa: F401 - so that a child has it
 
     torch.set_num_threads(1)
     gc.freeze()

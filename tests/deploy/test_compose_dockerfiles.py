@@ -118,7 +118,7 @@ def test_the_wheel_has_every_file_and_the_plugin(tmp_path: Path) -> None:
         names = set(archive.namelist())
         [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
         told = archive.read(entry_points).decode()
-    assert "[sglang.srt.plugins]\nslipstream = serving.sglang.plugin.entry:register" in told
+    assert "[sglang.srt.plugins]\nslipstream = serving.sglang.plugin:register" in told
     for package in ("speculator", "serving", "trainer", "slipstream"):
         files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
         assert {str(path.relative_to(ROOT)) for path in files} <= names

@@ -9,7 +9,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from serving.gateway.config import GatewaySettings
-from slipstream.cli import app
+from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 from tests.deploy.compose import GPU, ROOT, argv, load
 from tests.deploy.dockerfile import entrypoint

@@ -13,7 +13,7 @@ import typer.core
 import typer.main
 import yaml
 
-from slipstream.cli import app
+from slipstream.cli.main import app
 from tests.deploy.queries import RULES, known_names, unknown_names
 
 FOLDER = RULES.parent

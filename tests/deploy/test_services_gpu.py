@@ -16,7 +16,7 @@ import httpx
 import pytest
 import typer
 
-from slipstream.cli import app
+from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.control_plane import DraftPointer
@@ -133,7 +133,7 @@ def test_down(machine: _WithStandIn) -> None:
 def test_what_is_missing_is_named(
     machine: Machine, refused: Callable[..., str], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.draft import init_lineage
+    from slipstream.new_draft import init_lineage
 
     model = Path(machine.here("/models/toy"))
     common = ("--model", model, "--redis-url", redis_url, "--store", tmp_path / "drafts")

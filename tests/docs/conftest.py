@@ -12,8 +12,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import app
-from slipstream.scrape import Sample
+from slipstream.cli.main import app
+from slipstream.demo.scrape import Sample
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.bootstrap import admit

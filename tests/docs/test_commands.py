@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed.run import get_args_parser
 
-from slipstream.cli import app
+from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 from tests.deploy.compose import GPU, load
 from tests.docs.commands import PAGES, ROOT, Command, fenced, mentioned

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
-from slipstream.checks.model import check_model
-from slipstream.draft import check_target, checked_fingerprint
+from slipstream.doctor.model import check_model
 from slipstream.models import resolve_model
+from slipstream.new_draft import check_target, checked_fingerprint
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import main
+from slipstream.cli.main import main
 from speculator.host import free_port
 from tests.prometheus import prometheus
 from tests.toy import make_toy_model

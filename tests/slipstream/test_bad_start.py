@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slipstream.cli import main
+from slipstream.cli.main import main
 from slipstream.models import BUNDLED_MODEL
 from speculator.versions.store import DraftStore
 

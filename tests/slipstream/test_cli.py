@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from slipstream import configuration_page, terminal
-from slipstream.cli import app, main
+from slipstream.cli.main import app, main
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands, groups
 from speculator.draft.checkpoint import model_key, model_name
@@ -35,7 +35,7 @@ WITHOUT_JSON = {
 
 
 def test_completion_starts_without_torch() -> None:
-    code = "import sys, slipstream.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, slipstream.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -108,8 +108,12 @@ def test_a_model_of_the_hub_is_called_by_its_id(
 ) -> None:
     """Where the folder is in the Hugging Face cache its own name is a commit, and changes with the next."""
     served: list[str] = []
-    monkeypatch.setattr("slipstream.serve.run_server", lambda options, _: served.append(options.engine.model_name))
-    monkeypatch.setattr("slipstream.sglang_start.become_sglang", lambda start, **_: served.append(start.model_name))
+    monkeypatch.setattr(
+        "slipstream.start.local.run_server", lambda options, _: served.append(options.engine.model_name)
+    )
+    monkeypatch.setattr(
+        "slipstream.start.sglang_server.become_sglang", lambda start, **_: served.append(start.model_name)
+    )
     hub = Path(shutil.copytree(toy_model, tmp_path / "models--some--Toy-8B" / "snapshots" / ("0123456789" * 4)))
     for command in ("serve", "sglang"):
         for model in (toy_model, hub):

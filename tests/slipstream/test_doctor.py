@@ -14,16 +14,16 @@ import redis
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from slipstream.checks.finding import Finding, Level
-from slipstream.checks.keys import check_keys
-from slipstream.checks.machine import check_disk, check_gpu, check_memory, check_ports
-from slipstream.checks.model import check_model
-from slipstream.checks.redis import check_redis
-from slipstream.checks.settings import COMPOSE_VARIABLES, check_settings
-from slipstream.checks.sglang import check_sglang
-from slipstream.checks.store import check_fit, check_store, check_stream, check_trainer
-from slipstream.cli import app
-from slipstream.doctor import _run
+from slipstream.cli.main import app
+from slipstream.doctor.doctor import _run
+from slipstream.doctor.finding import Finding, Level
+from slipstream.doctor.keys import check_keys
+from slipstream.doctor.machine import check_disk, check_gpu, check_memory, check_ports
+from slipstream.doctor.model import check_model
+from slipstream.doctor.redis import check_redis
+from slipstream.doctor.settings import COMPOSE_VARIABLES, check_settings
+from slipstream.doctor.sglang import check_sglang
+from slipstream.doctor.store import check_fit, check_store, check_stream, check_trainer
 from slipstream.settings import known_variables
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.keys import RedisKeys
@@ -104,7 +104,7 @@ def test_for_a_person(toy_model: Path) -> None:
 def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 1000)
     assert "the demo needs" in the_fault(found(check_memory))
-    monkeypatch.setattr("slipstream.checks.machine._NEEDED_DISK_GIB", 1e9)
+    monkeypatch.setattr("slipstream.doctor.machine._NEEDED_DISK_GIB", 1e9)
     assert "SLIPSTREAM_CACHE" in the_fault(found(check_disk))
 
 
@@ -255,7 +255,7 @@ def test_redis_that_forgets(redis_url: str, redis_client: redis.Redis) -> None:
 
 
 def test_an_old_redis() -> None:
-    from slipstream.checks.redis import _persistence, _version
+    from slipstream.doctor.redis import _persistence, _version
 
     assert _version("6.0.16").level is Level.FAILED
     assert _version("8.6.3").level is Level.OK
@@ -318,7 +318,7 @@ def test_no_sglang() -> None:
 
 def test_a_hook_point_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for an interpreter whose SGLang is another one."""
-    monkeypatch.setattr("slipstream.checks.sglang.check_interpreter", lambda python: None)
+    monkeypatch.setattr("slipstream.doctor.sglang.check_interpreter", lambda python: None)
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\necho 'SGLang 0.9.9 has no usable EAGLEWorkerV2.verify: install sglang==0.5.23' >&2\nexit 1\n"

@@ -67,7 +67,7 @@ def test_what_cannot_be_written_names_the_fix(refused: Refused, toy_model: Path,
 
 
 def test_an_empty_folder_is_filled(toy_model: Path, tmp_path: Path) -> None:
-    from slipstream.draft import init_checkpoint
+    from slipstream.new_draft import init_checkpoint
 
     out = tmp_path / "empty"
     out.mkdir()

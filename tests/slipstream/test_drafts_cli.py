@@ -13,7 +13,7 @@ import pytest
 import redis
 from safetensors.torch import load_file
 
-from slipstream.cli import main
+from slipstream.cli.main import main
 from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import State

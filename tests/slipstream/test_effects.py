@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from serving.gateway.config import load_settings
-from slipstream import effects
-from slipstream.cli import main
+from slipstream.cli.main import main
 from slipstream.logs import configure_logs
+from slipstream.start import effects
 from speculator.errors import ConfigError
 from trainer.config import load_config
 
@@ -129,7 +129,7 @@ def test_gateway_settings_of_the_other_engine(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_rule_names_what_there_is() -> None:
     from serving.gateway.config import GatewaySettings
-    from slipstream.cli import app
+    from slipstream.cli.main import app
     from slipstream.settings import commands
     from trainer.config import TrainerConfig
 

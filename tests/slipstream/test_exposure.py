@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from serving.gateway.config import GatewaySettings
-from slipstream.exposure import check_exposure, check_sglang_exposure, is_loopback, is_weak
+from slipstream.start.exposure import check_exposure, check_sglang_exposure, is_loopback, is_weak
 from speculator.errors import ConfigError
 from tests.serving.gateway.keyfile import KeyFile
 

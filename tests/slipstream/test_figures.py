@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.metrics import EngineMetrics
-from slipstream.demo import DemoRun
-from slipstream.report import figures, sentences
-from slipstream.scrape import History, Sample
-from slipstream.topics import built_in_prompts, endless
-from slipstream.traffic import Stretch, Traffic
+from slipstream.demo.demo import DemoRun
+from slipstream.demo.report import figures, sentences
+from slipstream.demo.scrape import History, Sample
+from slipstream.demo.topics import built_in_prompts, endless
+from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
 
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from serving.gateway.auth.keyring import Keyring
-from slipstream.cli import app
+from slipstream.cli.main import app
 
 Refused = Callable[..., str]
 

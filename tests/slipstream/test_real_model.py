@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from serving.engine import GenerateRequest
+from slipstream.demo.topics import built_in_prompts, endless
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.topics import built_in_prompts, endless
 from speculator.draft.initialization import fresh_draft
 from tests.serving.local.harness import GREEDY, toy_engine
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts import book, stream
-from slipstream.cli import app
+from slipstream.cli.main import app
 from speculator.errors import EngineDeadError, EngineError
 from tests.doubles import DoubleEngine, says
 from tests.hostile.api import running

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from slipstream.serve import until_it_fails
+from slipstream.start.local import until_it_fails
 from speculator.errors import EngineDeadError
 from tests.doubles import DoubleEngine
 
 
 def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """With exit code 1, so that a supervisor starts it again."""
-    monkeypatch.setattr("slipstream.serve._LOOK_S", 0.0)
+    monkeypatch.setattr("slipstream.start.local._LOOK_S", 0.0)
     engine = DoubleEngine()
 
     async def run() -> None:

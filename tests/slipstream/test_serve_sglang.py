@@ -141,7 +141,7 @@ def test_a_draft_for_another_target_is_refused_before_sglang_starts(
     from tests.toy import make_toy_model
 
     other = make_toy_model(tmp_path / "other", seed=1)
-    from slipstream.draft import init_lineage
+    from slipstream.new_draft import init_lineage
 
     init_lineage(other, tmp_path / "drafts", draft_vocab_size=16, seed=0, texts=[])
     with serve() as process:

@@ -245,7 +245,7 @@ def test_a_step_and_a_publication(
 
 _OFF = """
 import sys, threading
-import serving.gateway.app, serving.local.engine, serving.hotswap.follower, slipstream.cli, trainer.loop
+import serving.gateway.app, serving.local.engine, serving.hotswap.follower, slipstream.cli.main, trainer.loop
 from speculator import tracing as spans
 spans.configure_spans("test")
 with spans.span("x", version=1) as span:

@@ -21,7 +21,7 @@ from serving.capture.erasure import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.group_cache.redis_store import GroupKey, GroupTexts
 from slipstream import tenants
-from slipstream.cli import app
+from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
 from speculator.redis.client import connect

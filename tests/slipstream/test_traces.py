@@ -11,7 +11,7 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
-from slipstream.cli import app
+from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
 from speculator.redis.trace_stream import TraceStream

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from slipstream.topics import Prompt
-from slipstream.traffic import SETTLING_S, Traffic, TrafficStats
+from slipstream.demo.topics import Prompt
+from slipstream.demo.traffic import SETTLING_S, Traffic, TrafficStats
 from tests.doubles import DoubleEngine, says
 from tests.serving.gateway.client import running
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from serving.local.target.loading import check_known_model, check_model, load_model, load_tokenizer
 from serving.local.target.model import Target
-from slipstream.checks import model
-from slipstream.draft import init_lineage
+from slipstream.doctor import model
+from slipstream.new_draft import init_lineage
 from speculator.draft.checkpoint import is_finite
 from speculator.errors import ConfigError
 from tests.toy import make_toy_model

@@ -183,7 +183,7 @@ def install(folder: Path) -> dict[str, str]:
     info = folder / "fake_plugin-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nslipstream = serving.sglang.plugin.entry:register\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nslipstream = serving.sglang.plugin:register\n")
     return {
         "PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[3]}",
         "FAKE_SGLANG_RECORD": str(folder / "started"),

@@ -1,0 +1,1 @@
+"""The `slipstream` command: one module a family of verbs, nothing but options and printing."""

@@ -1,0 +1,89 @@
+"""`slipstream demo` as a command; what it does is in demo.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.options import Depth, DraftVocab, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
+from slipstream.logs import configure_logs
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.terminal import console
+from speculator.errors import ConfigError
+
+
+def demo(
+    minutes: Annotated[
+        float,
+        typer.Option(min=0.2, callback=finite, help="How long live traffic runs, without the plain server's minutes."),
+    ] = 10,
+    model: Model = BUNDLED_MODEL,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of speedup and acceptance length here.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")] = 8765,
+    redis_url: Annotated[str | None, typer.Option(help="Use this empty Redis instead of starting one.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines with "domain" and "prompt".')] = None,
+    clients: Annotated[int, typer.Option(min=1, max=8, help="Requests in flight.")] = 2,
+    samples: Annotated[int, typer.Option(min=1, max=8, help="Answers to each prompt: one group of samples.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, max=2, callback=finite, help="0 is greedy.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Completion tokens an answer.")] = 160,
+    depth: Depth = 4,
+    suffix_depth: SuffixDepth = 16,
+    context_length: Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")] = 4096,
+    draft_vocab_size: DraftVocab = None,
+    dtype: Dtype = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
+) -> None:
+    """Serve a real model, train its draft from live traffic, and measure what drafts and learning bring to a client."""
+    configure_logs()
+    from slipstream.demo.demo import DemoOptions, run_demo
+    from slipstream.demo.plot import draw
+    from slipstream.demo.report import client_points, figures, points, sentences
+    from slipstream.demo.topics import read_prompts
+    from speculator.draft.checkpoint import model_name
+
+    # SIGTERM ends the demo as Ctrl-C does: by way of every `finally`, so that nothing it started is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if samples > 1 and temperature == 0:
+        raise ConfigError(f"--samples {samples} at --temperature 0 are one answer {samples} times: give a temperature")
+    check_output(json_file)
+    check_output(plot)
+    model_dir = resolve_model(model)
+    options = DemoOptions(
+        prompts=read_prompts(prompts) if prompts else None,
+        model_dir=model_dir,
+        model_name=model_name(model_dir),
+        minutes=minutes,
+        port=port,
+        redis_url=redis_url,
+        clients=clients,
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        depth=depth,
+        suffix_depth=suffix_depth,
+        context_length=context_length,
+        draft_vocab_size=draft_vocab_size,
+        seed=seed,
+        dtype=dtype,
+    )
+    run = run_demo(options, console)
+    document = figures(run, model=options.model_name, minutes=minutes)
+    document |= {"clients": clients, "samples": samples, "temperature": temperature}
+    document |= {"depth": depth, "suffix_depth": suffix_depth}
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    if plot is not None:
+        draw(
+            points(run),
+            client_points(run),
+            run.swaps_s,
+            plot,
+            title=f"{options.model_name}: live traffic, draft learning beside it",
+        )
+    console.print(sentences(document), highlight=False)

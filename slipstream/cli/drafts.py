@@ -1,0 +1,322 @@
+"""`slipstream drafts`: the versions of a store as their operator sees and steers them.
+
+The tables of `slipstream drafts`, for a terminal; `--json` has every number.
+
+`slipstream draft`: drafts apart from a running service; what it does is in draft.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from speculator.versions.operator import Details, Difference, DraftRow, EngineRow, Overview
+
+
+import contextlib
+import getpass
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from slipstream.cli.options import AsJson
+from slipstream.models import resolve_model
+from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from speculator.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculator.redis.control_plane import DraftPointer
+    from speculator.versions.operator import DraftDesk, Outcome
+
+
+from slipstream.cli.options import DraftVocab, Model, VocabFrom
+from slipstream.logs import configure_logs
+from slipstream.start.effects import DRAFT_INIT, check_options
+from slipstream.terminal import print_json, working
+
+
+def overview_table(overview: Overview) -> list[Any]:
+    table = Table("version", "state", "parent", "created", "gate", "served as")
+    for row in overview.drafts:
+        state = "unknown" if row.state is None else row.state.value
+        gate = row.damage or _short(row.gate)
+        table.add_row(str(row.version), state, or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
+    engines = [_engines_table(overview.engines)] if overview.engines else []
+    return [table, *engines, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
+
+
+def _engines_table(rows: list[EngineRow]) -> Table:
+    table = Table("engine", "version", "role", "accept length", "target", "trials", "last verdict")
+    for row in rows:
+        length = "–" if row.accept_length is None else f"{row.accept_length:.3f}"
+        numbers = (or_dash(row.version), row.role or "–", length, or_dash(row.target_version))
+        table.add_row(row.engine_id, *numbers, row.verdicts or "–", row.last_verdict or "–")
+    return table
+
+
+def _served_as(row: DraftRow) -> str:
+    marks = {"last good": row.is_last_good, "published": row.is_published, "pinned": row.is_pinned}
+    return ", ".join([*(name for name, holds in marks.items() if holds), *row.engines])
+
+
+def details_tables(details: Details) -> list[Any]:
+    manifest = Table("manifest", "", show_header=False)
+    for name, value in msgspec.to_builtins(details.manifest).items():
+        manifest.add_row(name, msgspec.json.encode(value).decode() if isinstance(value, dict) else or_dash(value))
+    manifest.add_row("served as", _served_as(details.draft) or "–")
+    history = Table("when", "state", "by", "reason", "numbers")
+    for each in details.history:
+        history.add_row(_when(each.at_ms), each.state.value, each.actor, each.reason, _short(each.numbers))
+    return [manifest, history]
+
+
+def difference_tables(difference: Difference) -> list[Any]:
+    tensors = Table("tensor", "relative L2", "cosine", "changed elements")
+    for each in difference.tensors:
+        if each.num_changed is None:
+            tensors.add_row(each.name, "–", "–", f"shapes {each.shapes[0]} and {each.shapes[1]}")
+        else:
+            tensors.add_row(each.name, _figure(each.relative_l2), _figure(each.cosine), str(each.num_changed))
+    rest = Table("", f"version {difference.a}", f"version {difference.b}")
+    for name, (a, b) in {**difference.config, **difference.manifest}.items():
+        rest.add_row(name, or_dash(a), or_dash(b))
+    return [tensors, rest]
+
+
+def _short(numbers: Any) -> str:
+    """Numbers on one line, texts and tables of the gate's left to --json."""
+    if not isinstance(numbers, dict):
+        return or_dash(numbers)
+    shown = {name: value for name, value in numbers.items() if isinstance(value, str | int | float)}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6f}"
+
+
+def or_dash(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _when(at_ms: int | None) -> str:
+    return "–" if at_ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1000))
+
+
+app = typer.Typer(no_args_is_help=True, help="Draft versions: look at them, choose which one is served.")
+
+Version = Annotated[int, typer.Argument(min=1, help="Number of a draft version.")]
+StoreOption = Annotated[Path, typer.Option("--store", envvar="SLIPSTREAM_STORE", help="Directory of the versions.")]
+RedisOption = Annotated[str, typer.Option("--redis-url", envvar="SLIPSTREAM_REDIS_URL", help="Redis of the engines.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Target as `serve` got it: what engines run is kept under its name.")
+]
+
+STORE = Path("drafts")
+
+
+@app.command("list")
+def list_versions(
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """All versions, oldest first; without --model or without Redis, what is on disk alone."""
+    with _desk(store, redis_url, model) as desk:
+        overview = desk.overview()
+    _print(overview, as_json, lambda: overview_table(overview))
+
+
+@app.command()
+def show(
+    version: Version,
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """One version: where it comes from, the gate's numbers, and every change of its state with its reason."""
+    with _desk(store, redis_url, model) as desk:
+        details = desk.show(version)
+    _print(details, as_json, lambda: details_tables(details))
+
+
+@app.command()
+def diff(a: Version, b: Version, store: StoreOption = STORE, as_json: AsJson = False) -> None:
+    """What changed from one version to another: tensors, config, manifest."""
+    with _desk(store, DEFAULT_REDIS_URL, None) as desk:
+        difference = desk.diff(a, b)
+    _print(difference, as_json, lambda: difference_tables(difference))
+
+
+@app.command()
+def promote(
+    version: Version,
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have engines serve a version; one in quarantine is released. Engines go on watching it."""
+    with _desk(store, redis_url, model) as desk:
+        _say("promoted", desk.promote(version, actor=operator()), as_json)
+
+
+@app.command()
+def rollback(
+    reason: Annotated[str, typer.Option(help="Kept in the version's history.")],
+    version: Annotated[int | None, typer.Option(min=1, help="Default: the one that engines should run.")] = None,
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a version out of service, and have engines serve the last good one instead."""
+    with _desk(store, redis_url, model) as desk:
+        _say("rolled back", desk.rollback(actor=operator(), reason=reason, version=version), as_json)
+
+
+@app.command()
+def pin(
+    version: Version,
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have engines serve one version, whatever the trainer publishes, until `unpin`."""
+    with _desk(store, redis_url, model) as desk:
+        _say("pinned", desk.pin(version, actor=operator()), as_json)
+
+
+@app.command()
+def unpin(
+    store: StoreOption = STORE,
+    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have engines serve what the trainer publishes again."""
+    with _desk(store, redis_url, model) as desk:
+        _say("unpinned", desk.unpin(actor=operator()), as_json)
+
+
+@app.command()
+def export(
+    version: Version,
+    out: Annotated[Path, typer.Option(help="Folder to write: a checkpoint as SGLang and Hugging Face load it.")],
+    store: StoreOption = STORE,
+    as_json: AsJson = False,
+) -> None:
+    """Write a version as a folder of its own, after verifying it."""
+    with _desk(store, DEFAULT_REDIS_URL, None) as desk:
+        folder = desk.export(version, out, actor=operator())
+    _print({"folder": str(folder)}, as_json, lambda: [str(folder)])
+
+
+@contextlib.contextmanager
+def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftDesk]:
+    from speculator.draft.checkpoint import model_key
+    from speculator.redis.client import connect
+    from speculator.redis.control_plane import DraftPointer
+    from speculator.versions.operator import DraftDesk
+    from speculator.versions.store import DraftStore
+
+    store = DraftStore(store_dir)
+    newest = store.latest()
+    if newest is None:
+        raise ConfigError(f"{store_dir} holds no draft versions: check --store")
+    fingerprint = store.manifest(newest).target_fingerprint
+    with contextlib.ExitStack() as opened:
+
+        @cache
+        def pointer() -> DraftPointer:
+            if model is None:
+                raise ConfigError("no Redis was asked: pass --model, the target that the engines serve")
+            # The fingerprint is the newest draft's: reading a large target's weights takes minutes.
+            key = model_key(resolve_model(model), fingerprint)
+            return DraftPointer(opened.enter_context(connect(redis_url)), key)
+
+        yield DraftDesk(store, pointer)
+
+
+def operator() -> str:
+    try:
+        return f"operator:{getpass.getuser()}"
+    except (KeyError, OSError):
+        # A container's user need not have a name.
+        return f"operator:{os.getuid()}"
+
+
+def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> None:
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
+        return
+    console = Console()
+    for table in tables():
+        console.print(table, highlight=False, markup=False, soft_wrap=isinstance(table, str))
+
+
+def _say(what: str, outcome: Outcome, as_json: bool) -> None:
+    state = "unknown" if outcome.state is None else outcome.state.value
+    line = f"{what}: draft version {outcome.version}, {state}; engines should run {or_dash(outcome.desired)}"
+    _print(outcome, as_json, lambda: [line])
+
+
+draft_app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
+
+
+@draft_app.callback()
+def _group() -> None:
+    """Keeps `init` a subcommand while it is the only one."""
+
+
+@draft_app.command()
+def init(
+    model: Model,
+    context: typer.Context,
+    out: Annotated[Path | None, typer.Option(help="Write a Hugging Face folder, as SGLang loads it, here.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
+    vocab_from: VocabFrom = None,
+    draft_vocab_size: DraftVocab = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random layer; default: 0.")] = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions as it is.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a fresh draft for a target. It has learnt nothing yet; serve it and train."""
+    configure_logs()
+    from slipstream.demo.topics import read_prompts
+    from slipstream.new_draft import init_checkpoint, init_lineage
+    from speculator.draft.checkpoint import model_name
+
+    if (out is None) == (store is None):
+        raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")
+    check_options(context, DRAFT_INIT)
+    model_dir = resolve_model(model)
+    texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
+    with working(f"reading {model_name(model_dir)}, writing a draft for it"):
+        if out is not None:
+            written = init_checkpoint(model_dir, out, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+        else:
+            assert store is not None, "checked above"
+            written = init_lineage(
+                model_dir, store, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts, if_missing=if_missing
+            )
+    if as_json:
+        print_json({"folder": str(written)})
+    else:
+        typer.echo(written)

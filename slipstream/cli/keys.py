@@ -1,0 +1,132 @@
+"""`slipstream keys`: who may use a gateway. A running one notices every change of its file."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.cli.options import AsJson, finite
+from slipstream.terminal import print_json
+from speculator.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: make, list and revoke them.")
+
+Name = Annotated[str, typer.Argument(help="Of the key: letters, digits, '.', '_' and '-'.")]
+File = Annotated[
+    Path,
+    typer.Option(
+        "--file",
+        envvar="SLIPSTREAM_GATEWAY_KEYS_FILE",
+        help="The file that the gateway reads; it has no secrets in it.",
+    ),
+]
+
+_DAY_S = 86_400
+
+
+@app.command()
+def add(
+    name: Name,
+    file: File,
+    tenant: Annotated[str | None, typer.Option(help="Whose traffic it is; default: the key's name.")] = None,
+    capture: Annotated[bool, typer.Option(help="Whether its requests may be recorded, where `serve` records.")] = True,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="For models, metrics and the page's figures alone; it cannot generate.")
+    ] = False,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="In any minute; default: no limit.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(min=1, help="At once; default: the gateway's share.")] = None,
+    expires_days: Annotated[float | None, typer.Option(min=0, callback=finite, help="Default: never.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print its secret, which is kept nowhere: this is the one time to see it."""
+    from serving.gateway.auth.keys import ApiKey, change_keys, make_key, new_secret
+
+    secret = new_secret()
+    key = make_key(
+        name,
+        secret,
+        tenant=tenant or name,
+        capture=capture,
+        read_only=read_only,
+        requests_per_minute=requests_per_minute,
+        max_concurrent=max_concurrent,
+        lifetime_s=None if expires_days is None else round(expires_days * _DAY_S),
+    )
+
+    def with_it(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+        if any(other.name == name for other in keys):
+            raise ConfigError(f"there is a key {name!r} already: choose another name, or revoke that one first")
+        return (*keys, key)
+
+    change_keys(file, with_it)
+    if as_json:
+        print_json({**_shown(key), "key": secret})
+    else:
+        typer.echo(secret)
+
+
+@app.command("list")
+def list_keys(file: File, as_json: AsJson = False) -> None:
+    """All keys and what they may do; nothing that opens anything."""
+    from serving.gateway.auth.keys import read_keys
+
+    keys = [_shown(key) for key in read_keys(file)]
+    if as_json:
+        print_json(keys)
+    else:
+        Console().print(_table(keys), highlight=False, markup=False)
+
+
+@app.command()
+def revoke(name: Name, file: File, as_json: AsJson = False) -> None:
+    """Remove a key: from the next request on it opens nothing. Answers that are under way end as they would have."""
+    from serving.gateway.auth.keys import ApiKey, change_keys
+
+    def without_it(keys: tuple[ApiKey, ...]) -> list[ApiKey]:
+        rest = [key for key in keys if key.name != name]
+        if len(rest) == len(keys):
+            raise ConfigError(f"there is no key {name!r}: `slipstream keys list` shows all")
+        return rest
+
+    change_keys(file, without_it)
+    if as_json:
+        print_json({"revoked": name})
+    else:
+        typer.echo(f"revoked {name}")
+
+
+def _shown(key: Any) -> dict[str, Any]:
+    """An ApiKey without the digest, which helps nobody who lists keys."""
+    shown = msgspec.structs.asdict(key)
+    del shown["sha256"]
+    return {**shown, "is_expired": key.is_expired(time.time())}
+
+
+def _table(keys: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for column in ("name", "tenant", "may", "captured", "a minute", "at once", "made", "expires"):
+        table.add_column(column)
+    for key in keys:
+        expires = "never" if key["expires_s"] is None else _day(key["expires_s"])
+        table.add_row(
+            key["name"],
+            key["tenant"],
+            "read" if key["read_only"] else "generate",
+            "yes" if key["capture"] else "no",
+            str(key["requests_per_minute"] or "–"),
+            str(key["max_concurrent"] or "–"),
+            _day(key["created_s"]),
+            f"{expires}, over" if key["is_expired"] else expires,
+        )
+    return table
+
+
+def _day(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d")

@@ -1,0 +1,160 @@
+"""Options that several commands share, each with its one name, type and help.
+
+The options of `slipstream serve`, and which of them belong to one of the two engines alone.
+
+Files that a command is to write.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from slipstream.start import effects
+from speculator.errors import ConfigError
+
+
+def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    """The callback of a number's option: what is infinite, or no number, counts nothing. Raises ConfigError."""
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{parameter.opts[0]} {value} is no number to count with: give another one")
+    return value
+
+
+Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
+RedisUrl = Annotated[
+    str,
+    typer.Option(
+        envvar="SLIPSTREAM_REDIS_URL",
+        help="redis://, rediss://, unix:// or redis+sentinel:// with the trace stream.",
+    ),
+]
+Store = Annotated[
+    Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by serve and train.")
+]
+Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
+DraftVocab = Annotated[int | None, typer.Option(min=2, help="Tokens that a fresh draft can propose; default: 8192.")]
+Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals of the draft head a round; 0 drafts nothing.")]
+SuffixDepth = Annotated[
+    int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; needs --depth; 0: none.")
+]
+VocabFrom = Annotated[
+    Path | None,
+    typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+Engine = Annotated[
+    Literal["local", "sglang"],
+    typer.Option(help="What generates: the engine in here, or an SGLang started beside."),
+]
+SglangArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="-- SGLANG_ARGUMENTS", help="Passed to SGLang as they are.")
+]
+Name = Annotated[str | None, typer.Option(help="Name that clients use; default: the directory's.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+Capture = Annotated[
+    bool,
+    typer.Option("--capture", envvar="SLIPSTREAM_CAPTURE", help="Record traces: prompts and answers go to Redis."),
+]
+ControlShare = Annotated[
+    float,
+    typer.Option(min=0, max=0.5, callback=finite, help="Share of rounds at depth 0 that gives the measured baseline."),
+]
+HeadOffShare = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=0.5,
+        callback=finite,
+        help="Local engine: share of drafting rounds that may not ask the draft head; measures what the head adds.",
+    ),
+]
+ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]
+ServeDtype = Annotated[
+    Literal["bfloat16", "float16", "float32", "float64"],
+    typer.Option(help="Number type of the target; float16 is SGLang's alone, float64 the local engine's."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cpu, with SGLang cuda.")]
+StreamMaxBytes = Annotated[int, typer.Option(min=1, help="Byte cap of the stream.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of a fresh draft; default: 0.")]
+
+Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests that decode together.")]
+ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt and completion tokens together.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
+]
+ShareGroups = Annotated[
+    bool,
+    typer.Option(
+        "--share-groups",
+        envvar="SLIPSTREAM_SHARE_GROUPS",
+        help="Local engine: answers of a prompt group go to Redis as they come, for the drafts of other engines.",
+    ),
+]
+
+SglangPython = Annotated[
+    Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
+]
+CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: budget of recorded traces; 0 sets no limit.")]
+CaptureFloor = Annotated[
+    float,
+    typer.Option(
+        min=0.0001,
+        max=1,
+        callback=finite,
+        envvar="SLIPSTREAM_CAPTURE_FLOOR",
+        help="Least share of the traces that is kept where Redis or the trainer cannot take all; 1 always keeps all.",
+    ),
+]
+TraceTtl = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        callback=finite,
+        envvar="SLIPSTREAM_TRACE_TTL_HOURS",
+        help="Hours after which traces are gone from the stream and text from the engine; 0 sets no limit.",
+    ),
+]
+CaptureFilter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        envvar="SLIPSTREAM_CAPTURE_FILTER",
+        help="Function of text and tenant: traces of which it says False are dropped before they leave the process.",
+    ),
+]
+StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
+
+
+def check_together(context: typer.Context) -> None:
+    """Raise ConfigError for options of `serve` that have no effect, or that exclude each other."""
+    engine, dtype = context.params["engine"], context.params["dtype"]
+    effects.check_options(context, effects.SERVE)
+    if engine == "local":
+        if unknown := context.params["sglang_arguments"]:
+            raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
+        if context.params["share_groups"] and context.params["capture_filter"]:
+            raise ConfigError(
+                "--share-groups sends answers to Redis as they come, and --capture-filter is asked about whole ones: "
+                "leave one of them out"
+            )
+        if dtype == "float16":
+            raise ConfigError("--dtype float16 is for --engine sglang: the local engine computes in bfloat16 or wider")
+        return
+    if dtype == "float64":
+        raise ConfigError("--dtype float64 is for --engine local: SGLang has no such kernels")
+    if context.params["depth"] == 0:
+        raise ConfigError("--depth 0 would load no draft: pass 1 or more, SGLang drafts less where it does not pay")
+
+
+def check_output(path: Path | None) -> None:
+    """Raise ConfigError now rather than after the work when `path` cannot be written for want of its folder."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent} does not exist: create it or choose another place for {path.name}")

@@ -1,0 +1,80 @@
+"""`slipstream replay` as a command; what it does is in replay.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.cli.options import DraftVocab, JsonFile, Model, check_output, finite
+from slipstream.logs import configure_logs
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.start.effects import REPLAY, check_options, warn_of_trainer_variables, warn_of_unread_variables
+from slipstream.terminal import counting, say
+
+
+def replay(
+    context: typer.Context,
+    recordings: Annotated[list[Path], typer.Argument(help="Recordings, learnt from in this order.")],
+    loss: Annotated[
+        str | None, typer.Option(help='Names with weights: "forward_kl=1,discard=0.5"; default: the trainer\'s.')
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Default: every trace about four times; 0 evaluates the draft on all.")
+    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Begin with the newest draft of this store.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh draft, of the split and of the order.")] = 0,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals a round.")] = 4,
+    min_confidence: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, callback=finite, help="Chains end below this confidence, as the engine ends them at 0.15."
+        ),
+    ] = 0.0,
+    model: Model = BUNDLED_MODEL,
+    draft_vocab_size: DraftVocab = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Learn from recorded traces, no server needed, and predict the acceptance that the draft would have in service.
+
+    A fifth of the traces of every domain is held out for the prediction. SLIPSTREAM_TRAINER_* variables set the rest.
+    `--store drafts --steps 0 --min-confidence 0.15` predicts a served draft: beside it stands what was recorded.
+    """
+    configure_logs()
+    check_options(context, REPLAY)
+    warn_of_unread_variables()
+    warn_of_trainer_variables()
+    import torch
+
+    from slipstream.replay import ReplayOptions
+    from slipstream.replay import replay as run
+
+    check_output(json_file)
+    torch.set_num_threads(threads)
+    options = ReplayOptions(
+        recordings=recordings,
+        model_dir=resolve_model(model),
+        depths=range(1, depth + 1),
+        loss=loss,
+        num_steps=steps,
+        seed=seed,
+        min_confidence=min_confidence,
+        draft_vocab_size=draft_vocab_size,
+        store=store,
+    )
+    with counting("steps") as bar:
+        document = run(options, progress=say, on_step=bar)
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    typer.echo(_sentence(document))
+
+
+def _sentence(document: dict[str, Any]) -> str:
+    return (
+        f"{document['loss']}: {document['accept_length']} tokens a verification at depth {document['depth']} after "
+        f"{document['trained_tokens']} trained tokens, on {document['held_out_traces']} held-out traces whose recorded "
+        f"rounds committed {document['recorded_accept_length']}"
+    )

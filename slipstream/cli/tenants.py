@@ -1,0 +1,72 @@
+"""`slipstream tenants`: whose traffic is kept; what it does is in tenants.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.drafts import STORE, StoreOption, operator
+from slipstream.cli.options import AsJson, Model, RedisUrl, finite
+from slipstream.models import resolve_model
+from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.terminal import print_json
+from speculator.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Tenants: remove what is kept of their traffic.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `erase` a subcommand while it is the only one."""
+
+
+@app.command()
+def erase(
+    tenant: Annotated[str, typer.Argument(help="As its key names it; `default` where there are no keys.")],
+    model: Model,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: StoreOption = STORE,
+    state: Annotated[
+        Path, typer.Option(envvar="SLIPSTREAM_TRAINER_STATE_DIR", help="The trainer's directory, if it is here.")
+    ] = Path("trainer-state"),
+    recording: Annotated[list[Path] | None, typer.Option(help="A recording to remove it from; give each one.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Erase; without it, only say what would go.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option(min=0, callback=finite, help="How long engines and trainers may take to answer.")
+    ] = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a tenant's traces from stream, trainer, engines and recordings, and list the drafts that learnt from it.
+
+    Exit code 1 where something is left to do, which the output names; repeating it is safe.
+    """
+    from slipstream import tenants
+    from speculator.draft.checkpoint import model_key
+    from speculator.redis.client import connect
+    from speculator.versions.store import DraftStore
+
+    drafts = DraftStore(store)
+    newest = drafts.latest()
+    if newest is None:
+        raise ConfigError(f"{store} holds no draft versions: check --store")
+    fingerprint, model_dir = drafts.manifest(newest).target_fingerprint, resolve_model(model)
+    with connect(redis_url) as client:
+        eraser = tenants.Eraser(
+            tenant=tenant,
+            client=client,
+            model_key=model_key(model_dir, fingerprint),
+            store=drafts,
+            state=state,
+            recordings=tuple(recording or ()),
+            actor=operator(),
+            timeout_s=timeout_s,
+        )
+        document = eraser.erase() if yes else eraser.look()
+    if as_json:
+        print_json(document)
+    else:
+        typer.echo(tenants.sentences(document))
+    if document.get("left"):
+        raise typer.Exit(1)

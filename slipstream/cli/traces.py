@@ -1,0 +1,126 @@
+"""`slipstream traces`: recordings of the trace stream; what it does is in traces.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.options import AsJson, Model, RedisUrl, check_output, finite
+from slipstream.models import resolve_model
+from slipstream.start.effects import PRUNE, check_options
+from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.terminal import counting, print_json, say
+from speculator.errors import ConfigError
+from speculator.host import now_ms
+
+app = typer.Typer(no_args_is_help=True, help="Recordings of the trace stream.")
+
+Recording = Annotated[Path, typer.Argument(help="A file that `slipstream traces record` wrote.")]
+
+
+@app.command()
+def record(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="File to write; an existing recording is continued.")],
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    seconds: Annotated[float, typer.Option(min=0, callback=finite, help="Go on with new traces for so long.")] = 0,
+    note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
+    from slipstream import traces
+    from speculator.draft.checkpoint import model_key, model_name, target_fingerprint
+    from speculator.redis.client import connect
+    from speculator.trace.recording import RecordingHeader
+
+    check_output(out)
+    model_dir = resolve_model(model)
+    fingerprint = target_fingerprint(model_dir)
+    header = RecordingHeader(
+        target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=now_ms(), note=note
+    )
+    with connect(redis_url) as client, counting("traces") as bar:
+        source = traces.StreamCopy(client, model_key(model_dir, fingerprint))
+        counts = traces.record(source, out, header, seconds=seconds, on_traces=lambda read: bar(read, None))
+    if as_json:
+        print_json(counts)
+    else:
+        typer.echo(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
+
+
+@app.command()
+def prune(
+    context: typer.Context,
+    recordings: Annotated[
+        list[Path] | None, typer.Argument(help="Files that `slipstream traces record` wrote.")
+    ] = None,
+    older_than_hours: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go."),
+    ] = 0,
+    model: Annotated[str | None, typer.Option(help="Target: prune its stream, too.")] = None,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old traces from recordings and, with --model, from a stream; what cannot be read goes too."""
+    from slipstream import traces
+
+    check_options(context, PRUNE)
+    if older_than_hours <= 0:
+        raise ConfigError(
+            "nothing is pruned without an age: pass --older-than-hours, or set SLIPSTREAM_TRACE_TTL_HOURS"
+        )
+    if not recordings and model is None:
+        raise ConfigError("nothing to prune: give recordings, or --model for its stream")
+    removed = {str(path): traces.prune(path, older_than_hours) for path in recordings or ()}
+    if model is not None:
+        removed["stream"] = _prune_stream(model, redis_url, older_than_hours)
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        typer.echo("\n".join(f"{place}: {count} traces removed" for place, count in removed.items()))
+
+
+def _prune_stream(model: str, redis_url: str, hours: float) -> int:
+    from speculator.draft.checkpoint import model_key, target_fingerprint
+    from speculator.redis.client import connect
+    from speculator.redis.trace_stream import TraceStream
+
+    model_dir = resolve_model(model)
+    with connect(redis_url) as client:
+        stream = TraceStream(client, model_key(model_dir, target_fingerprint(model_dir)), max_bytes=0)
+        before = stream.lag().expired
+        stream.expire(3600 * hours)
+        return stream.lag().expired - before
+
+
+@app.command()
+def info(recording: Recording, as_json: AsJson = False) -> None:
+    """Say what a recording holds: traces, tokens, domains, acceptance, draft versions, bytes."""
+    from slipstream import traces
+
+    document = traces.summary(recording)
+    if as_json:
+        print_json(document)
+    else:
+        typer.echo(traces.sentences(document))
+
+
+@app.command()
+def export(
+    recording: Recording,
+    out: Annotated[Path | None, typer.Option("--out", "--jsonl", help="JSON lines; default: standard output.")] = None,
+) -> None:
+    """Write traces as JSON lines: tokens, target distributions, rounds; everything but the features."""
+    from slipstream import traces
+
+    check_output(out)
+    if out is None:
+        traces.export(recording, sys.stdout.buffer)
+        return
+    with out.open("wb") as file:
+        count = traces.export(recording, file)
+    say(f"{count} traces written to {out}")

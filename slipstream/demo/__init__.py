@@ -1,0 +1,1 @@
+"""`slipstream demo`: traffic, report and plot of the loop on one machine."""

@@ -1,0 +1,1 @@
+"""`slipstream doctor`: one module a subject; each check yields findings."""

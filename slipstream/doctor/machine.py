@@ -1,0 +1,88 @@
+"""The machine itself: interpreter, memory, disk, PyTorch with its threads, GPU, ports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+from serving.gateway.server import bind
+from slipstream.doctor.finding import Finding, failed, ok
+from speculator.errors import ConfigError
+from speculator.host import CACHE_VARIABLE, cache_root
+
+_NEEDED_DISK_GIB = 2.0
+_NEEDED_MEMORY_GIB = 3.5
+"""What a machine that is sold with 4 GB has at least."""
+
+
+def check_python() -> Iterator[Finding]:
+    yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def check_memory() -> Iterator[Finding]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    detail = f"{total:.1f} GiB, {os.cpu_count()} cores"
+    if total < _NEEDED_MEMORY_GIB:
+        yield failed("memory", f"{detail}: the demo needs {_NEEDED_MEMORY_GIB} GiB, choose a larger machine")
+    else:
+        yield ok("memory", detail)
+
+
+def check_disk() -> Iterator[Finding]:
+    place = cache_root()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / 2**30
+    detail = f"{free:.1f} GiB free at {place}"
+    if not os.access(place, os.W_OK):
+        yield failed("disk", f"{place} cannot be written: set {CACHE_VARIABLE} to another place")
+    elif free < _NEEDED_DISK_GIB:
+        yield failed("disk", f"{detail}: free some, or set {CACHE_VARIABLE} to another place")
+    else:
+        yield ok("disk", detail)
+
+
+def check_torch() -> Iterator[Finding]:
+    import torch
+
+    policy = os.environ.get("OMP_WAIT_POLICY", "").upper()
+    hint = "" if policy == "PASSIVE" else "; where a trainer shares the cores, set OMP_WAIT_POLICY=PASSIVE for both"
+    yield ok("torch", f"{torch.__version__}, {torch.get_num_threads()} threads{hint}")
+
+
+def check_gpu(*, needed: bool) -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield ok("gpu", ", ".join(names))
+    elif needed:
+        yield failed("gpu", "PyTorch sees none, and SGLang needs one: check the driver, or serve with --engine local")
+    else:
+        yield ok("gpu", "none, and the local engine needs none")
+
+
+def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
+    for port in ports:
+        try:
+            bind("127.0.0.1", port).close()
+            yield ok("port", f"{port} is free")
+        except ConfigError as error:
+            version = _served_version(port)
+            if version is None:
+                yield failed("port", str(error))
+            else:
+                yield ok("port", f"{port}: a Slipstream gateway answers there with draft version {version}")
+
+
+def _served_version(port: int) -> int | None:
+    """The draft version of a gateway on that port; None where something else holds it."""
+    try:
+        version = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=2, trust_env=False).json()["draft_version"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, int) else None

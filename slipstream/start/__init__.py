@@ -1,0 +1,1 @@
+"""What assembles the services, starts their processes, and ends them."""
