@@ -219,7 +219,7 @@ class Trials:
 
     def _is_reviewed(self, version: int) -> bool:
         """Whether the second look at this version has ended, or had its time; there is none with `--alone`."""
-        events = self.scene.store.lifecycle.events.tail(20)
+        events = self.store.lifecycle.events.tail(20)
         told = (event.fields.get("version") for event in events if event.kind == "review")
         return self.is_alone or version in told or self.engine.rounds_of[version] >= REVIEWED_ROUNDS
 

@@ -90,7 +90,7 @@ def test_something_reads_every_setting(name: str) -> None:
 def test_several_trainer_processes_may_start_again() -> None:
     only = container(PODS["trainer"])
     assert get_args_parser().parse_args(words(only)).max_restarts > 0
-    # Without it each of several processes ends at its start: tests/trainer/test_distributed.py.
+    # Without it each of several processes ends at its start: tests/trainer/test_ranks.py.
     assert environment(only)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
@@ -223,7 +223,7 @@ def test_addresses_in_settings_are_those_lines() -> None:
 
 
 def test_a_gateway_finds_each_router_s_own_address() -> None:
-    """How it goes on to the next of them is in tests/serving/gateway/test_upstream.py."""
+    """How it goes on to the next of them is in tests/serving/gateway/upstream/test_client.py."""
     assert of_kind("Service", OURS)["router"]["spec"]["clusterIP"] == "None"
 
 

@@ -21,14 +21,14 @@ from tests.docs.kubectl import parse_kubectl
 from tests.docs.workshop import Workshop
 
 PARSED = {
-    "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/test_serve_sglang.py starts it on a stand-in",
+    "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/start/test_sglang.py starts it on a stand-in",
     "slipstream sglang": "needs SGLang; tests/deploy/test_services_gpu.py starts it on a stand-in",
     "slipstream gateway": "needs SGLang; tests/deploy/test_services_gpu.py starts it in front of a stand-in",
     "sglang-router": "not installed here; tests/sglang/test_pool.py checks its flags, and runs one",
     "slipstream demo": "takes minutes; tests/slipstream/test_loop.py runs it on the toy model",
     "slipstream doctor --engine sglang": "needs SGLang and a GPU",
-    "slipstream --install-completion": "changes the user's shell; tests/slipstream/test_cli.py asks what it installs",
-    "torchrun": "two processes; tests/trainer/test_distributed.py runs them",
+    "slipstream --install-completion": "changes the user's shell; tests/slipstream/cli/test_main.py asks what",
+    "torchrun": "two processes; tests/trainer/test_ranks.py runs them",
     "make": "sets up environments, runs for minutes, or is what runs this test",
     "docker": "no container engine here; tests/deploy checks the files and starts what it can of their commands",
     "python": "benchmarks take minutes to hours; their own tests run them small",

@@ -23,7 +23,7 @@ from tests.doubles import DoubleEngine
 from tests.page.conftest import KEY, Gateway, Watched
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.passage import passing
-from tests.serving.sglang_client.fake_sglang import FakeSglang
+from tests.serving.sglang.outside.fake_sglang import FakeSglang
 
 TIMES = re.compile(r"^\d+\.\d\d×$")
 NUMBER = re.compile(r"^\d+\.\d\d$")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from serving.speedup import HeadSwitch, Speedup, Sums, measure
-from tests.speculator.test_planner import DEPTH, World
+from tests.speculator.proposals.test_planner import DEPTH, World
 
 
 def test_one_stretch_of_every_cycle_goes_without_the_head_at_a_random_place() -> None:

@@ -24,7 +24,7 @@ from speculator.versions.store import DraftStore
 from tests.slipstream.conftest import RunCli
 from tests.traces import make_trace
 from tests.trainer.answers import answer_traces
-from tests.trainer.test_batch import with_trees
+from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses import DEFAULT_LOSS, LossMix
 from trainer.release.acceptance import Acceptance, recorded_rounds
 

@@ -109,7 +109,7 @@ ALPHA = 0.01
 """Of versions that are worse by just ε, the share that may be rolled back, and the share that may be kept: where what
 traces say of them is spread roughly like a normal distribution. Where it is not, in that all of the loss is on a few
 traces, these have to come first: of versions that lose half on one trace in ten and nothing on the others 1 in 200 is
-kept, of those that lose 60% on one in twenty 7 in 100 (tests/trainer/test_review.py).
+kept, of those that lose 60% on one in twenty 7 in 100 (tests/trainer/release/test_review.py).
 """
 MIN_KEPT = 50
 DOUBT = 0.1

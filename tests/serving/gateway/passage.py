@@ -15,7 +15,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
 from serving.gateway.upstream.client import Upstream
 from tests.doubles import DoubleEngine
-from tests.serving.sglang_client.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
+from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
 
 T = TypeVar("T")
 

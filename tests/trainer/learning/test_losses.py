@@ -1,0 +1,327 @@
+"""Every loss against its formula in Python floats, its gradient's direction, and the text that names a mix."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from speculator.draft.sampling_params import SamplingParams
+from speculator.errors import ConfigError
+from tests.trainer.learning.test_labels import DRAFT_IDS, TARGET_IDS, random_rows
+from trainer.learning.labels import Labels, Verdicts, make_labels
+from trainer.learning.losses import LossMix, acceptance_rate, discard, forward_kl, policy_gradient, reverse_kl
+
+D = len(TARGET_IDS)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def labels_of(num_rows: int, K: int = 5, *, sampling: SamplingParams | None = None, seed: int = 4) -> Labels:
+    rows = random_rows(num_rows, K, seed)
+    return make_labels(*rows, torch.zeros(num_rows, dtype=torch.bool), sampling or SamplingParams(), DRAFT_IDS)
+
+
+def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def q_of(logits_D: torch.Tensor) -> list[float]:
+    weights = [math.exp(z) for z in logits_D.tolist()]
+    return [weight / sum(weights) for weight in weights]
+
+
+def p_of(labels: Labels, row: int) -> dict[int, float]:
+    """Draft id to probability among the kept tokens."""
+    pairs = zip(labels.draft_ids[row].tolist(), labels.probs[row].tolist(), strict=True)
+    return {draft_id: probability for draft_id, probability in pairs if probability > 0}
+
+
+def test_forward_kl_is_the_cross_entropy_over_the_draft_vocabulary() -> None:
+    labels, logits_RD = labels_of(7), random_logits(7)
+    loss_R = forward_kl(logits_RD, labels.draft_ids, labels.probs)
+    for row in range(7):
+        q_D = q_of(logits_RD[row])
+        expected = -sum(probability * math.log(q_D[token]) for token, probability in p_of(labels, row).items())
+        assert loss_R[row].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_gradient_pulls_the_draft_to_the_target_and_ignores_what_it_cannot_propose() -> None:
+    probs_RK = torch.tensor([[0.6, 0.3], [0.0, 0.0]])
+    logits_RD = torch.zeros(2, 6, requires_grad=True)
+    forward_kl(logits_RD, torch.tensor([[1, 4], [0, 0]]), probs_RK).sum().backward()
+    assert logits_RD.grad is not None
+    # m · softmax − p, with m = 0.9 and a uniform softmax.
+    assert logits_RD.grad[0].tolist() == pytest.approx([0.15, -0.45, 0.15, 0.15, -0.15, 0.15])
+    assert not logits_RD.grad[1].any()
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
+def test_reverse_kl_prices_unknown_tokens_at_the_tail(sampling: SamplingParams) -> None:
+    labels, logits_RD = labels_of(7, sampling=sampling), random_logits(7)
+    loss_R = reverse_kl(logits_RD, labels.draft_ids, labels.probs, labels.tail)
+    for row in range(7):
+        p, tail = p_of(labels, row), labels.tail[row].item()
+        expected = 0.0
+        for token, q in enumerate(q_of(logits_RD[row])):
+            price = (1 - tail) * p[token] if token in p else max(tail / D, 1e-6)
+            expected += q * (math.log(q) - math.log(price))
+        assert loss_R[row].item() == pytest.approx(sum(p.values()) * expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
+def test_the_acceptance_rate_is_the_overlap_of_served_probabilities(sampling: SamplingParams) -> None:
+    labels, logits_RD = labels_of(7, sampling=sampling), random_logits(7)
+    rate_R = acceptance_rate(logits_RD, labels.draft_ids, labels.probs, labels.tail)
+    for row in range(7):
+        q_D, tail = q_of(logits_RD[row]), labels.tail[row].item()
+        expected = sum(min((1 - tail) * probability, q_D[token]) for token, probability in p_of(labels, row).items())
+        assert rate_R[row].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_cross_entropy_of_a_greedy_request_is_about_the_likeliest_token_if_the_draft_has_it() -> None:
+    labels, logits_RD = labels_of(20, sampling=SamplingParams(temperature=0.0)), random_logits(20)
+    loss_R = LossMix.parse("cross_entropy").on_states(logits_RD, labels)
+    first = random_rows(20, 5, seed=4)[0][:, 0].tolist()
+    assert any(token in TARGET_IDS for token in first)
+    assert any(token not in TARGET_IDS for token in first)
+    for row, token in enumerate(first):
+        expected = -math.log(q_of(logits_RD[row])[TARGET_IDS.index(token)]) if token in TARGET_IDS else 0.0
+        assert loss_R[row].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_cross_entropy_of_a_sampled_request_is_about_its_whole_served_distribution() -> None:
+    labels, logits_RD = labels_of(20, sampling=SAMPLED), random_logits(20)
+    loss_R = LossMix.parse("cross_entropy").on_states(logits_RD, labels)
+    assert torch.equal(loss_R, forward_kl(logits_RD, labels.draft_ids, labels.probs))
+
+
+REJECTED, WANTED = 3, 1
+
+
+def rejection(logits_D: torch.Tensor, sampling: SamplingParams, *, logprob: float = -0.7) -> tuple[Labels, Verdicts]:
+    """One proposal that the target rejected: it has p = 0.40, and the token that was served in its place 0.45."""
+    ids_1K = torch.tensor([[TARGET_IDS[token] for token in (WANTED, REJECTED, 0)]])
+    labels = make_labels(
+        ids_1K, torch.tensor([[0.45, 0.40, 0.1]]).log(), torch.zeros(1, dtype=torch.bool), sampling, DRAFT_IDS
+    )
+    one = torch.zeros(1, dtype=torch.int64)
+    rejected = torch.tensor([False])
+    logprobs = torch.tensor([logprob])
+    return labels, Verdicts(
+        bases=one, steps=one, draft_ids=one + REJECTED, logprobs=logprobs, accepted=rejected, versions=one
+    )
+
+
+ONE_TOKEN = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, top_p=0.9, top_k=50),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=0.7, top_p=0.3),
+]
+
+
+@pytest.mark.parametrize("sampling", ONE_TOKEN)
+@pytest.mark.parametrize("correction", ["none", "tis", "cispo", "topr", "weighted_topr"])
+@pytest.mark.parametrize("term", ["discard", "policy_gradient"])
+@pytest.mark.parametrize("lead", [0.01, 1.0, 6.0])
+def test_a_rejection_where_one_token_is_served_lowers_the_rejected_one(
+    term: str, correction: str, sampling: SamplingParams, lead: float
+) -> None:
+    """However much of the target's own distribution the rejected token has."""
+    logits_1D = torch.zeros(1, D)
+    logits_1D[0, REJECTED] = lead
+    logits_1D.requires_grad_()
+    labels, verdict = rejection(logits_1D[0], sampling)
+    mix = LossMix.parse(f"{term},correction={correction}")
+    sum(mix.on_proposals(logits_1D, labels, verdict, baseline=0.3)).backward()  # type: ignore[union-attr]
+    assert logits_1D.grad is not None
+    stepped_1D = logits_1D.detach() - 0.1 * logits_1D.grad
+    assert stepped_1D.softmax(-1)[0, REJECTED] < logits_1D.detach().softmax(-1)[0, REJECTED]
+
+
+def test_a_greedy_rejection_of_the_likeliest_token_teaches_nothing() -> None:
+    """A tie: the target emitted the other of two tokens that weigh the same."""
+    labels, verdict = rejection(torch.zeros(D), SamplingParams(temperature=0.0))
+    tied = Verdicts(**{**vars(verdict), "draft_ids": torch.tensor([WANTED])})
+    logits_1D = random_logits(1).float().requires_grad_()
+    sum(LossMix.parse("discard").on_proposals(logits_1D, labels, tied, baseline=0.3)).backward()  # type: ignore[union-attr]
+    assert logits_1D.grad is not None
+    assert not logits_1D.grad.any()
+
+
+def test_what_is_served_is_what_is_taught_but_for_greedy_requests() -> None:
+    sampled = labels_of(20, sampling=SAMPLED)
+    assert torch.equal(sampled.served, sampled.probs)
+    greedy = labels_of(20, sampling=SamplingParams(temperature=0.0))
+    has_likeliest = [token in TARGET_IDS for token in random_rows(20, 5, seed=4)[0][:, 0].tolist()]
+    assert greedy.served[:, 0].tolist() == [float(has) for has in has_likeliest]
+    assert not greedy.served[:, 1:].any()
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "cispo", "topr", "weighted_topr"])
+@pytest.mark.parametrize("logit", [-1e4, -80.0, -20.0, -9.0, 0.0, 9.0, 20.0, 80.0, 1e4])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams()])
+def test_a_rejection_pushes_with_a_bounded_force_and_to_a_bound(
+    logit: float, correction: str, sampling: SamplingParams
+) -> None:
+    """As the rejected token's q goes to 0 or 1, recorded when it was unlikely or nearly sure."""
+    for logprob in (-60.0, -9.0, -0.001):
+        for text in ("policy_gradient", "discard"):
+            mix = LossMix.parse(f"{text},correction={correction}")
+            logits_1D = torch.zeros(1, D)
+            logits_1D[0, REJECTED] = logit
+            logits_1D.requires_grad_()
+            labels, verdict = rejection(logits_1D[0], sampling, logprob=logprob)
+            loss = sum(mix.on_proposals(logits_1D, labels, verdict, baseline=0.3))
+            loss.backward()  # type: ignore[union-attr]
+            cap = 1.0 if correction == "none" else mix.correction.clip[1]
+            assert logits_1D.grad is not None
+            assert logits_1D.grad.norm() <= cap * math.sqrt(2) + 1e-6
+            assert loss.detach() >= cap * 0.3 * math.log(1e-4) - 1e-6
+            if text == "policy_gradient" and logit <= -20:
+                assert not logits_1D.grad.any(), "the draft has dropped it"
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "acceptance", "log_acceptance", "cross_entropy"])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(), SAMPLED])
+def test_no_term_on_text_has_a_gradient_beyond_its_bound(name: str, sampling: SamplingParams) -> None:
+    for scale in (0.1, 1.0, 10.0, 1000.0):
+        labels = labels_of(50, sampling=sampling)
+        logits_RD = (random_logits(50).float() * scale).requires_grad_()
+        LossMix.parse(name).on_states(logits_RD, labels).sum().backward()
+        assert logits_RD.grad is not None
+        assert logits_RD.grad.norm(dim=1).max() <= math.sqrt(2) + 1e-5
+
+
+def test_log_acceptance_pulls_as_much_as_the_draft_can_propose() -> None:
+    """A token in a hundred is in the draft vocabulary: there is next to nothing to accept."""
+    logits_1D = torch.tensor([[-10.0, *[0.0] * (D - 1)]], requires_grad=True)
+    probs = torch.log(torch.tensor([[0.99, 0.01]]))
+    outside = next(token for token in range(len(DRAFT_IDS)) if token not in TARGET_IDS)
+    labels = make_labels(
+        torch.tensor([[outside, TARGET_IDS[0]]]), probs, torch.zeros(1, dtype=torch.bool), SamplingParams(), DRAFT_IDS
+    )
+    LossMix.parse("log_acceptance").on_states(logits_1D, labels).sum().backward()
+    assert logits_1D.grad is not None
+    assert logits_1D.grad.norm() <= 0.01 * math.sqrt(2)
+
+
+def test_policy_gradient_raises_what_was_accepted_and_lowers_what_was_not() -> None:
+    logits_JD = torch.zeros(2, D, requires_grad=True)
+    log_q_J = logits_JD.log_softmax(-1)[:, 2]
+    policy_gradient(log_q_J, torch.tensor([0.7, -0.3]), torch.tensor([1.0, 0.5])).sum().backward()
+    assert logits_JD.grad is not None
+    assert logits_JD.grad[0, 2] == pytest.approx(-0.7 * (1 - 1 / D))
+    assert logits_JD.grad[1, 2] == pytest.approx(0.15 * (1 - 1 / D))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 10])
+@pytest.mark.parametrize("rejected", range(D))
+def test_discard_is_the_divergence_on_the_targets_likeliest_and_the_rejected_token(top_k: int, rejected: int) -> None:
+    labels, logits_RD = labels_of(12, K=5, seed=8), random_logits(12, seed=1)
+    loss_R = discard(
+        logits_RD, labels.draft_ids, labels.probs, torch.full((12,), rejected, dtype=torch.int64), top_k=top_k
+    )
+    ids_RK, _ = random_rows(12, 5, seed=8)
+    for row in range(12):
+        p, q_D = p_of(labels, row), q_of(logits_RD[row])
+        likeliest = [TARGET_IDS.index(token) for token in ids_RK[row, :top_k].tolist() if token in TARGET_IDS]
+        kept = {*likeliest, rejected}
+        p_total, q_total = sum(p.get(token, 0.0) for token in kept), sum(q_D[token] for token in kept)
+        expected = 0.0
+        for token in kept:
+            if p_total and p.get(token, 0.0):
+                expected += p[token] / p_total * math.log(p[token] / p_total / (q_D[token] / q_total))
+        assert loss_R[row].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_discard_moves_probability_from_the_rejected_token_to_what_the_target_wanted() -> None:
+    logits_JD = torch.zeros(1, D, requires_grad=True)
+    discard(logits_JD, torch.tensor([[1, 4]]), torch.tensor([[0.7, 0.3]]), torch.tensor([3]), top_k=10).sum().backward()
+    assert logits_JD.grad is not None
+    third = 1 / 3
+    assert logits_JD.grad[0].tolist() == pytest.approx([0, third - 0.7, 0, third, third - 0.3, 0], abs=1e-6)
+
+
+def test_every_loss_and_its_gradient_is_finite_where_the_draft_can_propose_nothing() -> None:
+    labels = labels_of(2)
+    empty = Labels(**{**vars(labels), "probs": torch.zeros_like(labels.probs)})
+    verdicts = Verdicts(
+        bases=torch.zeros(2, dtype=torch.int64),
+        steps=torch.zeros(2, dtype=torch.int64),
+        draft_ids=torch.tensor([0, 1]),
+        logprobs=torch.tensor([-0.1, -9.0]),
+        accepted=torch.tensor([True, False]),
+        versions=torch.zeros(2, dtype=torch.int64),
+    )
+    mix = LossMix.parse(
+        "forward_kl,reverse_kl,acceptance,log_acceptance,cross_entropy,policy_gradient,discard,correction=tis"
+    )
+    for each in (labels, empty):
+        logits_RD = (random_logits(2) * 40).float().requires_grad_()
+        terms = mix.on_proposals(logits_RD, each, verdicts, baseline=0.5)
+        (mix.on_states(logits_RD, each).sum() + terms[0] + terms[1]).backward()
+        assert logits_RD.grad is not None
+        assert torch.isfinite(logits_RD.grad).all()
+
+
+# -- mixes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mix_weighs_its_terms() -> None:
+    labels, logits_RD = labels_of(7), random_logits(7)
+    tables = (labels.draft_ids, labels.probs)
+    rate_R = acceptance_rate(logits_RD, *tables, labels.tail)
+    expected_R = 2 * forward_kl(logits_RD, *tables) + 0.5 * (1 - rate_R) - 0.25 * labels.probs.sum(-1) * rate_R.log()
+    mix = LossMix.parse("forward_kl=2, acceptance=0.5, log_acceptance=0.25")
+    assert torch.allclose(mix.on_states(logits_RD, labels), expected_R.float(), rtol=1e-5)
+    assert not mix.uses_verdicts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "forward_kl",
+        "forward_kl,chains=all",
+        "forward_kl=1,discard=0.5,correction=topr",
+        "reverse_kl=0.3,policy_gradient=0.1,correction=cispo,clip_low=0.5,clip_high=1.5,verdicts=fresh",
+        "acceptance,discard,correction=weighted_topr,positive=2,negative=0.5,discard_top_k=3,step_discount=1",
+    ],
+)
+def test_a_mix_is_written_as_it_is_read(text: str) -> None:
+    mix = LossMix.parse(text)
+    assert LossMix.parse(str(mix)) == LossMix.parse(str(LossMix.parse(str(mix))))
+    assert str(LossMix.parse(str(mix))) == str(mix)
+
+
+def test_settings_reach_the_mix() -> None:
+    mix = LossMix.parse("forward_kl,discard=0.5,correction=cispo,clip_low=0.5,verdicts=fresh,discard_top_k=3")
+    assert (mix.forward_kl, mix.discard, mix.discard_top_k, mix.verdicts) == (1.0, 0.5, 3, "fresh")
+    assert mix.correction.name == "cispo"
+    assert mix.correction.clip == (0.5, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("forwardkl", "forward_kl, reverse_kl"),
+        ("forward_kl=x", "forward_kl=x"),
+        ("forward_kl=-1", "negative"),
+        ("forward_kl=nan", "finite"),
+        ("forward_kl=1,forward_kl=2", "twice"),
+        ("", "give one of forward_kl"),
+        ("forward_kl=0", "give one of forward_kl"),
+        ("discard,correction=ppo", "none, tis, cispo, topr, weighted_topr"),
+        ("discard,correction", "none, tis"),
+        ("discard,correction=tis,clip_high=-1", "clip bounds"),
+        ("discard,verdicts=old", "recorded or fresh"),
+        ("forward_kl,chains=some", "own or all"),
+        ("discard,discard_top_k=0", "discard_top_k"),
+        ("discard,discard_top_k=1.5", "discard_top_k=1.5"),
+        ("forward_kl,step_discount=0", "step_discount"),
+    ],
+)
+def test_what_a_mix_cannot_be_is_refused_with_the_choices(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LossMix.parse(text)
