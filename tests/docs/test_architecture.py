@@ -1,7 +1,8 @@
-"""docs/architecture.md leads to every module, and to none that is not there; other pages name files that exist."""
+"""docs/architecture.md leads to every folder and to names that exist; other pages name files that exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,28 +10,47 @@ import pytest
 
 from tests.docs.commands import PAGES, ROOT
 
-PACKAGES = ("speculator", "serving", "serving/gateway", "serving/local", "serving/sglang", "serving/rollout", "trainer")
-_SECTION = re.compile(r"^### `([\w/]+)/`\n(.*?)(?=^#|^A command)", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"`([\w/]+\.py)`")
+PACKAGES = ("speculator", "serving", "trainer", "slipstream")
+_TEXT = (ROOT / "docs" / "architecture.md").read_text()
+_FOLDERS = re.findall(r"^\| `([\w/]+/)` \| .+ \| `([\w.]+)` \|$", _TEXT, re.MULTILINE)
+_CHANGES = re.findall(r"^\| .+ \| `([\w/]+\.py)` \| `([\w.]+)` \|$", _TEXT, re.MULTILINE)
 _PATH = re.compile(r"`((?:speculator|serving|trainer|slipstream|tests|benchmarks|deploy)/[\w/.]+\.\w+)")
 
 
-def _named() -> dict[str, list[str]]:
-    """By the package whose section it is."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    return {package: _FILE.findall(section) for package, section in _SECTION.findall(page)}
+def test_every_folder_of_modules_is_named_once() -> None:
+    folders = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    named = [folder for folder, _ in _FOLDERS]
+    assert sorted(named) == sorted(folders)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_is_named_once(package: str) -> None:
-    others = tuple(f"{each}/" for each in PACKAGES if each.startswith(f"{package}/"))
-    paths = (str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py")
-    modules = (path.removeprefix(f"{package}/") for path in paths if not path.startswith(others))
-    assert sorted(_named()[package]) == sorted(modules), f"docs/architecture.md, ### `{package}/`"
+@pytest.mark.parametrize(("folder", "first"), _FOLDERS)
+def test_the_file_to_read_first_is_there(folder: str, first: str) -> None:
+    assert (ROOT / folder / first).is_file()
 
 
-def test_every_section_is_a_package() -> None:
-    assert set(_named()) == set(PACKAGES)
+def test_the_table_of_changes_answers_twenty_questions() -> None:
+    assert len(_CHANGES) >= 20
+
+
+@pytest.mark.parametrize(("path", "name"), _CHANGES)
+def test_what_one_wants_to_change_is_there(path: str, name: str) -> None:
+    body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+    for part in name.split("."):
+        found = [node for node in body if part in _defined(node)]
+        assert found, f"{path} has no {name}"
+        body = getattr(found[0], "body", [])
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
