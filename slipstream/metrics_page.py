@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from serving.capture.recorder import RecorderStats
 from serving.engine import EngineHealth
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.metrics import GatewayMetrics, HealthCollector
+from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.hotswap.installer import SwapLog

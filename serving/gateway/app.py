@@ -18,11 +18,10 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
 from serving.gateway.live.live import Live, live_routes
-from serving.gateway.live.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.live.openapi import declare_keys
 from serving.gateway.live.pages import page_routes
 from serving.gateway.live.status import status_routes
-from serving.gateway.live.telemetry import Telemetry, exchange_of
+from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from serving.gateway.openai.chat import chat_routes
 from serving.gateway.openai.completions import completion_routes
 from serving.gateway.operator.admin import Drafts, admin_routes
@@ -30,6 +29,7 @@ from serving.gateway.operator.target_version import Targets, target_routes
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
+from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream.client import Upstream
 from serving.gateway.upstream.passthrough import Passage, passthrough_routes
 from serving.rollout.engines import InProcessEngine

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from serving.engine import Engine
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.metrics import GatewayMetrics
-from serving.gateway.rollouts.interactive import Interactive
+from serving.gateway.interactive import Interactive
+from serving.gateway.metrics import GatewayMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

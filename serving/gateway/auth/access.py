@@ -17,10 +17,10 @@ from serving.gateway.auth.keys import ApiKey
 from serving.gateway.auth.quota import Quota
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, engine_busy
-from serving.gateway.live.metrics import GatewayMetrics
-from serving.gateway.live.telemetry import exchange_of
+from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai.body import discard_body
 from serving.gateway.openai.limits import deadline
+from serving.gateway.telemetry import exchange_of
 
 
 class Access(StrEnum):

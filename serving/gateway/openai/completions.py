@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request, Response
 
 from serving.engine import Chunk, Tokenizer
 from serving.gateway.context import Gateway
-from serving.gateway.live.telemetry import exchange_of
 from serving.gateway.openai.body import read_body
 from serving.gateway.openai.encoding import encode
 from serving.gateway.openai.generation import Sample, plan
 from serving.gateway.openai.limits import check_limits
 from serving.gateway.openai.respond import respond
 from serving.gateway.openai.schema import CompletionBody, Prompt, request_body
+from serving.gateway.telemetry import exchange_of
 
 ROUTE = "/v1/completions"
 

@@ -16,9 +16,9 @@ from typing import cast
 from serving.engine import Chunk, EngineInfo, FinishReason, GenerateRequest
 from serving.gateway.config import GatewaySettings
 from serving.gateway.context import Gateway
-from serving.gateway.live.telemetry import Exchange
 from serving.gateway.openai.limits import check_completion_tokens, check_prompt_tokens, deadline
 from serving.gateway.openai.schema import GenerationBody
+from serving.gateway.telemetry import Exchange
 from speculator.draft.sampling_params import SamplingParams, sample_seed
 from speculator.errors import EngineError, RequestError
 from speculator.tracing import prefixed

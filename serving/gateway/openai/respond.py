@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from serving.engine import Chunk, Piece
 from serving.gateway.errors import reply
-from serving.gateway.live.telemetry import Exchange, exchange_of
 from serving.gateway.openai.disconnect import until_disconnect
 from serving.gateway.openai.generation import Generation, Sample
 from serving.gateway.openai.schema import GenerationBody
 from serving.gateway.openai.sse import DONE, Emit, EventStream, event
+from serving.gateway.telemetry import Exchange, exchange_of
 
 
 class Dialect(Protocol):

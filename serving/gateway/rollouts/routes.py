@@ -12,7 +12,6 @@ from starlette.concurrency import run_in_threadpool
 from serving.engine import Tokenizer
 from serving.gateway.context import Gateway
 from serving.gateway.errors import ApiError, reply, unavailable
-from serving.gateway.live.telemetry import Exchange, exchange_of
 from serving.gateway.openai.body import read_body
 from serving.gateway.openai.generation import completion_tokens
 from serving.gateway.openai.limits import check_model
@@ -22,6 +21,7 @@ from serving.gateway.rollouts.rewards import rewards_of
 from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
 from serving.gateway.rollouts.stream import described, streamed
+from serving.gateway.telemetry import Exchange, exchange_of
 from serving.rollout.nouns import GroupRequest
 from serving.rollout.results import GroupWork
 from speculator.draft.sampling_params import SamplingParams

@@ -15,10 +15,10 @@ import msgspec
 from starlette.requests import Request
 
 from serving.gateway.errors import unavailable
-from serving.gateway.live.telemetry import exchange_of
 from serving.gateway.openai.sse import DONE, EVENTS, LINES, Emit, EventStream
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.rollout import Rollout
+from serving.gateway.telemetry import exchange_of
 
 _BLOCK = 64
 """Samples sent at once."""

@@ -18,14 +18,14 @@ from fastapi import APIRouter, Request, Response
 from serving.engine import DraftHost, EngineInfo
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError
-from serving.gateway.live.metrics import GatewayMetrics
-from serving.gateway.live.telemetry import Exchange, exchange_of
+from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai import chat, completions
 from serving.gateway.openai.body import parse, read_json
 from serving.gateway.openai.disconnect import until_disconnect
 from serving.gateway.openai.limits import check_completion_tokens, check_limits, deadline
 from serving.gateway.openai.schema import request_body
 from serving.gateway.openai.sse import DONE, Emit, EventStream
+from serving.gateway.telemetry import Exchange, exchange_of
 from serving.gateway.upstream.client import Upstream
 from serving.gateway.upstream.errors import ERROR_EVENT, refusal_in, room_in
 from serving.gateway.upstream.forwarded import ForwardedBody, marks_of, rewrite

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from serving.gateway.live import telemetry
+from serving.gateway import telemetry
 from serving.gateway.openai import generation
 from serving.gateway.server import serve
 from tests.doubles import DoubleEngine

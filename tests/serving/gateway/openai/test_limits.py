@@ -23,11 +23,11 @@ from serving.gateway.auth.keys import ApiKey
 from serving.gateway.auth.quota import Quota
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError
-from serving.gateway.live.metrics import GatewayMetrics
-from serving.gateway.live.telemetry import Exchange, Telemetry
+from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai import body, sse
 from serving.gateway.openai.limits import deadline
 from serving.gateway.server import GatewayServer, make_room, serve
+from serving.gateway.telemetry import Exchange, Telemetry
 from speculator.errors import ConfigError
 from tests.doubles import DoubleEngine
 from tests.serving.gateway import passage

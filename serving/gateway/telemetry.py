@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, unavailable
 from serving.gateway.headers import with_safe_headers
-from serving.gateway.live.metrics import GatewayMetrics
+from serving.gateway.metrics import GatewayMetrics
 from speculator.tracing import prefixed, received, span
 
 CLIENT_LEFT = 499
