@@ -1,8 +1,7 @@
 """Hop 7 to 8: the averaged draft as a candidate. When it is due, what it is compared with, and what becomes of it.
 
-training ──▶ due ──▶ gate (trainer/release/offline_scoring.py, trainer/release/gate.py) ──▶ store ──▶ checkpoint ──▶
-pointer (trainer/release/publisher.py) └──────────── start again ◀──────────── rolled back, barred
-(trainer/release/rollback_backoff.py, trainer/release/live_review.py)
+training ──▶ due ──▶ gate (offline_scoring.py, gate.py) ──▶ store ──▶ checkpoint ──▶ pointer (publisher.py)
+    └──────────── start again ◀──────────── rolled back, barred (rollback_backoff.py, live_review.py)
 """
 
 from __future__ import annotations
@@ -24,17 +23,36 @@ from trainer.config import TrainerConfig
 from trainer.ingest.admission import Intake
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
+from trainer.release.gate import GateDecision, Outcome
 from trainer.release.live_review import Review
 from trainer.release.offline_scoring import Shadow
 from trainer.release.publisher import Publisher
 from trainer.release.rollback_backoff import RollbackWatch
-from trainer.replay.eval_sets import Patience
 from trainer.session import Training
 
 log = structlog.get_logger()
 
 # What `lead` passes on where there is no version; the store counts from 1.
 _NO_VERSION = 0
+
+
+class Patience:
+    """How long the golden set has been vetoing; on rank 0."""
+
+    def __init__(self, patience_s: float, since_s: float | None) -> None:
+        """`since_s` is when the first veto came, in seconds since the epoch; None where there was none."""
+        self._patience_s = patience_s
+        self.since_s = since_s
+
+    def is_over(self, decision: GateDecision, now_s: float) -> bool:
+        """Whether this veto is one too many. What is held, or worse on held-out traces, was not its doing."""
+        if decision.outcome is Outcome.PROMOTE:
+            self.since_s = None
+        if not decision.is_vetoed:
+            return False
+        if self.since_s is None:
+            self.since_s = now_s
+        return now_s - self.since_s >= self._patience_s
 
 
 class Candidates:

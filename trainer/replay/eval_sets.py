@@ -36,7 +36,6 @@ from speculator.trace.schema import Trace
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.learning.batch import Example
 from trainer.ranks import Ranks
-from trainer.release.gate import GateDecision, Outcome
 from trainer.replay.provenance import Provenance, Stored, provenance_of
 from trainer.replay.reservoir import sampling_key
 
@@ -107,25 +106,6 @@ class HeldOut(KeptTraces):
 
 
 _VARIABLE = f"{ENV_PREFIX}GOLDEN"
-
-
-class Patience:
-    """How long the golden set has been vetoing; on rank 0."""
-
-    def __init__(self, patience_s: float, since_s: float | None) -> None:
-        """`since_s` is when the first veto came, in seconds since the epoch; None where there was none."""
-        self._patience_s = patience_s
-        self.since_s = since_s
-
-    def is_over(self, decision: GateDecision, now_s: float) -> bool:
-        """Whether this veto is one too many. What is held, or worse on held-out traces, was not its doing."""
-        if decision.outcome is Outcome.PROMOTE:
-            self.since_s = None
-        if not decision.is_vetoed:
-            return False
-        if self.since_s is None:
-            self.since_s = now_s
-        return now_s - self.since_s >= self._patience_s
 
 
 class GoldenSet(KeptTraces):
