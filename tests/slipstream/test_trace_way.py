@@ -1,0 +1,67 @@
+"""How many files one trace enters, from its verification in the engine to the swap that it led to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slipstream.demo.scrape import Sample
+from speculator.redis.embedded import EmbeddedRedis
+from tests.slipstream.conftest import TRAINER_ENV
+from tests.waiting import url_in, wait_until
+
+MOST_FILES = 104
+OF_REQUESTS = ("serving/gateway/", "serving/rollout/", "slipstream/")
+"""Not the way of a trace: how requests come in, and how services are started and ended."""
+
+
+@contextlib.contextmanager
+def _traced(out: Path, log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.slipstream.traced", str(out), *map(str, arguments)],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **TRAINER_ENV},
+        )
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()
+
+
+def test_a_trace_enters_few_files(toy_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, trainer = tmp_path / "engine.txt", tmp_path / "trainer.txt"
+    with EmbeddedRedis(tmp_path / "redis") as redis:
+        common = ("--model", toy_model, "--redis-url", redis.url, "--store", tmp_path / "drafts")
+        serve_log, train_log = tmp_path / "serve.log", tmp_path / "train.log"
+        serve = ("serve", *common, "--port", 0, "--capture", "--draft-vocab-size", 24)
+        with _traced(engine, serve_log, *serve) as server:
+            url = url_in(serve_log)
+            with _traced(trainer, train_log, "train", *common, "--state", tmp_path / "state") as learner:
+                wait_until(lambda: '"training"' in train_log.read_text(), timeout_s=90)
+                for process in (server, learner):
+                    process.send_signal(signal.SIGUSR1)
+
+                def swapped() -> bool:
+                    for number in range(4):
+                        body = {"model": "toy", "prompt": f"question {number}", "max_tokens": 24}
+                        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+                    return Sample.parse(0, httpx.get(f"{url}/metrics").text).total("slipstream_draft_version") >= 2
+
+                wait_until(swapped, timeout_s=120)
+    entered = {*engine.read_text().splitlines(), *trainer.read_text().splitlines()}
+    way = sorted(name for name in entered if not name.startswith(OF_REQUESTS))
+    with capsys.disabled():
+        sys.stdout.write("\n  ".join([f"\n{len(way)} files from a verification to the swap:", *way]) + "\n")
+    assert "serving/capture/recorder.py" in way
+    assert len(way) <= MOST_FILES
