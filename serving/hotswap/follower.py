@@ -14,7 +14,7 @@ the operator has pinned, or that is promoted already, is taken at once and not t
 is in service is left at once. A version whose file is refused is quarantined, remembered and not tried again. An engine
 that has missed the version promoted last takes it before it tries another.
 
-Here is where the way leads; the trial and its end are in trials.py, a single installation in installer.py.
+Here is where the way leads; the trial and its end are in trial.py, a single installation in installer.py.
 
 What an engine says about itself: at once after an attempt to change its version, now and then otherwise.
 """

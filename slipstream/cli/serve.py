@@ -1,4 +1,4 @@
-"""`slipstream serve` as a command; what it does is in serve.py and serve_sglang.py."""
+"""`slipstream serve` as a command; what it does is in slipstream/start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of two processes does in test_distributed.py: `python -m tests.trainer.ranks MODEL FOLDER REDIS_URL PORT`.
+"""What each of two processes does in test_ranks.py: `python -m tests.trainer.ranks MODEL FOLDER REDIS_URL PORT`.
 
 Every process writes what it saw to FOLDER/<rank>.json, and weights beside it; the test compares. In the end they meet
 once more, at PORT, and rank 1 is killed.
