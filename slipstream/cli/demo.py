@@ -1,4 +1,4 @@
-"""`slipstream demo` as a command; what it does is in demo.py."""
+"""`slipstream demo` as a command; what it does is in slipstream/demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream doctor` as a command; what it looks at is in doctor.py and checks/."""
+"""`slipstream doctor` as a command; what it looks at is in slipstream/doctor."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The tables of `slipstream drafts`, for a terminal; `--json` has every number.
 
-`slipstream draft`: drafts apart from a running service; what it does is in draft.py.
+`slipstream draft`: drafts apart from a running service; what it does is in slipstream/new_draft.py.
 """
 
 from __future__ import annotations

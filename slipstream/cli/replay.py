@@ -1,4 +1,4 @@
-"""`slipstream replay` as a command; what it does is in replay.py."""
+"""`slipstream replay` as a command; what it does is in slipstream/replay.py."""
 
 from __future__ import annotations
 

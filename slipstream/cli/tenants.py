@@ -1,4 +1,4 @@
-"""`slipstream tenants`: whose traffic is kept; what it does is in tenants.py."""
+"""`slipstream tenants`: whose traffic is kept; what it does is in slipstream/tenants.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream traces`: recordings of the trace stream; what it does is in traces.py."""
+"""`slipstream traces`: recordings of the trace stream; what it does is in slipstream/traces.py."""
 
 from __future__ import annotations
 
