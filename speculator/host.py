@@ -1,11 +1,4 @@
-"""The clock of what travels between processes and onto disk.
-
-The CPU cores that this process may use.
-
-Where a machine keeps what can be made again: converted models, compiled kernels, what benchmarks keep.
-
-Loopback ports for servers that begin to listen later: an engine loads its model for a minute first.
-"""
+"""What this machine has: its clock, the CPU cores of this process, a folder for caches, free loopback ports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Settings from the environment: what is wrong with one, said to the operator who set it.
-
-Secrets in files, as container engines hand them to services.
-"""
+"""Read settings from the environment and secrets from files, and tell the operator what is wrong with one."""
 
 from __future__ import annotations
 

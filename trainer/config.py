@@ -4,8 +4,6 @@ The defaults were chosen on one CPU core with SmolLM2-135M and real answers (mat
 at 90 completion tokens a second, by the acceptance on held-out prompts after equal CPU time. They suit small models.
 
 Under `torchrun`, sizes and limits are those of each process: two processes make a step of twice `batch_tokens`.
-
-Where the trainer computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The training loop, one screen: read → train → checkpoint → ack → gate, checkpoint and publish → rest.
 
-The verbs that the training loop is made of; trainer/wiring.py has what they act on.
+`Trainer` has the verbs of the loop; trainer/wiring.py puts together what they act on.
 """
 
 from __future__ import annotations

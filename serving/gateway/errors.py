@@ -1,7 +1,4 @@
-"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`.
-
-A document as the JSON body of a response.
-"""
+"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 

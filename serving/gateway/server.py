@@ -3,7 +3,7 @@
 Stopping: refuse new connections → let running answers finish for `grace_s` → tell the rest that the server is
 shutting down → close.
 
-File descriptors: a connection is one, and processes are often given 1,024 until they ask for more.
+A connection is a file descriptor, and processes are often given 1,024 until they ask for more.
 """
 
 from __future__ import annotations

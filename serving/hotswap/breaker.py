@@ -1,6 +1,6 @@
 """Watches a version that has just come into service, and says whether it stays.
 
-When it stays is told in serving/hotswap/breaker.py. The baseline is the record of what was in service lately: a version
+The baseline is the record of what was in service lately: a version
 that is kept adds its own to it.
 
 When the target moves, nothing that was known of any version holds: a draft may accept less because it is worse, or

@@ -5,9 +5,9 @@ service and asks again with growing pauses, while a version on trial is judged a
 
 A published version goes its way (states as in speculator/versions/lifecycle.py):
 
-    waits until the version in service is known well enough (serving/hotswap/breaker.py), and this engine may try it
-    (canary.py) installed ─▶ live, on trial ─▶ kept ─▶ promoted: all engines install it └─▶ the version before is
-    installed again ─▶ rolled back, quarantined, pointer moved
+    waits until the version in service is known well enough (breaker.py), and this engine may try it (canary.py)
+    installed ─▶ live, on trial ─▶ kept ─▶ promoted: all engines install it
+                               └─▶ the version before is installed again ─▶ rolled back, quarantined, pointer moved
 
 One that is published meanwhile waits for the verdict. Engines that are not the canary wait for it, too. A version that
 the operator has pinned, or that is promoted already, is taken at once and not tried; a version that is barred while it

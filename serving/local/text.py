@@ -1,7 +1,4 @@
-"""Tokenizer of a local model directory, and the text of a growing answer.
-
-The text of a growing sequence of tokens, delta by delta.
-"""
+"""Tokenizer of a local model directory, and the text of a growing answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`slipstream drafts`: the versions of a store as their operator sees and steers them.
 
-The tables of `slipstream drafts`, for a terminal; `--json` has every number.
-
-`slipstream draft`: drafts apart from a running service; what it does is in slipstream/new_draft.py.
+Its tables are for a terminal; `--json` has every number. `slipstream draft init` writes a fresh draft apart from any
+running service (slipstream/new_draft.py).
 """
 
 from __future__ import annotations

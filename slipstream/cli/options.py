@@ -1,8 +1,6 @@
 """Options that several commands share, each with its one name, type and help.
 
-The options of `slipstream serve`, and which of them belong to one of the two engines alone.
-
-Files that a command is to write.
+Those of `slipstream serve` say which of the two engines they belong to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`slipstream rollout`: groups of samples from a file, answered by a server; what it does is in slipstream/rollout.py."""
+"""`slipstream rollout`: groups of samples from a file, answered by a server. Its work is in slipstream/rollout.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the services of one deployment must agree on, where nobody says otherwise.
-
-The collectors of one process.
-"""
+"""What the services of one deployment must agree on, where nobody says otherwise."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Tensors: `fc.weight`, `midlayer.*`, `norm.weight` and `lm_head.weight` in bfloat16, `d2t` [D] int64 (offsets: target
 id − draft id) and `t2d` [V] bool (whether a target id is in the draft vocabulary). Never `embed_tokens`: in SGLang the
 draft's embedding is the target's own storage, and a file that has it would overwrite the target.
-
-A draft as a folder of its own, as SGLang and Hugging Face load it: `config.json` and `model.safetensors`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Command line and gateway both work through the desk. Each change of which draft is served is on record before it is
 begun, as the event `asked`, and again, with where it led, when it is done; a crash in between leaves the former. An
 engine goes on watching what it was told to serve.
-
-The versions of a store as an operator looks at them: files, states and what Redis knows, side by side.
-
-What two draft versions differ in: their tensors, their configs and what was said about them.
 """
 
 from __future__ import annotations

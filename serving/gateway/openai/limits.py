@@ -1,6 +1,5 @@
-"""What is refused before the engine hears of a request: another model, too many samples, too many tokens.
-
-How long an answer may take.
+"""What is refused before the engine hears of a request: another model, too many samples, too many tokens;
+and how long an answer may take.
 """
 
 from __future__ import annotations
