@@ -107,7 +107,7 @@ def workloads_of(path: Path | None) -> dict[str, Workload]:
 
 
 def _functions_of_this_project() -> list[str]:
-    sources = [path.read_text() for path in sorted(Path(serving.local.__path__[0]).glob("*.py"))]
+    sources = [path.read_text() for path in sorted(Path(serving.local.__path__[0]).rglob("*.py"))]
     found = [
         ast.get_source_segment(source, node) or ""
         for source in sources

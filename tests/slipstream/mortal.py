@@ -134,9 +134,9 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
 
     # Every round asks the head, so that a version is judged soon.
     serving.local.engine.RoundPlanner = lambda **_: FixedPlanner()  # type: ignore[assignment,misc]
-    slipstream.serve.LiveWatch = functools.partial(LiveWatch, rules=RULES)
-    slipstream.serve.DraftFollower = functools.partial(DraftFollower, poll_s=0.02)
-    slipstream.serve.serve_until_signal = told
+    slipstream.start.local.LiveWatch = functools.partial(LiveWatch, rules=RULES)
+    slipstream.start.local.DraftFollower = functools.partial(DraftFollower, poll_s=0.02)
+    slipstream.start.local.serve_until_signal = told
     engine = LocalEngineConfig(
         model_dir=Path(order.model_dir),
         model_name="toy",
@@ -160,7 +160,7 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
         seed=0,
         trace_ttl_hours=0,
     )
-    slipstream.serve.run_server(options, GatewaySettings())
+    slipstream.start.local.run_server(options, GatewaySettings())
 
 
 def _gateway(order: Order, reach: Callable[[str], None]) -> None:
@@ -180,16 +180,16 @@ def _admin_app(desk: DraftDesk) -> FastAPI:
 
 def _train(order: Order, reach: Callable[[str], None]) -> None:
     """The gate is open, and it does not doze for as long as it usually does."""
-    train_until = trainer.run.train_until
+    train_until = trainer.process.train_until
 
     def told(*args: Any) -> None:
         reach("trains")
         train_until(*args)
 
-    trainer.run.train_until = told
-    trainer.shadow.decide = promote
+    trainer.process.train_until = told
+    trainer.release.offline_scoring.decide = promote
     trainer.loop.IDLE_BLOCK_MS = 20
-    trainer.rollback.LOOK_INTERVAL_S = 0.02
+    trainer.release.rollback_backoff.LOOK_INTERVAL_S = 0.02
     model_dir = Path(order.model_dir)
     run_trainer(
         config_for(

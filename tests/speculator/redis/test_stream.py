@@ -13,7 +13,8 @@ import pytest
 import redis
 
 from speculator.errors import ConfigError, StreamError
-from speculator.redis import client, stream_accounting, trace_stream
+from speculator.redis import client as client_module
+from speculator.redis import stream_accounting, trace_stream
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
@@ -29,8 +30,8 @@ TRACES = KEYS.ledger.traces
 ENTRY = b"x" * 5000
 
 
-def open_stream(client: redis.Redis, *, consumer: str = "trainer-0", max_bytes: int = CAP) -> TraceStream:
-    return TraceStream(client, MODEL, max_bytes=max_bytes, consumer=consumer)
+def open_stream(redis_client: redis.Redis, *, consumer: str = "trainer-0", max_bytes: int = CAP) -> TraceStream:
+    return TraceStream(redis_client, MODEL, max_bytes=max_bytes, consumer=consumer)
 
 
 def append(traces: TraceStream, count: int, payload: bytes = ENTRY) -> list[str]:
@@ -46,7 +47,7 @@ def balance(lag: StreamLag) -> int:
 
 
 def test_an_entry_arrives_as_it_was_appended(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     entry_id = traces.append(b"\x00payload", trace_id="abc")
     [entry] = traces.read(10, 0)
     assert (entry.id, entry.trace_id, entry.payload) == (entry_id, "abc", b"\x00payload")
@@ -55,20 +56,20 @@ def test_an_entry_arrives_as_it_was_appended(redis_client: redis.Redis) -> None:
 
 
 def test_every_key_of_a_model_shares_one_slot(redis_client: redis.Redis) -> None:
-    traces, pointer = open_stream(client), DraftPointer(client, MODEL)
+    traces, pointer = open_stream(redis_client), DraftPointer(redis_client, MODEL)
     append(traces, 1)
     traces.dead_letter(traces.read(1, 0)[0], "reason")
     pointer.publish(3)
     pointer.pin(3)
     pointer.report_engine("engine-0", {"version": 3})
     pointer.set_depth("engine-0", 2)
-    keys: Any = client.keys()
+    keys: Any = redis_client.keys()
     assert len(keys) == 10
     assert all(key.startswith(b"slipstream:{smollm2}:") for key in keys)
 
 
 def test_lag_follows_an_entry_through_its_life(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     append(traces, 3)
     assert traces.lag() == StreamLag(
         pending=0,
@@ -95,10 +96,10 @@ def test_lag_follows_an_entry_through_its_life(redis_client: redis.Redis) -> Non
 
 
 def test_a_restarted_consumer_first_gets_what_it_had_not_acked(redis_client: redis.Redis) -> None:
-    before = open_stream(client)
+    before = open_stream(redis_client)
     ids = append(before, 7)
     before.ack(ids_of(before.read(5, 0))[:1])
-    after = open_stream(client)
+    after = open_stream(redis_client)
     assert ids_of(after.read(3, 0)) == ids[1:4]
     assert ids_of(after.read(3, 0)) == ids[4:5]
     assert ids_of(after.read(3, 0)) == ids[5:]
@@ -106,14 +107,14 @@ def test_a_restarted_consumer_first_gets_what_it_had_not_acked(redis_client: red
 
 
 def test_two_consumers_share_the_stream(redis_client: redis.Redis) -> None:
-    one, other = (open_stream(client, consumer=name) for name in ("one", "other"))
+    one, other = (open_stream(redis_client, consumer=name) for name in ("one", "other"))
     ids = append(one, 6)
     assert ids_of(one.read(2, 0)) + ids_of(other.read(2, 0)) + ids_of(one.read(9, 0)) == ids
     assert other.read(9, 0) == []
 
 
 def test_reading_waits_for_new_entries(redis_url: str, redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     with connect(redis_url) as other:
         timer = threading.Timer(0.05, open_stream(other).append, (b"late",), {"trace_id": "late"})
         timer.start()
@@ -127,15 +128,15 @@ def test_a_long_wait_is_cut_before_the_socket_times_out(
 ) -> None:
     assert 1000 * redis_client_timeout() > trace_stream.MAX_BLOCK_MS
     monkeypatch.setattr(trace_stream, "MAX_BLOCK_MS", 10)
-    assert open_stream(client).read(1, 3_600_000) == []
+    assert open_stream(redis_client).read(1, 3_600_000) == []
 
 
 def redis_client_timeout() -> float:
-    return client.SOCKET_TIMEOUT_S
+    return client_module.SOCKET_TIMEOUT_S
 
 
 def test_a_dead_consumers_entries_are_reclaimed(redis_client: redis.Redis) -> None:
-    dead, alive = (open_stream(client, consumer=name) for name in ("dead", "alive"))
+    dead, alive = (open_stream(redis_client, consumer=name) for name in ("dead", "alive"))
     ids = append(dead, 5)
     dead.read(5, 0)
     assert alive.reclaim(3_600_000) == []
@@ -151,11 +152,11 @@ def test_dead_letters_keep_payload_and_reason_and_are_capped(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_accounting, "MAX_DEAD_LETTERS", 2)
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     ids = append(traces, 3)
     for entry in traces.read(3, 0):
         traces.dead_letter(entry, f"reason {entry.trace_id}")
-    letters: Any = client.xrange(KEYS.dead_letters)
+    letters: Any = redis_client.xrange(KEYS.dead_letters)
     assert [fields for _, fields in letters] == [
         {b"payload": ENTRY, b"trace_id": b"t1", b"entry_id": ids[1].encode(), b"reason": b"reason t1"},
         {b"payload": ENTRY, b"trace_id": b"t2", b"entry_id": ids[2].encode(), b"reason": b"reason t2"},
@@ -165,8 +166,8 @@ def test_dead_letters_keep_payload_and_reason_and_are_capped(
 
 
 def test_an_entry_of_somebody_else_is_still_an_entry(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
-    client.xadd(TRACES, {"nonsense": "1"})
+    traces = open_stream(redis_client)
+    redis_client.xadd(TRACES, {"nonsense": "1"})
     [entry] = traces.read(1, 0)
     assert (entry.payload, entry.trace_id) == (b"", "")
 
@@ -175,7 +176,7 @@ def test_an_entry_of_somebody_else_is_still_an_entry(redis_client: redis.Redis) 
 
 
 def test_the_cap_removes_acked_entries_first(redis_client: redis.Redis) -> None:
-    traces = open_stream(client, max_bytes=50_000)
+    traces = open_stream(redis_client, max_bytes=50_000)
     append(traces, 10)
     traces.ack(ids_of(traces.read(10, 0)))
     kept = append(traces, 8)
@@ -185,7 +186,7 @@ def test_the_cap_removes_acked_entries_first(redis_client: redis.Redis) -> None:
 
 
 def test_room_is_made_in_steps(redis_client: redis.Redis) -> None:
-    traces = open_stream(client, max_bytes=200_000)
+    traces = open_stream(redis_client, max_bytes=200_000)
     append(traces, 40)
     traces.ack(ids_of(traces.read(40, 0)))
     append(traces, 1)
@@ -194,7 +195,7 @@ def test_room_is_made_in_steps(redis_client: redis.Redis) -> None:
 
 
 def test_beyond_the_cap_unacked_entries_go_and_are_counted(redis_client: redis.Redis) -> None:
-    traces = open_stream(client, max_bytes=50_000)
+    traces = open_stream(redis_client, max_bytes=50_000)
     append(traces, 4)
     in_hand = traces.read(4, 0)
     traces.ack([in_hand[3].id])
@@ -210,35 +211,35 @@ def test_beyond_the_cap_unacked_entries_go_and_are_counted(redis_client: redis.R
 
 
 def test_small_entries_are_capped_too(redis_client: redis.Redis) -> None:
-    traces = open_stream(client, max_bytes=1000)
+    traces = open_stream(redis_client, max_bytes=1000)
     append(traces, 250, b"0123456789")
     lag = traces.lag()
     assert (lag.bytes, lag.length, lag.undelivered, lag.lost) == (1000, 100, 100, 150)
 
 
 def test_a_payload_above_the_cap_is_refused(redis_client: redis.Redis) -> None:
-    traces = open_stream(client, max_bytes=100)
+    traces = open_stream(redis_client, max_bytes=100)
     with pytest.raises(StreamError, match="cap of 100"):
         traces.append(b"x" * 101, trace_id="big")
     traces.append(b"x" * 100, trace_id="fits")
 
 
 def test_a_lowered_cap_is_enforced_by_the_next_append(redis_client: redis.Redis) -> None:
-    append(open_stream(client), 19)
-    smaller = open_stream(client, max_bytes=30_000)
+    append(open_stream(redis_client), 19)
+    smaller = open_stream(redis_client, max_bytes=30_000)
     append(smaller, 1)
     assert (smaller.lag().length, smaller.lag().lost) == (6, 14)
 
 
 def test_racing_producers_keep_the_books_exact(redis_url: str, redis_client: redis.Redis) -> None:
     def produce() -> None:
-        with connect(redis_url) as client:
-            append(open_stream(client, max_bytes=60_000), 60)
+        with connect(redis_url) as redis_client:
+            append(open_stream(redis_client, max_bytes=60_000), 60)
 
     producers = [threading.Thread(target=produce) for _ in range(3)]
     for producer in producers:
         producer.start()
-    traces = open_stream(client, max_bytes=60_000)
+    traces = open_stream(redis_client, max_bytes=60_000)
     num_read = 0
     while any(producer.is_alive() for producer in producers):
         entries = traces.read(4, 1)
@@ -255,7 +256,7 @@ def test_racing_producers_keep_the_books_exact(redis_url: str, redis_client: red
     # What is left has really been there to read, and only what was counted as lost has not.
     lag = traces.lag()
     assert lag.undelivered == 0
-    assert lag.pending == client.xpending(TRACES, "trainer")["pending"]
+    assert lag.pending == redis_client.xpending(TRACES, "trainer")["pending"]
     assert num_read >= lag.acked
 
 
@@ -264,12 +265,12 @@ def test_racing_producers_keep_the_books_exact(redis_url: str, redis_client: red
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_trimming_past_pending_and_undelivered_is_counted(redis_client: redis.Redis, restart: bool) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     ids = append(traces, 10)
     traces.ack(ids_of(traces.read(5, 0))[:2])
-    client.xtrim(TRACES, maxlen=3, approximate=False)
+    redis_client.xtrim(TRACES, maxlen=3, approximate=False)
     if restart:
-        traces = open_stream(client)
+        traces = open_stream(redis_client)
         assert ids_of(traces.read(10, 0)) == ids[7:]
         assert ids_of(traces.reclaim(0)) == ids[7:]
     lag = traces.lag()
@@ -279,10 +280,10 @@ def test_trimming_past_pending_and_undelivered_is_counted(redis_client: redis.Re
 
 
 def test_a_stream_that_was_emptied_is_counted(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     append(traces, 5)
     traces.read(2, 0)
-    client.xtrim(TRACES, maxlen=0, approximate=False)
+    redis_client.xtrim(TRACES, maxlen=0, approximate=False)
     lag = traces.lag()
     assert (lag.lost, lag.pending, lag.undelivered, lag.bytes) == (5, 0, 0, 0)
     [new] = append(traces, 1)
@@ -290,10 +291,10 @@ def test_a_stream_that_was_emptied_is_counted(redis_client: redis.Redis) -> None
 
 
 def test_reclaiming_what_was_trimmed_counts_it(redis_client: redis.Redis) -> None:
-    dead, alive = (open_stream(client, consumer=name) for name in ("dead", "alive"))
+    dead, alive = (open_stream(redis_client, consumer=name) for name in ("dead", "alive"))
     ids = append(dead, 4)
     dead.read(4, 0)
-    client.xtrim(TRACES, maxlen=1, approximate=False)
+    redis_client.xtrim(TRACES, maxlen=1, approximate=False)
     assert ids_of(alive.reclaim(0)) == ids[3:]
     assert alive.lag().lost == 3
 
@@ -301,48 +302,48 @@ def test_reclaiming_what_was_trimmed_counts_it(redis_client: redis.Redis) -> Non
 def test_what_redis_7_drops_while_reclaiming_is_counted(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     ids = append(traces, 3)
     traces.read(3, 0)
-    client.xdel(TRACES, ids[1])
-    claim = client.xautoclaim
+    redis_client.xdel(TRACES, ids[1])
+    claim = redis_client.xautoclaim
 
     def claim_as_redis_7(*args: Any, **kwargs: Any) -> Any:
         cursor, entries, *deleted = claim(*args, **kwargs)
         if not deleted:
-            client.xack(TRACES, "trainer", ids[1])
+            redis_client.xack(TRACES, "trainer", ids[1])
             deleted = [[ids[1].encode()]]
         return [cursor, [entry for entry in entries if entry[1]], *deleted]
 
-    monkeypatch.setattr(client, "xautoclaim", claim_as_redis_7)
+    monkeypatch.setattr(redis_client, "xautoclaim", claim_as_redis_7)
     assert ids_of(traces.reclaim(0)) == [ids[0], ids[2]]
     lag = traces.lag()
     assert (lag.skipped, lag.pending) == (1, 2)
 
 
 def test_pending_entries_that_somebody_deleted_are_counted(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     ids = append(traces, 4)
     traces.read(3, 0)
-    client.xdel(TRACES, ids[1])
-    restarted = open_stream(client)
+    redis_client.xdel(TRACES, ids[1])
+    restarted = open_stream(redis_client)
     assert ids_of(restarted.read(9, 0)) == [ids[0], ids[2]]
-    assert client.xpending(TRACES, "trainer")["pending"] == 2
+    assert redis_client.xpending(TRACES, "trainer")["pending"] == 2
     assert restarted.lag().skipped == 1
 
 
 def test_an_emptied_server_starts_over(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     append(traces, 3)
     traces.read(1, 0)
-    client.flushall()
+    redis_client.flushall()
     assert traces.read(1, 0) == []
-    client.flushall()
+    redis_client.flushall()
     [new] = append(traces, 1)
     assert ids_of(traces.read(5, 0)) == [new]
-    client.flushall()
+    redis_client.flushall()
     assert balance(traces.lag()) == traces.lag().appended == 0
-    client.flushall()
+    redis_client.flushall()
     assert traces.recent(100) == traces.reclaim(0) == []
 
 
@@ -350,7 +351,7 @@ def test_an_emptied_server_starts_over(redis_client: redis.Redis) -> None:
 
 
 def test_recent_returns_the_newest_acked_entries_oldest_first(redis_client: redis.Redis) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     ids = append(traces, 30)
     assert traces.recent(CAP) == []
     traces.read(25, 0)
@@ -386,27 +387,27 @@ def own_server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 
 def test_a_password_is_asked_for(own_server: EmbeddedRedis) -> None:
-    with connect(own_server.url) as client:
-        client.config_set("requirepass", "hunter2")
+    with connect(own_server.url) as redis_client:
+        redis_client.config_set("requirepass", "hunter2")
     with pytest.raises(StreamError, match="set the user and password"):
         connect(own_server.url)
 
 
 def test_out_of_memory_is_explained_and_appending_recovers(own_server: EmbeddedRedis) -> None:
-    with connect(own_server.url) as client:
-        traces = open_stream(client)
+    with connect(own_server.url) as redis_client:
+        traces = open_stream(redis_client)
         append(traces, 1)
-        client.config_set("maxmemory", "1")
+        redis_client.config_set("maxmemory", "1")
         with pytest.raises(StreamError, match="raise its maxmemory"):
             append(traces, 1)
-        client.config_set("maxmemory", "0")
+        redis_client.config_set("maxmemory", "0")
         append(traces, 1)
         assert traces.lag().appended == 2
 
 
 def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server: EmbeddedRedis) -> None:
-    with connect(own_server.url) as client:
-        traces, pointer = open_stream(client), DraftPointer(client, MODEL)
+    with connect(own_server.url) as redis_client:
+        traces, pointer = open_stream(redis_client), DraftPointer(redis_client, MODEL)
         append(traces, 1)
         [entry] = traces.read(1, 0)
         os.kill(own_server.pid, signal.SIGKILL)
@@ -442,11 +443,11 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
 def test_after_a_failed_read_pending_entries_come_again(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = open_stream(client)
+    traces = open_stream(redis_client)
     ids = append(traces, 2)
     assert ids_of(traces.read(1, 0)) == ids[:1]
     with monkeypatch.context() as patch:
-        patch.setattr(client, "xreadgroup", _raise_connection_error)
+        patch.setattr(redis_client, "xreadgroup", _raise_connection_error)
         with pytest.raises(StreamError):
             traces.read(1, 0)
     assert ids_of(traces.read(1, 0)) == ids[:1]
