@@ -1,4 +1,4 @@
-"""Every collector of the serving side: names live here and nowhere else."""
+"""Collectors of the engines: what they count and how they swap; the gateway has its own."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Speedup that is measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size.
+"""The speedup over plain decoding: measured from control rounds, and estimated from a cost model.
 
-Its interval is a jackknife over stretches of time, so that a machine that is slow for some seconds counts as one
-disturbance and not as hundreds of slow rounds.
+Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. The interval is a
+jackknife over stretches of time, so that a machine that is slow for some seconds counts as one disturbance and not as
+hundreds of slow rounds.
 
-Speedup as a cost model sees it: committed tokens over what rounds cost. A forecast beside the measured speedup.
-
-It needs no control round at the moment, follows every change at once, and knows nothing of what the model leaves out:
-queues, prefills, interruptions. The two are never mixed.
+Estimated: committed tokens over what rounds cost. It needs no control round at the moment and follows every change at
+once, and knows nothing of what the model leaves out: queues, prefills, interruptions. The two are never mixed.
 """
 
 from __future__ import annotations

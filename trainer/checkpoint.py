@@ -3,7 +3,7 @@
 Tensors are the learner's state and `d2t`; the counters and the used trace ids travel as JSON in the file's metadata, so
 that weights and accounts can never be of two different moments.
 
-One checkpoint for all ranks: what each knows is joined into one `Progress`, and shared out again at the start.
+**One checkpoint for all ranks**: what each knows is joined into one `Progress`, and shared out again at the start.
 
 Nothing in the file belongs to a rank, so any number of ranks can go on from it. Counters are sums. Every rank knows all
 used trace ids, since any of them may be given an unacked entry again. The replay's members, held-out traces and golden

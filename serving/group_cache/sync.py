@@ -8,10 +8,6 @@ takes. While Redis is away engines share within themselves, as they do without t
 meanwhile is dropped and counted. Only text of groups that decode here is read, and only behind where it was read last.
 
 A group is one tenant's: its key has the tenant in it, and what is read goes into that tenant's index and no other.
-
-One engine's view of the prompt groups that it shares: what it has taken of each, and what it has to publish.
-
-serving/group_cache/sync.py moves it.
 """
 
 from __future__ import annotations

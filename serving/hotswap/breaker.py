@@ -1,19 +1,16 @@
-"""Watches a version that has just come into service, and says whether it stays.
+"""The circuit breaker: compares a draft version on trial with the incumbent, and says whether it stays.
 
-The baseline is the record of what was in service lately: a version
-that is kept adds its own to it.
+It takes back a version that is clearly worse, within some fifty rounds, or slower. A version that is a tenth worse is
+the trainer's to find: it decodes the same traces with both versions (trainer/release/live_review.py).
+
+The engine tells it of each round: a `WatchedRound`, with a `Verification` for each request with the head. `LiveWatch`
+keeps the record of the incumbent, `Trial` that of the version on trial. A version that is kept adds its record to the
+incumbent's.
 
 When the target moves, nothing that was known of any version holds: a draft may accept less because it is worse, or
 because its target is another. So the record begins anew and a trial ends without a verdict; the version stays. A target
 that keeps moving may never let an incumbent be known: then a newer version is tried after `patience_s` all the same. It
-has the gate behind it, and the trainer's second look ahead (trainer/release/live_review.py), which both ask about the
-newest target.
-
-Whether a draft version on trial stays: its rounds against the incumbent's rounds of the same kind.
-
-This is a circuit breaker. It takes back a version that is clearly worse, within some fifty rounds, or slower. A version
-that is a tenth worse is the trainer's to find: it decodes the same traces with both versions
-(trainer/release/live_review.py).
+has the gate behind it, and the trainer's second look ahead, which both ask about the newest target.
 
 **Accepted proposals.** The new version accepts X proposals of a request where the incumbent would have accepted E: its
 mean over verifications of the same stratum and depth. Some requests are harder than others, so a request's rate varies
@@ -38,8 +35,6 @@ the machine's part. The pair speaks against the version where d / m exceeds its 
 
 What has no like among the incumbent's rounds is not compared. A version that is never asked is neither rolled back nor
 found as good: it stays on trial until a newer one waits, or for `most_rounds`.
-
-What the decode thread tells of a round: a `WatchedRound`, with a `Verification` for each request with the head.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """A new draft for a target: it has learnt nothing yet, so nearly all its proposals are rejected.
 
-Which target tokens a draft can propose: chosen once for a lineage, then frozen.
-
-A small vocabulary makes the draft's output layer cheap; every token outside it is a sure rejection. Byte-pair merges
-are learnt in the order of their frequency, so a tokenizer's low ids are its frequent tokens (Zipf's law). That prior is
-mixed half and half with the counts of texts from the service's own domain, where there are any: on real answers to
-mathematics, code and questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% with the domain's
-prompts counted.
+**Its vocabulary**, the target tokens that it can propose, is chosen once for a lineage, then frozen. A small vocabulary
+makes the draft's output layer cheap; every token outside it is a sure rejection. Byte-pair merges are learnt in the
+order of their frequency, so a tokenizer's low ids are its frequent tokens (Zipf's law). That prior is mixed half and
+half with the counts of texts from the service's own domain, where there are any: on real answers to mathematics, code
+and questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% with the domain's prompts counted.
 """
 
 from __future__ import annotations

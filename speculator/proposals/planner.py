@@ -24,7 +24,7 @@ It is halved where many looks in a row were in vain, until one is not or another
 at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
 says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
 
-What the learned head earns: by domain, as verifications and looks say, older ones fading.
+`Earnings` has what the head earns: by domain, as verifications and looks say, older ones fading.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Taking entries out of the middle of a trace stream, with the books of speculator/redis/stream_accounting.py kept.
+"""Take traces out of a stream, with the books of stream_accounting.py kept, or out of a recording.
 
 Redis deletes by id. Where an entry has a node of its own in the stream's tree its bytes are free at once: so is every
 entry of 4 KiB or more, and every entry where `stream-node-max-entries` is 1, as our Redis servers have it. What Redis
 has on disk still holds the entry until its append-only file is written anew (`compact`).
 
-A recording without some of its traces: written anew beside it and put in its place.
+A recording is written anew beside the old one, without those traces, and put in its place.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ half of the margin is made up for, or after MAX_ALARM more requests, and then th
 Besides the domains the whole traffic is watched as one: a domain that nobody has seen before has no long average, and
 shows only there.
 
-Domain labels come from clients and are unbounded; what is kept and exported for each of them must not be.
+**Domain labels** come from clients and are unbounded; what is kept and exported for each of them must not be.
 
 A tenant takes no more names than it leaves free: 32 of 64, the next one 16 of the other 32. So none can take them all
 by being the first.

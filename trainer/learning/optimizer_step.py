@@ -6,7 +6,7 @@ average of the last few dozen steps accepts more than any single one of them (me
 Where several processes train together (trainer/ranks.py) a step is about all their batches: a mean is the sum of
 the ranks' sums over the sum of their counts, exactly as if one process had the whole batch.
 
-Is the draft in training fit to be published? What not-finite steps mean, as a small state machine.
+**Fit to be published?** What not-finite steps mean, as a small state machine.
 
     healthy ──(a step is not finite)──▶ suspect ──(GOOD_STEPS good ones in a row)──▶ healthy
                                            └──(BAD_STEPS bad ones in a row)──▶ restore the last good weights ──▶ suspect

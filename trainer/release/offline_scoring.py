@@ -4,7 +4,7 @@ Every rank scores its own traces, and rank 0 decides about all of them. Each dra
 incumbent's answers are kept from one decision to the next, and those of a candidate become the incumbent's when it is
 published. The golden set is asked only about a candidate that the held-out traces speak for.
 
-Offline acceptance: what a draft would commit a verification, had it served the answers that traces hold.
+**Offline acceptance** is what a draft would commit a verification, had it served the answers that traces hold.
 
 The text does not depend on the draft (speculator/draft/verification.py), so a held-out trace can be decoded again:
 every answer position is asked for the probability that the draft's proposal there is accepted, and the rounds that

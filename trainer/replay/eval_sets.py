@@ -1,4 +1,6 @@
-"""Fresh traces that wait before they are learnt from, so that the gate has some that no draft has seen.
+"""Traces that are kept from learning: the held-out set and the golden set. One of each text, oldest first.
+
+**Held out** are fresh traces that wait before they are learnt from, so that the gate has some that no draft has seen.
 
     arriving ──(a fixed share of all texts)──▶ held out ──(newer ones came)──▶ the replay, as a new trace
 
@@ -7,7 +9,7 @@ from does not come back as a fresh one while the replay remembers it. Nothing is
 pool is full. First leaves one of a tenant that has more than its share, then one that has siblings here, since answers
 to one prompt judge as one, then the oldest. The pool is part of the trainer's checkpoint.
 
-The golden set: a few early traces that are never learnt from, against drafts that learn to serve others badly.
+**The golden set** is a few early traces that are never learnt from, against drafts that learn to serve others badly.
 
 They are the first that arrive, some of each domain, and are part of the trainer's checkpoint; or an operator's own
 recording, which is read at every start. Whoever sends poison later finds them in place.
@@ -20,8 +22,6 @@ veto would stand for ever:
 Poison must be most of the traffic for all that time to come so far, and live traffic still judges what is published. An
 operator's recording is never given up: whoever chose it can choose another. Its traces do not grow too old, either, but
 those of an erased tenant go.
-
-Traces that are kept from learning: one of each text, from the oldest to the newest.
 """
 
 from __future__ import annotations

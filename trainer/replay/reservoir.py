@@ -6,12 +6,10 @@
 away and comes back finds a draft that has not forgotten it. The domain that holds most gives way first, and before it a
 tenant that holds more than its share.
 
-What is kept of one domain's older traces: an even sample of all that ever came, within a number of bytes.
-
-Reservoir sampling by random keys: every trace has a number drawn from its text, and the traces with the smallest are
-kept (bottom-k sampling). Each subset of the domain's history is as likely as with Vitter's algorithm R, and it does not
-matter in which order traces came or come back: after a restart the same history gives the same sample, without a
-count of what was seen.
+**Reservoir sampling** keeps an even sample of all traces of a domain that ever came. It goes by random keys: every
+trace has a number drawn from its text, and the traces with the smallest are kept (bottom-k sampling). Each subset of
+the domain's history is as likely as with Vitter's algorithm R, and it does not matter in which order traces came or
+come back: after a restart the same history gives the same sample, without a count of what was seen.
 """
 
 from __future__ import annotations

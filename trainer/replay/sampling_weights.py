@@ -1,10 +1,13 @@
-"""How often each trace of the replay is drawn. Both rules are bounded, so that nothing starves and nothing takes over:
+"""How often each trace of the replay is drawn: priority, tenant share and staleness.
+
+The first two are bounded, so that nothing starves and nothing takes over:
 
 * priority: badly accepted traces are drawn more often, between 1/B and B times the usual (`priority`);
 * tenant share: where one tenant would fill the mix, the others are drawn more often instead, up to MAX_REPEAT times as
   often as they would be (`capped_shares`).
 
-How far old proposals still count. What the target committed never ages; what an old draft proposed does.
+**Staleness** is how far old proposals still count. What the target committed never ages; what an old draft proposed
+does.
 
 Committed text has the target's distribution whoever drafted, so distillation uses it as long as it is kept. Terms about
 proposals are off-policy, and their importance weights grow wild with the distance between then and now: a proposal at

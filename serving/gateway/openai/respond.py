@@ -1,6 +1,6 @@
-"""From a planned generation to its HTTP response: whole, or as a stream.
+"""From a planned generation to its HTTP response: whole, or as a stream of events.
 
-The objects of one response, whole or in events: one shape around what each endpoint says in its own dialect.
+`Answer` makes the objects of a response; each endpoint says in its own dialect what is in them.
 """
 
 from __future__ import annotations

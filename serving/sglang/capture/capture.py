@@ -5,7 +5,7 @@ them. Logits are reduced to their top tokens where that costs the scheduler leas
 the assembler, on another core. A request's span hangs on SGLang's own request object, so whatever becomes of the
 request, nothing is left over.
 
-How many bytes of traces a second may be captured.
+`ByteBudget` bounds how many bytes of traces a second are captured.
 """
 
 from __future__ import annotations
