@@ -42,6 +42,6 @@ COPY --from=dependencies /dependencies /opt/dependencies
 COPY --from=kernels /opt/slipstream /opt/slipstream
 ENV PYTHONPATH=/opt/slipstream:/opt/dependencies PYTHONDONTWRITEBYTECODE=1
 # An image in which a part is missing ends here, and not in service.
-RUN python -c "import serving.local.engine, trainer.run, slipstream.cli"
+RUN python -c "import serving.local.engine, trainer.process, slipstream.cli.main"
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "slipstream"]

@@ -74,7 +74,8 @@ class Throttle:
         while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
             # Ranks go on in the same order where one is told to stop: it does not wait, and asks as often.
             stop.wait(pause_s)
-            rested_s += pause_s
+            # A look at the engines takes time, too, where Redis hangs.
+            rested_s = max(rested_s + pause_s, self._clock() - began_s)
         self._metrics.yielded.inc(self._clock() - began_s)
 
     def _pause_ms(self, worked_s: float, rested_s: float) -> int:
@@ -85,12 +86,11 @@ class Throttle:
 
     def _look(self) -> None:
         """Without Redis the engines are as busy as they were."""
-        now_s = self._clock()
-        if now_s - self._looked_s < LOOK_S:
+        if self._clock() - self._looked_s < LOOK_S:
             return
-        self._looked_s = now_s
         with suppress(StreamError):
             self._share = 1 - busiest_here(self._engines()) * (1 - self._busy_share)
+        self._looked_s = self._clock()
         self._metrics.time_share.set(self._share)
 
 

@@ -95,6 +95,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4
+_LOOK_S = 2.0
+"""Between two looks at the canary's slot, which expires otherwise."""
 
 
 class Pointer(Replaces, TakesReports, HoldsCanarySlot, Protocol):
@@ -128,7 +130,9 @@ class DraftFollower:
         self._pointer, self._poll_s = pointer, poll_s
         self._record = record = VersionRecord(lifecycle, pointer, engine_id=engine_id)
         self._installer = Installer(engine, record)
-        self._canary = Canary(pointer, self._installer, record, watch, engine_id=engine_id, look_s=every_s, clock=clock)
+        self._canary = Canary(
+            pointer, self._installer, record, watch, engine_id=engine_id, look_s=min(every_s, _LOOK_S), clock=clock
+        )
         self._trials = Trials(self._installer, watch, record, self._canary)
         self._reporter = Reporter(
             pointer, self._installer, watch, self._canary, engine_id=engine_id, every_s=every_s, more=status
@@ -142,10 +146,16 @@ class DraftFollower:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End, and give the canary's slot back where this engine has it."""
+    def stop(self, *, is_in_order: bool = True) -> None:
+        """End, and give the canary's slot back where this engine has it.
+
+        An engine that has failed does not stop `in order`: the slot expires, and the failure counts against the
+        version that it tried.
+        """
         self._stop.set()
         self._thread.join()
+        if not is_in_order:
+            return
         try:
             self._canary.leave()
         except StreamError as error:

@@ -66,6 +66,9 @@ class VersionRecord:
 
     def promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
         def write(states: Lifecycle) -> None:
+            # What is owed since a full disk may still be missing.
+            if states.state(version) is State.SCORED:
+                self._move(states, version, State.LIVE, "in service")
             # Another engine may have promoted it, and another version after it.
             if states.state(version) is State.LIVE:
                 self._move(states, version, State.PROMOTED, reason, numbers)

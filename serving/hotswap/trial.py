@@ -89,7 +89,15 @@ class Trials:
 
     def _roll_back(self, watch: LiveWatch, version: int, verdict: Verdict) -> None:
         good = self._fallback(version)
-        if good is None or not self._installer.install(good):
+        numbers = {**verdict.numbers, "back_to": good or 0}
+        try:
+            is_back = good is not None and self._installer.install(good)
+        except Exception:
+            # It is tried again, and may take long: no other engine is to try this version meanwhile.
+            if good is not None and not self._record.is_barred(version):
+                self._record.barred(version, good, verdict.reason, numbers)
+            raise
+        if good is None or not is_back:
             log.error("draft version %d %s, and no other can be installed", version, verdict.reason)
             return
         self._verdict = None
@@ -100,7 +108,7 @@ class Trials:
             watch.restart(good)
         self._log.end_trial(version, "rolled_back", verdict.reason)
         self._canary.give_up()
-        self._record.barred(version, good, verdict.reason, {**verdict.numbers, "back_to": good})
+        self._record.barred(version, good, verdict.reason, numbers)
 
     def _fallback(self, bad: int) -> int | None:
         """The version before, else the last good one."""
@@ -114,6 +122,7 @@ class Trials:
         """A version is in service without a trial."""
         self._withdraw(why)
         if self._watch is not None:
+            self._incumbent = version
             self._watch.restart(version)
             return
         self._record.live(version)

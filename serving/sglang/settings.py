@@ -71,7 +71,7 @@ class PluginSettings(BaseSettings):
     watch: bool = True
     """Compare each new draft with the one before on live traffic and go back where it is worse; without it whatever is
     published comes into service and stays."""
-    poll_s: float = Field(default=0.5, ge=0.01, le=60)
+    poll_s: float = Field(default=0.5, ge=0.01, le=5)
     """How often the draft pointer is read."""
 
 

@@ -74,7 +74,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         )
         site.registry.register(VerdictCollector(lambda: follower.log))
         follower.start()
-        opened.callback(follower.stop)
+        opened.callback(lambda: follower.stop(is_in_order=engine.health().alive))
         server = GatewayServer(app, listener, max_connections=settings.max_connections)
         asyncio.run(
             serve_until_signal(

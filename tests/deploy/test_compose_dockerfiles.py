@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -122,6 +123,16 @@ def test_the_wheel_has_every_file_and_the_plugin(tmp_path: Path) -> None:
     for package in ("speculator", "serving", "trainer", "slipstream"):
         files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
         assert {str(path.relative_to(ROOT)) for path in files} <= names
+
+
+@pytest.mark.parametrize(
+    "dockerfile", [SLIPSTREAM, SLIPSTREAM.with_name("sglang.Dockerfile")], ids=["slipstream", "sglang"]
+)
+def test_the_modules_that_an_image_imports_to_prove_itself_exist(dockerfile: Path) -> None:
+    checks = re.findall(r'python3? -c "import ([\w., ]+)"', dockerfile.read_text())
+    names = [name for check in checks for name in check.split(", ")]
+    assert names
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
 def test_pytorch_starts_without_what_the_cpu_variant_leaves_out(tmp_path: Path) -> None:

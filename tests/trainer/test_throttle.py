@@ -38,7 +38,7 @@ class Engines:
 
     def __init__(self, *looks: Reports, busy_share: float, stop: bool = False) -> None:
         self.looks, self.num_asked, self.rested_s, self.now_s = list(looks), 0, 0.0, 1000.0
-        self.is_stopped, self.is_away = stop, False
+        self.is_stopped, self.is_away, self.hangs_s = stop, False, 0.0
         self.registry = CollectorRegistry()
         self.throttle = Throttle(
             self.read, Ranks(), TrainerMetrics(self.registry), busy_share=busy_share, clock=lambda: self.now_s
@@ -46,6 +46,7 @@ class Engines:
 
     def read(self) -> Reports:
         self.num_asked += 1
+        self.now_s += self.hangs_s
         if self.is_away:
             raise StreamError("away")
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
@@ -101,6 +102,14 @@ def test_a_rest_ends_once_the_engines_are_idle() -> None:
 
 def test_after_a_long_turn_the_rest_is_bounded() -> None:
     assert Engines(busy("1.0"), busy_share=0.01).rest_after(60.0) == pytest.approx(LONGEST_REST_S)
+
+
+def test_a_redis_that_hangs_makes_no_rest_longer_than_its_bound() -> None:
+    engines = Engines(busy("1.0"), busy_share=0.01)
+    engines.rest_after(1.0)
+    engines.is_away, engines.hangs_s, engines.now_s = True, 5.0, 2000.0
+    engines.rest_after(60.0)
+    assert engines.now_s - 2060.0 <= LONGEST_REST_S + engines.hangs_s
 
 
 def test_nobody_rests_at_the_stop() -> None:

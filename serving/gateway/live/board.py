@@ -30,7 +30,8 @@ _STEPS = {"written", "validated", "scored", "asked"}
 _PLACE = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
 """Whatever has a slash, or a colon and a number: paths, URLs, host and port."""
 _CHANGE = ("change", "lower", "upper")
-_WATCHED_CHANGE = ("accept_change", "accept_change_lower", "accept_change_upper")
+_WATCHED_CHANGE = ("accept_change", "lower", "upper")
+"""The breaker gives no bounds."""
 _GATE = ("num_traces", "candidate_length", "incumbent_length", *_CHANGE)
 
 

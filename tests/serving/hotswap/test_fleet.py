@@ -367,6 +367,33 @@ def test_a_version_that_ends_its_engines_is_tried_twice_and_barred(scene: Scene,
     assert third.draft == 3, "the next one has its turn"
 
 
+def test_an_engine_that_fails_as_it_tries_a_version_has_not_stopped_in_order(scene: Scene) -> None:
+    scene.pointer.publish(2)
+    for name in ("a", "b"):
+        (alone,) = scene.start(name)
+        scene.follow()
+        assert alone.draft == 2
+        alone.follower.start()
+        alone.follower.stop(is_in_order=False)
+        scene.die(alone)
+    (third,) = scene.start("c")
+    scene.follow(2)
+    assert (third.draft, scene.states.state(2)) == (1, State.QUARANTINED)
+
+
+def test_an_engine_that_only_follows_goes_back_to_the_version_before(scene: Scene) -> None:
+    a, b = scene.start("a", "b")
+    for version in (2, 3):
+        scene.pointer.publish(version)
+        scene.follow()
+        a.serve(1000)
+        scene.follow(3)
+        assert scene.drafts == [version, version]
+    scene.states.bar(3, actor="trainer", reason="the second look")
+    scene.follow()
+    assert b.draft == 2, "and not what it started with"
+
+
 def two_end_as_they_try(scene: Scene) -> None:
     scene.pointer.publish(2)
     for name in ("a", "b"):

@@ -318,6 +318,10 @@ def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
     with pytest.raises(EngineBusyError):
         scene.follower.follow()
     assert scene.engine.draft_version == 2
+    assert scene.states.state(2) is State.QUARANTINED, "so that no other engine tries it"
+    assert scene.pointer.version == 1
+    with pytest.raises(EngineBusyError):
+        scene.follower.follow()
     scene.engine.refusal = None
     scene.follower.follow()
     assert scene.engine.draft_version == 1

@@ -232,13 +232,13 @@ class DeskDouble:
             "pinned": None,
             "engines": [
                 {"engine_id": f"secret-host-{role}", "version": 60, "role": role}
-                for role in ("canary", "waiting", "wave 2")
+                for role in ("canary", "waiting", "settled")
             ],
             "no_redis": "redis://:secret@host:6379 does not answer",
         }
 
     def events(self, count: int) -> list[dict[str, Any]]:
-        numbers = {"accept_change": -0.2, "accept_change_lower": -0.3, "accept_change_upper": -0.1}
+        numbers = {"accept_change": -0.2}
         told = "cannot read /secret/drafts/3 or secret/3.safetensors: see redis://secret:6379/0 and secret.host:6379"
         refused = {"version": 3, "reason": told, "numbers": {}}
         typed = {"version": 2, "desired": 2, "reason": "tenant secret-name complains"}
@@ -297,7 +297,7 @@ def test_versions_and_events_without_a_key_and_without_secrets() -> None:
     assert (rolled_back["reason"], rolled_back["change"], rolled_back["upper"]) == (
         "accepts less than the incumbent",
         -0.2,
-        -0.1,
+        None,
     )
     assert quarantined["reason"] == "cannot read … or …: see … and …"
     assert (judged["outcome"], judged["change"], judged["lower"]) == ("hold", 0.01, None)
