@@ -409,11 +409,6 @@ class LiveWatch:
         return 0 if self._trial is None else self._trial.num_compared
 
     @property
-    def target_version(self) -> int:
-        """Of the target whose rounds are counted."""
-        return self._target_version
-
-    @property
     def accept_length(self) -> float | None:
         """Tokens a verification of the version in service, over the last 1,000; None before the first."""
         return (self._baseline if self._trial is None else self._trial.record).accept_length()
