@@ -16,7 +16,7 @@ from serving.gateway.openai.respond import respond
 from serving.gateway.openai.schema import ChatBody, request_body
 from serving.gateway.telemetry import exchange_of
 
-ROUTE = "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 
 
 class ChatDialect:
@@ -47,7 +47,7 @@ def chat_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter()
     dialect = ChatDialect()
 
-    @router.post(ROUTE, openapi_extra=request_body(ChatBody, served=gateway.engine.info.model))
+    @router.post(CHAT, openapi_extra=request_body(ChatBody, served=gateway.engine.info.model))
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes=gateway.settings.max_body_bytes)
         check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=body.n)
@@ -60,7 +60,7 @@ def chat_routes(gateway: Gateway) -> APIRouter:
             body,
             [prompt],
             prompt_param="messages",
-            route=ROUTE,
+            route=CHAT,
         )
         return await respond(request, body, generation, dialect)
 

@@ -17,7 +17,7 @@ from serving.gateway.openai.respond import respond
 from serving.gateway.openai.schema import CompletionBody, Prompt, request_body
 from serving.gateway.telemetry import exchange_of
 
-ROUTE = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 
 
 class CompletionDialect:
@@ -26,20 +26,20 @@ class CompletionDialect:
     chunk_object = "text_completion"
 
     def whole(self, index: int, sample: Sample) -> dict[str, Any]:
-        return _choice(index, sample.text, sample.finish_reason)
+        return _text_choice(index, sample.text, sample.finish_reason)
 
     def pieces(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:
         # The first event goes out even without text: it tells the client that its request is being served.
         if not is_first and not chunk.text and chunk.finish_reason is None:
             return []
-        return [{**_choice(index, chunk.text, chunk.finish_reason), **(extension if chunk.text else {})}]
+        return [{**_text_choice(index, chunk.text, chunk.finish_reason), **(extension if chunk.text else {})}]
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _text_choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-async def _token_ids(tokenizer: Tokenizer, prompt: Prompt) -> Sequence[int]:
+async def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> Sequence[int]:
     if isinstance(prompt, str):
         return await encode(tokenizer.encode, prompt, num_chars=len(prompt))
     return prompt
@@ -49,19 +49,19 @@ def completion_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter()
     dialect = CompletionDialect()
 
-    @router.post(ROUTE, openapi_extra=request_body(CompletionBody, served=gateway.engine.info.model))
+    @router.post(COMPLETIONS, openapi_extra=request_body(CompletionBody, served=gateway.engine.info.model))
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes=gateway.settings.max_body_bytes)
         num_samples = len(body.prompt) * body.n
         check_limits(gateway.engine.info, gateway.settings, model=body.model, num_samples=num_samples)
-        prompts = [await _token_ids(gateway.engine.tokenizer, prompt) for prompt in body.prompt]
+        prompts = [await _prompt_ids(gateway.engine.tokenizer, prompt) for prompt in body.prompt]
         generation = plan(
             gateway,
             exchange_of(request),
             body,
             prompts,
             prompt_param="prompt",
-            route=ROUTE,
+            route=COMPLETIONS,
         )
         return await respond(request, body, generation, dialect)
 

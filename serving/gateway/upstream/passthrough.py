@@ -19,8 +19,9 @@ from serving.engine import DraftHost, EngineInfo
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError
 from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.openai import chat, completions
 from serving.gateway.openai.body import parse, read_json
+from serving.gateway.openai.chat import CHAT
+from serving.gateway.openai.completions import COMPLETIONS
 from serving.gateway.openai.disconnect import until_disconnect
 from serving.gateway.openai.limits import check_completion_tokens, check_limits, deadline
 from serving.gateway.openai.schema import request_body
@@ -76,13 +77,13 @@ def passthrough_routes(passage: Passage) -> APIRouter:
             response.headers[WARNING] = warning
         return response
 
-    @router.post(chat.ROUTE, openapi_extra=openapi)
+    @router.post(CHAT, openapi_extra=openapi)
     async def create_chat_completion(request: Request) -> Response:
-        return await pass_on(request, chat.ROUTE)
+        return await pass_on(request, CHAT)
 
-    @router.post(completions.ROUTE, openapi_extra=openapi)
+    @router.post(COMPLETIONS, openapi_extra=openapi)
     async def create_completion(request: Request) -> Response:
-        return await pass_on(request, completions.ROUTE)
+        return await pass_on(request, COMPLETIONS)
 
     return router
 
@@ -161,7 +162,7 @@ class _Asked:
 
 def limit_to_add(body: ForwardedBody, limit: int | None, route: str, info: EngineInfo) -> int | None:
     """The operator's limit on completion tokens, where the request names none and SGLang's own may be above it."""
-    if route == chat.ROUTE:
+    if route == CHAT:
         is_named, default = body.completion_tokens is not None, info.context_length
     else:
         # SGLang knows no other name for it there.
