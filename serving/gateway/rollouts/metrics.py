@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serving.gateway.rollouts.book import RolloutBook
-from serving.rollout.nouns import EndReason, State
+from serving.rollout.samples import EndReason, State
 
 
 class RolloutCollector(Collector):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from serving.gateway.errors import ApiError
 from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.rollouts.schema import RewardsBody
-from serving.rollout.nouns import State
+from serving.rollout.samples import State
 from speculator.errors import RequestError
 from speculator.redis.reward_stream import GroupRewards
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from serving.rollout.nouns import State
-from serving.rollout.results import GroupWork, SampleResult
+from serving.rollout.samples import GroupWork, SampleResult, State
 
 _LOGPROB_DIGITS = 6
 

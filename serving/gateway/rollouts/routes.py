@@ -22,8 +22,7 @@ from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
 from serving.gateway.rollouts.stream import described, streamed
 from serving.gateway.telemetry import Exchange, exchange_of
-from serving.rollout.nouns import GroupRequest
-from serving.rollout.results import GroupWork
+from serving.rollout.samples import GroupRequest, GroupWork
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
 from speculator.redis.reward_stream import GroupRewards

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from serving.capture.trace_header import make_header
+from serving.capture.recorder import make_header
 from serving.local.capture.assembler import TraceAssembler
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.rounds import RoundRunner

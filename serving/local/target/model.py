@@ -30,7 +30,7 @@ from serving.local.target.linear_layers import pack_linears
 from serving.local.target.loading import load_model
 from serving.local.target.ranking import Ranking
 from serving.local.target.weight_update import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.target.weights import read_layout, read_weights
+from serving.target import read_layout, read_weights
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.errors import ConfigError
 from speculator.target_folder import reason_of
