@@ -21,9 +21,9 @@ from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
 from tests.docs.commands import fenced
 from tests.docs.workshop import Workshop, start
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import url_in, wait_until
 from tests.serving.gateway.keyfile import KeyFile
-from tests.toy import make_toy_model
-from tests.waiting import url_in, wait_until
 
 NUM_ANSWERS = 6
 

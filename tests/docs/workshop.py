@@ -19,7 +19,7 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from tests.docs.commands import Command
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 ADMIN_KEY = "a-key-of-the-workshop"
 

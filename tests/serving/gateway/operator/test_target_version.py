@@ -14,7 +14,7 @@ from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError, StreamError, TargetError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import ask, error_of
 from tests.serving.gateway.operator.test_admin import KEY, KEYS
 
