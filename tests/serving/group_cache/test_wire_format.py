@@ -20,7 +20,7 @@ from serving.group_cache.texts import (
 )
 from speculator.errors import GroupTextError
 from speculator.redis.keys import RedisKeys
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 VOCAB = 1000
 KEYS = RedisKeys(model_key="m")
