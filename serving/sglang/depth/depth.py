@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request_policy import parent_of, policy_of, sampling_of
 from serving.sglang.depth.sleep import Dormancy
 from serving.sglang.depth.step_clock import StepClock
