@@ -33,8 +33,9 @@ from trainer.learning.batch import Example, Window, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.losses import LossMix
 from trainer.learning.optimizer_step import Learner
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.acceptance import recorded_rounds
 from trainer.release.offline_scoring import predict_acceptance
+from trainer.statistics import Acceptance
 
 HELD_OUT_SHARE = 0.2
 PASSES = 4

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from speculator.errors import ConfigError
 from speculator.settings import unusable
 from trainer.learning.losses import DEFAULT_LOSS, LossMix
-from trainer.release.gate import MIN_TRACES
+from trainer.statistics import MIN_TRACES
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 

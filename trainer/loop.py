@@ -122,8 +122,19 @@ class Trainer:
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
         proposal_weight = sum(drawn.proposal_weight for drawn in draw.batch) / max(len(draw.batch), 1)
         self.metrics.proposal_weight.set(proposal_weight)
-        self.metrics.observe_step(report, time.perf_counter() - start_s)
-        self.metrics.observe_replay(self._replay)
+        self.metrics.observe_step(
+            applied=report.applied,
+            num_tokens=report.num_bases,
+            loss=report.loss,
+            accept_length=report.accept_length,
+            seconds=time.perf_counter() - start_s,
+        )
+        self.metrics.observe_replay(
+            num_traces=len(self._replay),
+            num_waiting=self._replay.num_waiting,
+            num_evicted=self._replay.num_evicted,
+            bytes_by_domain=self._replay.num_bytes_by_domain(),
+        )
         self.metrics.healthy.set(self._training.guard.healthy)
 
     @property

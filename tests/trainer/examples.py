@@ -15,9 +15,10 @@ from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.loop import Trainer
-from trainer.release.acceptance import Acceptance, expected_rounds
-from trainer.release.gate import Comparison, GateDecision, Outcome
+from trainer.release.acceptance import expected_rounds
+from trainer.release.gate import GateDecision, Outcome
 from trainer.release.offline_scoring import accept_probabilities
+from trainer.statistics import Acceptance, Comparison
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:

@@ -41,9 +41,9 @@ from trainer.learning.optimizer_step import Learner
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
-from trainer.release.acceptance import Acceptance
 from trainer.release.live_review import Review
 from trainer.replay.provenance import Stored
+from trainer.statistics import Acceptance
 from trainer.throttle import Throttle
 
 SHARES = (slice(0, 1), slice(1, 4))

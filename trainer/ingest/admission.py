@@ -231,7 +231,9 @@ class Intake:
             self._metrics.drift_alarms.labels(name).inc()
             log.warning("acceptance fell", domain=name, short=series.short, long=series.long, margin=series.margin)
         for name in (domain, ALL):
-            self._metrics.observe_drift(name, self.drift.series[name])
+            series = self.drift.series[name]
+            long = series.long if series.state.num_long else None
+            self._metrics.observe_drift(name, short=series.short, long=long, margin=series.margin, alarm=series.alarm)
 
     def _restore(self, stored: Stored) -> None:
         """Where it was at the checkpoint; or, where it would judge drafts for a target that has moved, as a new one."""

@@ -18,52 +18,14 @@ Shape letters: N base positions, S states, K kept target tokens, D draft vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import zip_longest
-
 import torch
 from torch import Tensor
 
 from speculator.trace.schema import Trace
 from trainer.learning.labels import Labels
+from trainer.statistics import Acceptance
 
 _MAX_RATIO = 1e30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Acceptance:
-    """Verifications and what they committed; adds up over spans. Whole numbers where counted, not where expected.
-
-    `num_reaching[k]` is the number of rounds that accepted more than k proposals.
-    """
-
-    num_committed: float = 0
-    num_rounds: float = 0
-    num_reaching: tuple[float, ...] = ()
-
-    @property
-    def length(self) -> float:
-        """Committed tokens per verification, the bonus token included; 1.0 means that drafting never helped."""
-        return self.num_committed / self.num_rounds if self.num_rounds else 1.0
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """For each place k in the chain: the share of the rounds that accepted k proposals that also accept the next.
-
-        A chain that ends early, for lack of confidence or room, has not accepted the next.
-        """
-        before = (self.num_rounds, *self.num_reaching)
-        return tuple(
-            after / reached if reached else 0.0 for reached, after in zip(before, self.num_reaching, strict=False)
-        )
-
-    def __add__(self, other: Acceptance) -> Acceptance:
-        reaching = zip_longest(self.num_reaching, other.num_reaching, fillvalue=0)
-        return Acceptance(
-            num_committed=self.num_committed + other.num_committed,
-            num_rounds=self.num_rounds + other.num_rounds,
-            num_reaching=tuple(mine + theirs for mine, theirs in reaching),
-        )
 
 
 def expected_rounds(accept_NK: Tensor, labelled_N: Tensor, depth: int) -> Acceptance:

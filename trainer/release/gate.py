@@ -25,48 +25,17 @@ How often the gate is wrong: benchmarks/results/gate.md.
 from __future__ import annotations
 
 import enum
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from speculator.versions.lifecycle import Number
-from trainer.release.acceptance import Acceptance
-
-MIN_TRACES = 4
-CONFIDENCE = 0.95
-"""Of each bound by itself."""
+from trainer.statistics import MIN_TRACES, Comparison
 
 
 class Outcome(enum.Enum):
     PROMOTE = "promote"
     REFUSE = "refuse"
     HOLD = "hold"
-
-
-class Pair(NamedTuple):
-    """What both drafts would commit on one trace, or on several."""
-
-    candidate: Acceptance
-    incumbent: Acceptance
-
-
-Answer = tuple[bytes, Pair]
-"""A trace of the prompt with this hash."""
-
-
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """`change` is relative, and so are its bounds, which are None where there are too few traces for any."""
-
-    num_traces: int
-    """Of different prompts."""
-    candidate_length: float
-    incumbent_length: float
-    change: float
-    lower: float | None
-    upper: float | None
 
 
 class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,54 +66,6 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def _for_one_look(count: int) -> float:
-    return student_t_quantile(CONFIDENCE, count - 1)
-
-
-def by_prompt(answers: Iterable[Answer]) -> list[Pair]:
-    """One pair for each prompt."""
-    found: defaultdict[bytes, list[Pair]] = defaultdict(list)
-    for prompt_hash, pair in answers:
-        found[prompt_hash].append(pair)
-    return [_total(pairs) for pairs in found.values()]
-
-
-def compare(
-    pairs: Sequence[Pair], *, quantile: Callable[[int], float] = _for_one_look, doubt: float = 0.0
-) -> Comparison:
-    """The change of a ratio of sums, with bounds from its linearisation: the relative residual of a trace is
-
-        z = (C/ΣC − R/ΣR) of the candidate − the same of the incumbent,     se(change) = (1 + change) · √(n/(n−1) Σz²)
-
-    for C committed tokens and R verifications (Cochran, "Sampling Techniques", 3rd edition, chapter 6), Σ also over
-    z = `doubt` / n: as if one more average trace had been off by so much, so that traces that agree prove little.
-    Traces without a verification say nothing and are left out. `quantile` gives how many standard errors the bounds are
-    away, for so many traces; infinite where they bound nothing.
-    """
-    pairs = [pair for pair in pairs if pair.candidate.num_rounds > 0 and pair.incumbent.num_rounds > 0]
-    count = len(pairs)
-    totals = _total(pairs) if pairs else None
-    lengths = (totals.candidate.length, totals.incumbent.length) if totals else (1.0, 1.0)
-    change = lengths[0] / lengths[1] - 1
-    lower = upper = None
-    if totals is not None and count > 1 and math.isfinite(width := quantile(count)):
-        squares = sum(
-            (_residual(pair.candidate, totals.candidate) - _residual(pair.incumbent, totals.incumbent)) ** 2
-            for pair in pairs
-        )
-        squares += (doubt / count) ** 2
-        error = (1 + change) * math.sqrt(count / (count - 1) * squares)
-        lower, upper = change - width * error, change + width * error
-    return Comparison(
-        num_traces=count,
-        candidate_length=lengths[0],
-        incumbent_length=lengths[1],
-        change=change,
-        lower=lower,
-        upper=upper,
-    )
-
-
 def decide(
     fresh: Comparison, golden: Comparison | None, *, incumbent: int, epsilon: float, golden_epsilon: float
 ) -> GateDecision:
@@ -167,39 +88,3 @@ def _judge(fresh: Comparison, golden: Comparison | None, epsilon: float, golden_
 
 def _is_worse(found: Comparison, epsilon: float) -> bool:
     return found.num_traces >= MIN_TRACES and found.upper is not None and found.upper < -epsilon
-
-
-def _total(pairs: Sequence[Pair]) -> Pair:
-    return Pair(*(sum(column, Acceptance()) for column in zip(*pairs, strict=True)))
-
-
-def _residual(one: Acceptance, total: Acceptance) -> float:
-    return one.num_committed / total.num_committed - one.num_rounds / total.num_rounds
-
-
-def student_t_quantile(probability: float, degrees: int) -> float:
-    """t with P(T ≤ t) = `probability` ≥ 0.5 for a whole number of degrees of freedom, to about twelve digits.
-
-    The angle θ = atan(t/√ν) is bisected; P(|T| ≤ t) is a finite sum in it (Abramowitz and Stegun, "Handbook of
-    Mathematical Functions", 26.7.3 and 26.7.4).
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _two_sided(middle, degrees) < 2 * probability - 1:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _two_sided(theta: float, degrees: int) -> float:
-    """P(|T| ≤ √ν · tan θ)."""
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = degrees % 2
-    # 1 + 1/2 cos² + 1·3/(2·4) cos⁴ + … for even ν; cos + 2/3 cos³ + 2·4/(3·5) cos⁵ + … for odd ν.
-    term, total = (cosine if odd else 1.0), 0.0
-    for step in range(degrees // 2):
-        total += term
-        term *= cosine**2 * (2 * step + 1 + odd) / (2 * step + 2 + odd)
-    return 2 / math.pi * (theta + sine * total) if odd else sine * total

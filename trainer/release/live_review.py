@@ -6,8 +6,8 @@ the gate, so what a request is like falls out, and some twenty traces tell a ten
 most versions like that; this is about traffic that had no part in its judgement, and about versions that never came to
 it.
 
-What is compared is the change of the accept length with its standard error (trainer/release/gate.py), after every
-trace, within bounds that hold over all looks together (trainer/statistics.py). Answers to one prompt count as one
+What is compared is the change of the accept length with its standard error, after every trace, within bounds that hold
+over all looks together (trainer/statistics.py). Answers to one prompt count as one
 trace. With the ε of the gate, the narrow one also where the target has moved (what the gate had too few traces for
 comes here), the version is
 
@@ -47,10 +47,9 @@ from speculator.versions.lifecycle import BARRED, Lifecycle, Number, State, Tran
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.gate import Answer, Comparison, Pair, by_prompt, compare
 from trainer.release.offline_scoring import score
 from trainer.replay.provenance import Provenance, Stored
-from trainer.statistics import anytime_quantile
+from trainer.statistics import Answer, Comparison, Pair, anytime_quantile, by_prompt, compare
 
 _IN_SERVICE = frozenset({State.LIVE, State.PROMOTED})
 

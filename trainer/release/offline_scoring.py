@@ -37,10 +37,11 @@ from trainer.learning.batch import Batch, Example, Window, pack
 from trainer.learning.optimizer_step import all_finite
 from trainer.learning.ttt_unroll import unroll
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Acceptance, coupled_acceptance, expected_rounds
-from trainer.release.gate import Answer, Comparison, GateDecision, Outcome, Pair, by_prompt, compare, decide
+from trainer.release.acceptance import coupled_acceptance, expected_rounds
+from trainer.release.gate import GateDecision, Outcome, decide
 from trainer.replay.eval_sets import GoldenSet, HeldOut
 from trainer.replay.provenance import Stored
+from trainer.statistics import Acceptance, Answer, Comparison, Pair, by_prompt, compare
 
 # Attention grows with the square of a batch, and so does its mask.
 _MAX_BASES = 512

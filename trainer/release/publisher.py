@@ -90,7 +90,9 @@ class Publisher:
         The decision goes into the manifest and into the store's events.
         """
         self._last_s = time.monotonic()
-        self._metrics.observe_gate(decision)
+        self._metrics.observe_gate(
+            decision.outcome.value, decision.seconds, fresh=decision.fresh, golden=decision.golden
+        )
         try:
             if decision.outcome is not Outcome.PROMOTE:
                 self._judged_tokens = learnt_tokens

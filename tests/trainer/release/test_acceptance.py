@@ -13,7 +13,8 @@ from speculator.draft.verification import draws, gumbel, served_logits
 from tests.emitting import emitted as reference
 from tests.trainer.learning.test_labels import round_trace
 from trainer.learning.labels import draft_ids_by_target_id, make_labels
-from trainer.release.acceptance import Acceptance, coupled_acceptance, expected_rounds, recorded_rounds
+from trainer.release.acceptance import coupled_acceptance, expected_rounds, recorded_rounds
+from trainer.statistics import Acceptance
 
 
 def certain(accepted: list[int], depth: int) -> torch.Tensor:

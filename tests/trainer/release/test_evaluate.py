@@ -20,8 +20,9 @@ from tests.trainer.examples import batch_of, config_for
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.optimizer_step import Learner
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.acceptance import recorded_rounds
 from trainer.release.offline_scoring import predict_acceptance
+from trainer.statistics import Acceptance
 
 DEPTH = 4
 

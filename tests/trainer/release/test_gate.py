@@ -14,20 +14,10 @@ from tests.trainer.examples import config_for
 from tests.trainer.reviewing import accepted
 from tests.trainer.stored import stored_of
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Acceptance
-from trainer.release.gate import (
-    MIN_TRACES,
-    Comparison,
-    GateDecision,
-    Outcome,
-    Pair,
-    by_prompt,
-    compare,
-    decide,
-    student_t_quantile,
-)
+from trainer.release.gate import GateDecision, Outcome, decide
 from trainer.release.offline_scoring import Shadow
 from trainer.replay.eval_sets import GoldenSet, HeldOut
+from trainer.statistics import MIN_TRACES, Acceptance, Comparison, Pair, by_prompt, compare, student_t_quantile
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from tests.trainer.examples import config_for, promote, record
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
 from trainer.release.candidate import Patience
-from trainer.release.gate import Comparison, GateDecision, Outcome
+from trainer.release.gate import GateDecision, Outcome
+from trainer.statistics import Comparison
 
 HELD_OUT = Comparison(num_traces=9, candidate_length=2.0, incumbent_length=1.0, change=1.0, lower=0.9, upper=1.1)
 GOLDEN = Comparison(num_traces=9, candidate_length=1.0, incumbent_length=2.0, change=-0.5, lower=-0.6, upper=-0.4)

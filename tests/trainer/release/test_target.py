@@ -23,8 +23,9 @@ from tests.trainer.replay.test_buffer import BASES, draw, fill, ids, replay_of
 from tests.trainer.stored import stored_of
 from trainer.checkpoint import load_checkpoint
 from trainer.loop import Trainer
-from trainer.release.gate import Comparison, GateDecision
+from trainer.release.gate import GateDecision
 from trainer.replay.buffer import Admission
+from trainer.statistics import Comparison
 
 Start = Callable[..., Trainer]
 
