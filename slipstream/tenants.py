@@ -28,7 +28,7 @@ from speculator.trace.codec import read_header
 from speculator.trace.schema import TraceHeader
 from speculator.versions.store import DraftStore
 from speculator.versions.training_tenants import counts_of
-from trainer.ingest.disk_cache import TEMPORARY, shelf_folder
+from trainer.replay.trace_source import TEMPORARY, shelf_folder
 
 _POLL_S = 0.2
 _WRITTEN_S = 5.0

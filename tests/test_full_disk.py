@@ -20,7 +20,7 @@ from tests.small_disk import filled, small_disk
 from tests.toy import make_toy_model, random_draft
 from tests.traces import make_trace
 from tests.waiting import wait_until
-from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
+from trainer.session import Progress, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture

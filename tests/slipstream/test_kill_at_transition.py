@@ -47,7 +47,7 @@ from tests.slipstream.mortal import KEY, Order
 from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.waiting import wait_until
-from trainer.checkpoint import load_checkpoint
+from trainer.session import load_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 

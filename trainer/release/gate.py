@@ -1,35 +1,44 @@
-"""Hop 7 to 8: may a candidate be tried in place of the incumbent? Decided on traces that neither has learnt from.
+"""The gate: may a candidate be tried in place of the incumbent? Decided on traces that neither has learnt from.
 
-Both drafts decode the same traces again (trainer/release/offline_scoring.py). What is compared is the acceptance length
-of each,
-
-    L = Σ committed tokens / Σ verifications        change = L_candidate / L_incumbent − 1
-
-and its standard error comes from how much the traces differ in it (`compare`). Answers to one prompt resemble each
-other and count as one trace, with the sums of them all (`by_prompt`). Traces are few, so the bounds are those of
-Student's t: four traces decide only what is plain.
+Both drafts decode the held-out traces again (trainer/release/acceptance.py), and their accept lengths are compared
+(trainer/statistics.py). Answers to one prompt resemble each other and count as one trace. Traces are few, so the bounds
+are those of Student's t: four traces decide only what is plain.
 
     promote   better, and worse by more than ε in at most one case of twenty
     refuse    worse, or worse by more than the golden ε on the golden set, in all but one case of twenty
     hold      anything else: the incumbent stays, training goes on, and the next interval asks again
 
-When the target has moved since the incumbent was published, that was fitted to a target that is gone, and the candidate
-has learnt what the new one says: better in expectation before any trace is asked, and traces of the new target are few.
-Then ε is wider (`moved_epsilon`); what is promoted must still come out better on them.
+When the target has moved since the incumbent was published, the candidate is better in expectation before any trace is
+asked, and traces of the new target are few. Then ε is wider (`moved_epsilon`); what is promoted must still come out
+better on them.
 
 The golden set is old traffic, which a legitimate shift may serve a little worse; so it has a wider ε and only a veto,
-and a veto that lasts too long ends with a new golden set (trainer/replay/eval_sets.py).
-How often the gate is wrong: benchmarks/results/gate.md.
+and a veto that lasts too long ends with a new golden set (trainer/replay/eval_sets.py). It is asked only about a
+candidate that the held-out traces speak for.
+
+Every rank scores its own traces, and rank 0 decides about all of them. Each draft is asked once about a trace: the
+incumbent's scores are kept from one decision to the next, and those of a candidate become the incumbent's when it is
+published. How often the gate is wrong: benchmarks/results/gate.md.
 """
 
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.errors import DraftError, StoreError
 from speculator.versions.lifecycle import Number
-from trainer.statistics import MIN_TRACES, Comparison
+from trainer.config import TrainerConfig
+from trainer.learning.optimizer_step import all_finite
+from trainer.ranks import Ranks
+from trainer.release.acceptance import score
+from trainer.replay.eval_sets import GoldenSet, HeldOut
+from trainer.replay.memory import Stored
+from trainer.statistics import MIN_TRACES, Acceptance, Answer, Comparison, Pair, by_prompt, compare
 
 
 class Outcome(enum.Enum):
@@ -88,3 +97,97 @@ def _judge(fresh: Comparison, golden: Comparison | None, epsilon: float, golden_
 
 def _is_worse(found: Comparison, epsilon: float) -> bool:
     return found.num_traces >= MIN_TRACES and found.upper is not None and found.upper < -epsilon
+
+
+Scores = dict[str, Acceptance]
+"""By trace id."""
+
+
+class Shadow:
+    """Judges candidates; all ranks call it in the same order."""
+
+    def __init__(
+        self,
+        held_out: HeldOut,
+        golden: GoldenSet,
+        config: TrainerConfig,
+        ranks: Ranks,
+        *,
+        load_draft: Callable[[int], Eagle3Draft],
+    ) -> None:
+        self._held_out, self._golden, self._config, self._ranks = held_out, golden, config, ranks
+        self._load_draft = load_draft
+        self._incumbent = 0
+        self._scores: Scores = {}
+        self._candidate_scores: Scores = {}
+
+    def judge(self, candidate: Eagle3Draft, *, incumbent: int, has_moved: bool = False) -> GateDecision | None:
+        """The decision about a candidate, on rank 0; None elsewhere. `has_moved`: the target, since the incumbent came.
+
+        Raises StoreError, on all ranks, where one of them cannot load the incumbent.
+        """
+        start_s = time.monotonic()
+        if not all_finite(dict(candidate.named_parameters())):
+            return GateDecision(outcome=Outcome.REFUSE, reason="not finite", incumbent=incumbent)
+        known = self._scores if incumbent == self._incumbent else {}
+        here = {*self._held_out.trace_ids, *self._golden.trace_ids}
+        self._incumbent, self._scores = incumbent, {one: score for one, score in known.items() if one in here}
+        self._candidate_scores = {}
+        fresh = self._compare(candidate, self._fresh())
+        config = self._config
+        epsilon = max(config.gate_epsilon, config.moved_epsilon) if has_moved else config.gate_epsilon
+        decision = self._decide(fresh, None, epsilon)
+        if self._ranks.any(decision is not None and decision.outcome is Outcome.PROMOTE):
+            decision = self._decide(fresh, self._compare(candidate, list(self._golden)), epsilon)
+        if decision is None:
+            return None
+        return msgspec.structs.replace(decision, seconds=time.monotonic() - start_s)
+
+    def published(self, version: int) -> None:
+        """The candidate of the last decision is the incumbent now."""
+        self._incumbent, self._scores = version, self._candidate_scores
+
+    def _fresh(self) -> list[Stored]:
+        """The pool; while that is young, the golden traces are as fresh."""
+        return [*self._held_out, *(self._golden if self._held_out.is_young else ())]
+
+    def _compare(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> Comparison | None:
+        """Over the traces of all ranks, on rank 0."""
+        failed, answers = False, list[Answer]()
+        try:
+            answers = self._answers(candidate, traces)
+        except (DraftError, StoreError):
+            failed = True
+        if self._ranks.any(failed):
+            raise StoreError(f"the incumbent, draft version {self._incumbent}, cannot be loaded to compare with it")
+        parts = self._ranks.gather(msgspec.json.encode(answers))
+        every = [answer for part in parts for answer in msgspec.json.decode(part, type=list[Answer])]
+        return compare(by_prompt(every)) if self._ranks.leads else None
+
+    def _answers(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> list[Answer]:
+        self._score(lambda: self._load_draft(self._incumbent), traces, self._scores)
+        self._score(lambda: candidate, traces, self._candidate_scores)
+        return [
+            (one.provenance.prompt_hash, Pair(self._candidate_scores[one.trace_id], self._scores[one.trace_id]))
+            for one in traces
+        ]
+
+    def _score(self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], scores: Scores) -> None:
+        """Add what is not known yet."""
+        unknown = [stored for stored in traces if stored.trace_id not in scores]
+        if not unknown:
+            return
+        draft = get_draft()
+        for stored in unknown:
+            scores[stored.trace_id] = score(draft, stored, self._config)
+
+    def _decide(self, fresh: Comparison | None, golden: Comparison | None, epsilon: float) -> GateDecision | None:
+        if fresh is None:
+            return None
+        return decide(
+            fresh,
+            golden,
+            incumbent=self._incumbent,
+            epsilon=epsilon,
+            golden_epsilon=self._config.golden_epsilon,
+        )

@@ -32,7 +32,7 @@ from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.release.live_review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
-from trainer.replay.provenance import Stored
+from trainer.replay.memory import Stored
 from trainer.statistics import Acceptance, Pair, anytime_quantile, compare
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
