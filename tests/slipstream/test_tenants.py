@@ -36,10 +36,10 @@ from speculator.trace.recording import RecordingHeader, RecordingReader, Recordi
 from speculator.trace.schema import Trace
 from speculator.versions.store import DraftStore
 from speculator.versions.training_tenants import counts_of
-from tests.traces import with_header
+from tests.fixtures.traces import with_header
+from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
-from tests.waiting import wait_until
 from trainer.loop import Trainer, train_until
 from trainer.replay.trace_source import shelf_folder
 
