@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serving.hotswap.installer import SwapLog
+from serving.hotswap.follower import SwapLog
 from serving.speedup import Speedup
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.capture.trace_header import make_header
+from serving.capture.recorder import make_header
 from serving.engine import CapturePolicy
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.draft.sampling_params import SamplingParams

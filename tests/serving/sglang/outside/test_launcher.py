@@ -13,8 +13,8 @@ import pytest
 
 from serving.sglang.outside.launcher import SglangProcess, check_interpreter, command, environment, find_interpreter
 from speculator.errors import ConfigError, EngineDeadError
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.conftest import MakeOptions, started
-from tests.waiting import wait_until
 
 
 def is_running(pid: int) -> bool:
