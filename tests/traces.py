@@ -12,8 +12,7 @@ import torch
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace, TraceHeader, VerifyRounds
+from speculator.trace import Trace, TraceHeader, VerifyRounds, encode_trace
 
 
 def make_header(**changes: Any) -> TraceHeader:

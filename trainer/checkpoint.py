@@ -23,9 +23,9 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from speculator.durable_files import sync
 from speculator.errors import StoreError
-from speculator.versions.training_tenants import TenantCounts, joined_counts
+from speculator.files import sync
+from speculator.versions.lineage import TenantCounts, joined_counts
 from trainer.learning.drift import SeriesState
 
 _FILE = "trainer.safetensors"

@@ -15,10 +15,9 @@ import torch
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import ConfigError, DraftMismatchError
-from speculator.versions.bootstrap import ensure_lineage, load_draft
 from speculator.versions.lifecycle import BARRED
+from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import TenantCounts, counts_of
 from trainer.checkpoint import Progress, load_checkpoint
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.learning.batch import cut, pack

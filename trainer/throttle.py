@@ -4,8 +4,8 @@
 
     share = 1 − busy · (1 − busy_share)
 
-`busy` is the share of time in steps of this machine's busiest engine (speculator/engine_load.py). A turn of the loop
-that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
+`busy` is the share of time in steps of this machine's busiest engine (speculator/redis/control_plane.py). A turn of the
+loop that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
 
 Under SCHED_IDLE a thread runs where no other thread wants the core, and loses it at once. That alone is not enough: two
 threads on two cores still share caches and memory.
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import structlog
 
-from speculator.engine_load import busiest_here
 from speculator.errors import StreamError
+from speculator.redis.control_plane import busiest_here
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class ErasureWatch:
-    """Carries out orders (speculator/redis/erasure_requests.py). `look` is called with every report of the engine, on
+    """Carries out orders (speculator/redis/trace_deletion.py). `look` is called with every report of the engine, on
     its thread.
 
     By when a trace was made is not asked: whatever is here when the order arrives goes.

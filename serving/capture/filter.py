@@ -19,7 +19,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from speculator.errors import ConfigError, type_and_place
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 
 REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""

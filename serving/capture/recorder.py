@@ -18,8 +18,7 @@ from serving.capture.filter import REASONS as FILTER_REASONS
 from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
 from serving.capture.sampling import REASONS as SAMPLING_REASONS
 from speculator.errors import StreamError, TraceError, type_and_place
-from speculator.trace.codec import Features, encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Features, Trace, encode_trace
 
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0

@@ -6,7 +6,7 @@ import uuid
 
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import TraceHeader
+from speculator.trace import TraceHeader
 
 
 def make_header(

@@ -16,8 +16,7 @@ import redis
 
 from serving.group_cache.wire_format import HEAD_BYTES, MAX_PIECE_BYTES, is_head, new_head
 from speculator.host import now_ms
-from speculator.redis.client import redis_errors
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys, redis_errors
 
 GROUP_BYTES = 256 * 1024
 """Of one group's text: more than 60,000 tokens, where an engine's own window of a group has 8,192."""

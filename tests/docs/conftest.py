@@ -16,8 +16,8 @@ from slipstream.cli.main import app
 from slipstream.demo.scrape import Sample
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import State
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.docs.commands import fenced
 from tests.docs.workshop import Workshop, start

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from speculator.durable_files import sync
+from speculator.files import sync
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import structlog
 
 from speculator.errors import StreamError
-from speculator.redis.reward_stream import MAX_GROUPS, START, GroupRewards, RewardStream
+from speculator.redis.trace_stream import MAX_GROUPS, START, GroupRewards, RewardStream
 from trainer.ingest.trace_source import RETRY_S
 from trainer.metrics import TrainerMetrics
 from trainer.replay.provenance import Provenance

@@ -21,8 +21,7 @@ import structlog
 
 from speculator.errors import StreamError, TraceError
 from speculator.redis.trace_stream import StreamEntry, TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 from trainer.ingest.disk_cache import Shelf
 from trainer.learning.batch import Example
 from trainer.metrics import TrainerMetrics

@@ -24,7 +24,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from trainer.learning.labels import Labels
 
 _MAX_RATIO = 1e30

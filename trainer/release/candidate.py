@@ -17,8 +17,8 @@ import structlog
 from speculator.errors import StoreError
 from speculator.redis.control_plane import DraftPointer
 from speculator.tracing import prefixed, span
+from speculator.versions.lineage import MANIFEST_KEY, TenantCounts, joined_counts
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import MANIFEST_KEY, TenantCounts, joined_counts
 from trainer.config import TrainerConfig
 from trainer.ingest.admission import Intake
 from trainer.metrics import TrainerMetrics

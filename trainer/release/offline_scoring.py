@@ -29,8 +29,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.precision import autocast
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.errors import DraftError, StoreError
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, Window, pack

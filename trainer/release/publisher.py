@@ -16,8 +16,8 @@ from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import SlipstreamError, StoreError, StreamError
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import SERVABLE
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speculator.trace.schema import NO_DRAFT, Trace, TraceHeader
+from speculator.trace import NO_DRAFT, Trace, TraceHeader
 from trainer.learning.batch import Example
 
 _HASH_BYTES = 16

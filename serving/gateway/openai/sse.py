@@ -20,7 +20,7 @@ from serving.gateway.errors import ApiError, unavailable
 from serving.gateway.openai.disconnect import until_disconnect
 from serving.gateway.openai.limits import too_late
 from serving.gateway.telemetry import Exchange
-from speculator.json_lines import json_line
+from speculator.files import json_line
 
 _LAST_EVENT_S = 5.0
 

@@ -9,7 +9,7 @@ from serving.gateway.rollouts.rollout import Rollout
 from serving.gateway.rollouts.schema import RewardsBody
 from serving.rollout.nouns import State
 from speculator.errors import RequestError
-from speculator.redis.reward_stream import GroupRewards
+from speculator.redis.trace_stream import GroupRewards
 
 
 def rewards_of(rollout: Rollout, body: RewardsBody) -> list[GroupRewards]:

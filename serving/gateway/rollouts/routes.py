@@ -26,7 +26,7 @@ from serving.rollout.nouns import GroupRequest
 from serving.rollout.results import GroupWork
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
-from speculator.redis.reward_stream import GroupRewards
+from speculator.redis.trace_stream import GroupRewards
 
 ROUTE = "/v1/rollouts"
 _CURSOR = {

@@ -22,7 +22,7 @@ from serving.local.request import TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from serving.local.config import LocalEngineConfig
 from serving.local.decode.rounds import RoundRunner
 from serving.local.request import Generation
 from serving.metrics import EngineMetrics
-from speculator.trace.schema import Trace, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 from speculator.tracing import record
 
 

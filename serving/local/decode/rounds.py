@@ -22,7 +22,7 @@ from serving.local.scheduler.prefill import Piece, PromptReader
 from serving.local.target.model import Target
 from speculator.proposals.draft_tree import DraftTree
 from speculator.proposals.planner import Plan, RoundPlanner
-from speculator.trace.schema import NO_DRAFT
+from speculator.trace import NO_DRAFT
 
 
 @dataclass(frozen=True)

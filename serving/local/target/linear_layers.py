@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from serving.local.kernels.layers import KernelLinear
 from serving.local.kernels.library import Kernels
-from speculator.draft import precision
+from speculator.draft.eagle3 import is_fast
 
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
 
@@ -74,4 +74,4 @@ def pack_linears(model: nn.Module, *, kernels: Kernels | None) -> None:
 
 def can_pack() -> bool:
     """Whether this CPU multiplies packed bfloat16."""
-    return precision.is_fast(torch.device("cpu"))
+    return is_fast(torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 from serving.capture.filter import REASONS, CaptureFilter
 from serving.capture.recorder import DROP_REASONS, TraceRecorder
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.toy import toy_tokenizer
 from tests.traces import make_trace
 from tests.waiting import wait_until

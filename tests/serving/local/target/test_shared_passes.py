@@ -23,7 +23,7 @@ from serving.local.scheduler.prefill import Piece
 from serving.local.target.attention import Parents
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.moved import moved_model
 from tests.planners import WholeTrees
 from tests.serving.local.harness import GREEDY, Answer, Harness, fixed_engine
