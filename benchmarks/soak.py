@@ -55,7 +55,7 @@ from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 from trainer.config import ENV_PREFIX
 
 MIB = 1024 * 1024

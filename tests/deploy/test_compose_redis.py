@@ -28,7 +28,7 @@ from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 MODEL = "toy-0123456789ab"
 KEYS = RedisKeys(model_key=MODEL)

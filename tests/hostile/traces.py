@@ -12,8 +12,8 @@ from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import check_trace, decode_trace, encode_trace
+from tests.fixtures.traces import make_trace
 from tests.hostile.judge import FailureError, Outcome
-from tests.traces import make_trace
 
 MODEL_KEY = "hostile"
 KEYS = RedisKeys(model_key=MODEL_KEY)

@@ -25,8 +25,8 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import TraceHeader, decode_trace
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
+from tests.fixtures.waiting import wait_until
 from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_router() is None, reason="no sglang-router: make test-sglang installs it")
 

@@ -41,11 +41,11 @@ from speculator.trace import Trace, encode_trace
 from speculator.versions.lifecycle import ALLOWED, BARRED, State
 from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.toy import random_draft
+from tests.fixtures.waiting import wait_until
 from tests.slipstream.mortal import KEY, Order
-from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
-from tests.waiting import wait_until
 from trainer.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.timeout(60)

@@ -19,8 +19,8 @@ from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
 from speculator.trace import Trace, check_trace
+from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.toy import random_draft
 from tests.trainer.answers import ANSWER_TOKENS, answer_traces
 from tests.trainer.examples import batch_of, config_for, example_of, record
 from trainer.learning.optimizer_step import Learner

@@ -20,8 +20,8 @@ from speculator.recording import RecordingHeader, RecordingReader, RecordingWrit
 from speculator.trace import Trace, check_trace, encode_trace
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.traces import make_trace
 from tests.slipstream.conftest import RunCli
-from tests.traces import make_trace
 from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses import DEFAULT_LOSS, LossMix

@@ -33,10 +33,10 @@ from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStrea
 from speculator.trace import Trace, encode_trace
 from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from tests.traces import with_header
+from tests.fixtures.traces import with_header
+from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
-from tests.waiting import wait_until
 from trainer.ingest.disk_cache import shelf_folder
 from trainer.loop import Trainer, train_until
 

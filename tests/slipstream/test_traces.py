@@ -17,7 +17,7 @@ from speculator.host import now_ms
 from speculator.recording import RecordingReader
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
-from tests.traces import make_trace
+from tests.fixtures.traces import make_trace
 from trainer.release.acceptance import Acceptance, recorded_rounds
 
 Refused = Callable[..., str]

@@ -18,8 +18,8 @@ from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer, machine_id
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
+from tests.fixtures.waiting import wait_until
 from tests.trainer.examples import config_for
-from tests.waiting import wait_until
 from trainer import process
 from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics

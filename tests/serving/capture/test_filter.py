@@ -12,9 +12,9 @@ from serving.capture.filter import REASONS, CaptureFilter
 from serving.capture.recorder import DROP_REASONS, TraceRecorder
 from speculator.errors import ConfigError
 from speculator.trace import Trace
-from tests.toy import toy_tokenizer
-from tests.traces import make_trace
-from tests.waiting import wait_until
+from tests.fixtures.toy import toy_tokenizer
+from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
 
 MODULE = """
 asked = []

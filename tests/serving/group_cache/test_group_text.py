@@ -23,9 +23,9 @@ from speculator.host import now_ms
 from speculator.proposals.suffix_index import SuffixIndex
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
+from tests.fixtures.toy import make_toy_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Harness, toy_engine
-from tests.toy import make_toy_model, random_draft
-from tests.waiting import wait_until
 
 GROUP = GroupKey("anna", "g")
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]

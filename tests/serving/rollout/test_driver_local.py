@@ -20,9 +20,9 @@ from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.results import GroupWork, SampleResult
 from serving.rollout.scheduler import Policy
 from speculator.draft.sampling_params import SamplingParams
+from tests.fixtures.toy import make_toy_model
 from tests.serving.local.harness import Answer, Harness, fixed_engine
 from tests.serving.rollout.engines import Results
-from tests.toy import make_toy_model
 
 PROMPTS = ("the river", "a stone, 42")
 NUM_SAMPLES, MAX_TOKENS = 4, 40

@@ -21,7 +21,7 @@ from speculator.redis.control_plane import (
     busiest_here,
     machine_id,
 )
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 MODEL = "smollm2"
 KEYS = RedisKeys(model_key=MODEL)

@@ -20,7 +20,7 @@ from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_deletion import Removed, Remover, remove_from_recording
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, TraceHeader, encode_trace, read_header
-from tests.traces import make_trace
+from tests.fixtures.traces import make_trace
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=1, note="n")
 

@@ -24,7 +24,7 @@ from serving.gateway.server import serve
 from serving.rollout.nouns import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
 from speculator.redis.trace_stream import GroupRewards
-from tests.doubles import DoubleEngine, says
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.test_admin import KEY, KEYS
