@@ -17,9 +17,9 @@ import redis
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.capture.recorder import TraceRecorder
-from serving.group_cache.redis_store import GroupKey, GroupTexts
+from serving.group_cache.texts import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
