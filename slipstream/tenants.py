@@ -26,7 +26,7 @@ from speculator.redis.trace_stream import RewardStream
 from speculator.trace import TraceHeader, read_header
 from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from trainer.ingest.disk_cache import TEMPORARY, shelf_folder
+from trainer.replay.trace_source import TEMPORARY, shelf_folder
 
 _POLL_S = 0.2
 _WRITTEN_S = 5.0

@@ -18,7 +18,8 @@ from speculator.recording import RecordingHeader, RecordingReader, RecordingWrit
 from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.trace_deletion import remove_from_recording
 from speculator.trace import Trace, decode_trace
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.acceptance import recorded_rounds
+from trainer.statistics import Acceptance
 
 _POLL_MS = 500
 _CHUNK = 16
