@@ -24,7 +24,7 @@ from serving.engine import CapturePolicy
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.trace.schema import Trace, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 from speculator.tracing import Parent, joined
 
 _GREEDY_TOP_K = 1

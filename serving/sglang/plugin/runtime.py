@@ -35,9 +35,9 @@ from serving.sglang.settings import PluginSettings, default_engine_id
 from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
-from speculator.engine_load import EngineLoad
 from speculator.errors import ConfigError, type_and_place
 from speculator.proposals.depth import DepthPolicy, RoundCosts
+from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 
