@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable
 from typing import Any
+
+from tests.hostile.judge import Choose, garbled
 
 MODEL = "double"
 
@@ -166,24 +167,10 @@ def _mislabelled(path: str) -> list[Body]:
     return [(f"content type {kind[:20]!r}", valid, {"content-type": kind}) for kind in kinds]
 
 
-def mutate(path: str, choose: Callable[[int], int]) -> bytes:
-    """A valid body with a few bytes changed, removed, doubled or moved; `choose(n)` picks one of 0 … n−1."""
-    raw = bytearray(_with(path, seed=7, stop=["x", "yy"], temperature=0.5, stream=bool(choose(2))))
-    for _ in range(1 + choose(6)):
-        at = choose(len(raw))
-        match choose(5):
-            case 0:
-                raw[at] ^= 1 << choose(8)
-            case 1:
-                del raw[at : at + 1 + choose(12)]
-            case 2:
-                raw[at:at] = raw[at : at + 1 + choose(12)]
-            case 3:
-                raw[at:at] = _TOKENS[choose(len(_TOKENS))]
-            case _:
-                raw[at] = choose(256)
-        raw = raw or bytearray(b"{")
-    return bytes(raw)
+def mutate(path: str, choose: Choose) -> bytes:
+    """A valid body with a few bytes changed, removed, doubled or added."""
+    valid = _with(path, seed=7, stop=["x", "yy"], temperature=0.5, stream=bool(choose(2)))
+    return garbled(valid, choose, inserted=_TOKENS)
 
 
 _TOKENS = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"null", b"true", b"-", b"1e9", b"\\u0000", b"\\", b"\xff", b"\n")
