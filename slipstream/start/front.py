@@ -8,9 +8,8 @@ from typing import Any
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.lifetime import serve_until_signal
-from serving.gateway.server import GatewayServer, make_room
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.server import GatewayServer, make_room, serve_until_signal
+from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.pool import PoolClient

@@ -14,8 +14,7 @@ from serving.capture.erasure import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.engine import Engine
 from serving.gateway.config import GatewaySettings
-from serving.gateway.lifetime import serve_until_signal
-from serving.gateway.server import GatewayServer, bind, make_room
+from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.local.engine import LocalEngine

@@ -27,8 +27,8 @@ from schemathesis import APIOperation, Case, GenerationMode
 
 from serving.engine import Engine
 from serving.gateway.app import create_app
-from serving.gateway.auth.keys import ApiKey, change_keys, digest
 from serving.gateway.config import GatewaySettings
+from serving.gateway.keys import ApiKey, change_keys, digest
 from serving.gateway.server import serve
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.control_plane import DraftPointer

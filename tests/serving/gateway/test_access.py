@@ -18,18 +18,17 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
+from serving.gateway.access import ACCESS, Access
 from serving.gateway.app import create_app, create_passthrough_app
-from serving.gateway.auth.access import ACCESS, Access
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.upstream import Upstream
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago, bearer
-from tests.serving.gateway.operator.test_admin import DeskDouble
-from tests.serving.gateway.operator.test_target_version import TargetsDouble
 from tests.serving.gateway.passage import passing
+from tests.serving.gateway.test_admin import DeskDouble, TargetsDouble
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
 
 ADMIN_KEY = "xyzzy-canary-of-the-admin-key"

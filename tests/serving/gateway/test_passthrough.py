@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.upstream import Upstream
 from serving.request_metadata import HEADER, Marks
 from tests.serving.gateway.client import error_of, openai_client
 from tests.serving.gateway.passage import HELLO, chat, complete, host, passing, post, talk
@@ -35,8 +35,6 @@ from tests.serving.sglang.outside.fake_sglang import (
 )
 
 POLICY = {"capture": True, "tenant": "default", "group_id": "", "domain": ""}
-
-
 # -- what passes ---------------------------------------------------------------------------------------------------
 
 

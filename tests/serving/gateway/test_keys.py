@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from serving.gateway.auth.keyring import Keyring
-from serving.gateway.auth.keys import ApiKey, change_keys, digest, new_secret, read_keys
+from serving.gateway.keys import ApiKey, Keyring, change_keys, digest, new_secret, read_keys
 from speculator.errors import ConfigError
 from tests.serving.gateway.keyfile import KeyFile
 

@@ -1,12 +1,14 @@
-"""API keys: whoever has one may ask, for one tenant, within limits. A file has them all, and no secret of any.
+"""API keys: each lets its holder ask for one tenant, within limits.
 
-`slipstream keys` writes the file; the gateway reads it.
+A file has all of them and none of their secrets: `slipstream keys` writes it, and a running gateway (`Keyring`) notices
+a change of it at the next request.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import os
 import secrets
 import stat
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import structlog
 from msgspec import Meta
 
 from speculator.durable_files import exclusive, sync, write_synced
@@ -23,7 +26,6 @@ from speculator.errors import ConfigError
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Of a key or a tenant. Tenants become labels of metrics."""
-
 _PREFIX = "sk-slipstream-"
 _SECRET_BYTES = 32
 _NEW_FILE_MODE = 0o600
@@ -156,3 +158,54 @@ def make_key(
         return msgspec.convert(fields, ApiKey)
     except msgspec.ValidationError as error:
         raise ConfigError(f"no such key can be made: {error}") from None
+
+
+log = structlog.get_logger(__name__)
+
+
+class Keyring:
+    """Reads the file again whenever it is another one; a broken or missing file leaves the keys as they were."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises ConfigError: there is no last good file to fall back to."""
+        self._file = file
+        self._seen = self._identity()
+        self._keys = read_keys(file)
+        self._failure: tuple[tuple[int, ...], str] | None = None
+
+    def find(self, secret: bytes) -> ApiKey | None:
+        """The key with that secret, expired or not."""
+        self._look_again()
+        asked = digest(secret)
+        found = None
+        # All of them and all of each: the time tells neither how much was right nor whose key it was.
+        for key in self._keys:
+            if hmac.compare_digest(key.sha256, asked):
+                found = key
+        return found
+
+    def _look_again(self) -> None:
+        identity = self._identity()
+        if identity == self._seen:
+            return
+        try:
+            self._keys = read_keys(self._file)
+        except ConfigError as error:
+            # Tried again at the next request, or a key that was revoked while there was no descriptor to read with
+            # would open for ever; said once.
+            failure = identity, str(error)
+            if failure != self._failure:
+                log.error("keys_not_read", reason=str(error), kept=len(self._keys))
+            self._failure = failure
+        else:
+            # As it was before we read: what changed meanwhile is read again next time.
+            self._seen, self._failure = identity, None
+            log.info("keys_read", num_keys=len(self._keys))
+
+    def _identity(self) -> tuple[int, ...]:
+        """Which file it is, and when it was last changed: in place, or by another that was renamed to its name."""
+        try:
+            found = self._file.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_mtime_ns, found.st_size

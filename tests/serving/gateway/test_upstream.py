@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from serving.gateway.server import serve
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.upstream import Upstream
 from speculator.errors import EngineDeadError
 from speculator.host import free_port
 from tests.serving.sglang.outside.fake_sglang import MODEL, WHOLE, FakeSglang

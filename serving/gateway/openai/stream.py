@@ -1,4 +1,4 @@
-"""An answer as server-sent events, or as lines of JSON.
+"""Stream an answer as server-sent events or as lines of JSON, and stop when the client leaves.
 
 Nothing is sent before the engine's first event, so a failure up to there is an ordinary error response. A failure
 after it becomes a last event `{"error": ...}` without `[DONE]`: OpenAI's client raises for that, and for nothing else
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import structlog
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.gateway.errors import ApiError, unavailable
-from serving.gateway.openai.disconnect import until_disconnect
-from serving.gateway.openai.limits import too_late
+from serving.gateway.errors import ApiError, too_late, unavailable
 from serving.gateway.telemetry import Exchange
 from speculator.json_lines import json_line
 
 _LAST_EVENT_S = 5.0
-
 DONE = b"data: [DONE]\n\n"
-
 Emit = Callable[[bytes], Awaitable[None]]
 """Sends whole events; waits for a slow client."""
 Produce = Callable[[Emit], Awaitable[bytes]]
@@ -113,3 +112,34 @@ class EventStream(Response):
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_EVENT_S):
                 await self._end(send, last)
+
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it, waits for its cleanup and raises ClientDisconnect when the client leaves first.
+
+    The request's body must have been read: what `receive` still brings is dropped.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+            if not working.cancelled() and (failure := working.exception()) is not None:
+                log.warning("abort_failed", error=type(failure).__name__)
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
