@@ -71,8 +71,7 @@ def gateway(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> 
         table, mutated = Tally("HTTP: table of bodies"), Tally("HTTP: mutated bodies")
         for path in api.GENERATING:
             api.send_bodies(site, table, path, bodies.hostile_bodies(path))
-            generated = ((str(n), bodies.mutate(path, choose), {}) for n in range(counts["bodies"] // 2))
-            api.send_bodies(site, mutated, path, generated)
+            api.send_bodies(site, mutated, path, bodies.mutated(path, choose, counts["bodies"] // 2))
         yield table
         yield mutated
         yield tallied(
@@ -178,7 +177,7 @@ def hot_swap(folder: Path) -> Iterator[Tally]:
         files = {name: files for name, files in drafts.corpus(original) if "config" not in name}
         for version, (name, changed) in enumerate(files.items(), start=2):
             stores[version] = drafts.put(folder / "swaps" / str(version), changed)
-            tally.take(name, lambda version=version: attempt(version))
+            tally.take(name, partial(attempt, version))
     yield tally
 
 

@@ -125,6 +125,10 @@ BAD: dict[str, dict[str, Any]] = {
     "draft files: " + ", ".join(BAD) + "; the pointer moved to each",
     "each is refused before it reaches the engine and barred with the reason; the version in service stays",
 )
+def _is_barred(loop: Loop, version: int) -> bool:
+    return loop.store.lifecycle.state(version) is State.QUARANTINED
+
+
 def bad_files(loop: Loop) -> Observed:
     started_s, refused, served = time.monotonic(), [], []
     for kind, how in BAD.items():
@@ -132,9 +136,7 @@ def bad_files(loop: Loop) -> Observed:
         with loop.pointer() as pointer:
             pointer.pin(bad)
             try:
-                loop.wait(
-                    lambda bad=bad: loop.store.lifecycle.state(bad) is State.QUARANTINED, f"'{kind}' to be barred"
-                )
+                loop.wait(partial(_is_barred, loop, bad), f"'{kind}' to be barred")
             finally:
                 pointer.unpin()
         refused.append(loop.store.lifecycle.history(bad)[-1].reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from tests.hostile.judge import Choose, garbled
@@ -24,7 +25,9 @@ def fields(path: str) -> dict[str, Any]:
 
 def hostile_bodies(path: str) -> list[Body]:
     """A table; none of them may make a server error, and none may take long."""
-    plain = [(name, raw, {}) for name, raw in {**_not_json(path), **_odd_json(path), **_large(path)}.items()]
+    plain: list[Body] = [
+        (name, raw, {}) for name, raw in {**_not_json(path), **_odd_json(path), **_large(path)}.items()
+    ]
     return [*plain, *_compressed(path), *_mislabelled(path)]
 
 
@@ -162,15 +165,16 @@ def _compressed(path: str) -> list[Body]:
 
 def _mislabelled(path: str) -> list[Body]:
     valid = _with(path)
-    kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "*/*")
-    kinds += ("application/json; charset=utf-16", "application/json; charset=nonsense", "APPLICATION/JSON", "a" * 5000)
+    kinds = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "*/*"]
+    kinds += ["application/json; charset=utf-16", "application/json; charset=nonsense", "APPLICATION/JSON", "a" * 5000]
     return [(f"content type {kind[:20]!r}", valid, {"content-type": kind}) for kind in kinds]
 
 
-def mutate(path: str, choose: Choose) -> bytes:
-    """A valid body with a few bytes changed, removed, doubled or added."""
-    valid = _with(path, seed=7, stop=["x", "yy"], temperature=0.5, stream=bool(choose(2)))
-    return garbled(valid, choose, inserted=_TOKENS)
+def mutated(path: str, choose: Choose, count: int) -> Iterator[Body]:
+    """Valid bodies with a few bytes changed, removed, doubled or added."""
+    for number in range(count):
+        valid = _with(path, seed=7, stop=["x", "yy"], temperature=0.5, stream=bool(choose(2)))
+        yield str(number), garbled(valid, choose, inserted=_TOKENS), {}
 
 
 _TOKENS = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"null", b"true", b"-", b"1e9", b"\\u0000", b"\\", b"\xff", b"\n")

@@ -17,7 +17,7 @@ _TEXTS = (
     *("hello", "a\u2028b", "c\u0085d\u2029", "\x0b\x0c\x1c\x1d\x1e", "é世\U0001f600", "line\nend\r\n", '"\\', "\ufeff"),
     "",
 )
-_VALUES = (None, True, 7, -1.5, "", [], {}, ["a"], {"a": None}, 10**30)
+_VALUES: tuple[object, ...] = (None, True, 7, -1.5, "", [], {}, ["a"], {"a": None}, 10**30)
 _PARTS = (
     *(b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xff\xfe", b"\xe2\x80\xa8", b"\xc2\x85"),
     *(b"\r", b"\n", b"\r\n", b"\x0c", b"\x1e", b"\\ud800", b"\\u2028", b"\\", b'"', b"{", b"}", b"[", b"]", b",", b":"),

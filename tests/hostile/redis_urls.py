@@ -22,7 +22,7 @@ PAYLOAD = bytes(range(256))
 
 _CLIENTS = (redis.Redis, redis.ConnectionPool, redis.SSLConnection, redis.UnixDomainSocketConnection, Sentinel)
 _OPTIONS = [
-    *sorted({name for one in _CLIENTS for base in one.__mro__ for name in signature(base.__init__).parameters}),
+    *sorted({name for one in _CLIENTS for base in one.__mro__ for name in signature(base).parameters}),
     *("queue_class", "timeout", "skip_full_coverage_check", "read_from_replicas", "virtual", "sentinel_password"),
     *("DB", "Decode_Responses", "decode%5Fresponses", "no_such_option", "é"),
 ]
