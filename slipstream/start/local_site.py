@@ -22,10 +22,9 @@ from serving.gateway.config import GatewaySettings
 from serving.group_cache.redis_store import DEFAULT_TTL_S, GroupTexts
 from serving.group_cache.sync import GroupSharing
 from serving.hotswap.breaker import LiveWatch
-from serving.local.config import LocalEngineConfig
+from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
-from serving.local.threads import spare_cores
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics
 from serving.speedup import SpeedupMeter
 from serving.target.updates import TargetDesk

@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft.draft import DraftSource, ServingDraft
-from serving.local.draft.fused import FusedDraft
+from serving.local.draft import FusedDraft, KernelDraft, ServingDraft
 from serving.local.kernels.build import found_kernels
-from serving.local.kernels.draft import KernelDraft
-from serving.local.noise import shared_draws
+from serving.local.request import DraftSource, shared_draws
 from speculator.draft.checkpoint import apply_state, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams

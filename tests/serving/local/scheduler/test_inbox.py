@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving.engine import Chunk
-from serving.local.scheduler.outbox import Outbox
+from serving.local.scheduler.inbox import Outbox
 
 
 def _chunk(text: str) -> Chunk:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from prometheus_client import CollectorRegistry
 
-from serving.local.suffix_text.texts import RecentTexts
+from serving.local.suffix_text import RecentTexts
 from serving.metrics import EngineMetrics
 from speculator.proposals.suffix_drafter import SuffixDrafter
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from serving.engine import GenerateRequest
 from serving.group_cache.redis_store import GroupKey
 from serving.group_cache.sync import GroupSharing
-from serving.local.scheduler.inbox import Errand
 from serving.metrics import EngineMetrics
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
+
+Errand = Callable[[SuffixDrafter], None]
+"""Something to do with the text that is kept, between two steps."""
 
 
 class RecentTexts:

@@ -12,9 +12,9 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from serving.local.capture.assembler import MOST_WAITING, TraceAssembler
+from serving.local.capture import MOST_WAITING, TraceAssembler
 from serving.local.request import TopK
-from serving.local.target.ranking import Ranking
+from serving.local.target.model import Ranking
 from serving.metrics import EngineMetrics
 from tests.fixtures.waiting import wait_until
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.local.kernels import memory
-from serving.local.kernels.memory import LargePages
+from serving.local.kernels import layers
+from serving.local.kernels.layers import LargePages
 
 
 def _some() -> list[Tensor]:
@@ -40,7 +40,7 @@ def test_memory_goes_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch) -> No
         def __init__(self, *_: object, **__: object) -> None:
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(memory.mmap, "mmap", Watched)
+    monkeypatch.setattr(layers.mmap, "mmap", Watched)
     held = [LargePages([800]).hold(torch.ones(100, dtype=torch.float64)) for _ in range(2)]
     gc.collect()
     assert held[0].sum() == held[1].sum() == 100
@@ -54,6 +54,6 @@ def test_a_system_without_large_pages_gives_others(monkeypatch: pytest.MonkeyPat
         def madvise(self, *_: int) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(memory.mmap, "mmap", Refusing)
+    monkeypatch.setattr(layers.mmap, "mmap", Refusing)
     tensor = torch.randn(30)
     assert torch.equal(LargePages([tensor.nbytes]).hold(tensor), tensor)
