@@ -192,7 +192,7 @@ def _gaps(scene: Scene, live: SglangServer, seconds: float, *, swap: Callable[[]
         while time.monotonic() < deadline_s:
             last_s = None
             try:
-                for _ in live.stream(scene.ids(next(prompts).text), max_new_tokens=128, ignore_eos=True):
+                for _event in live.stream(scene.ids(next(prompts).text), max_new_tokens=128, ignore_eos=True):
                     now_s = time.perf_counter()
                     if last_s is not None:
                         gaps_ms.append(1000 * (now_s - last_s))

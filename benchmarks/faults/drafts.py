@@ -125,10 +125,6 @@ BAD: dict[str, dict[str, Any]] = {
     "draft files: " + ", ".join(BAD) + "; the pointer moved to each",
     "each is refused before it reaches the engine and barred with the reason; the version in service stays",
 )
-def _is_barred(loop: Loop, version: int) -> bool:
-    return loop.store.lifecycle.state(version) is State.QUARANTINED
-
-
 def bad_files(loop: Loop) -> Observed:
     started_s, refused, served = time.monotonic(), [], []
     for kind, how in BAD.items():
