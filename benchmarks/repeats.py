@@ -61,9 +61,9 @@ from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
+from trainer.release.acceptance import predict_acceptance
 from trainer.release.live_review import ACTOR, Review
-from trainer.release.offline_scoring import predict_acceptance
-from trainer.replay.provenance import Stored, provenance_of
+from trainer.replay.memory import Stored, provenance_of
 
 POLL_S = 0.5
 """Virtual seconds between two looks of the follower: its default."""

@@ -33,7 +33,7 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.host import now_ms
 from speculator.trace.schema import Trace, VerifyRounds
 from trainer.learning.batch import Example, Window, pack
-from trainer.learning.ttt_unroll import unroll
+from trainer.learning.ttt import unroll
 
 DEPTH, MIN_CONFIDENCE, CONTROL_SHARE = 4, 0.15, 0.02
 """The local engine's defaults."""

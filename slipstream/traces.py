@@ -20,7 +20,8 @@ from speculator.redis.trace_deletion import remove_from_recording
 from speculator.trace.codec import decode_trace
 from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace.schema import Trace
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.acceptance import recorded_rounds
+from trainer.statistics import Acceptance
 
 _POLL_MS = 500
 _CHUNK = 16

@@ -27,14 +27,13 @@ from typing import Any
 import msgspec
 import torch
 
+import trainer.loop
 import trainer.process
-import trainer.saving
 from slipstream.cli.main import main
 from speculator.redis.trace_stream import TraceStream
-from trainer.checkpoint import Progress
-from trainer.ingest.trace_source import TraceSource
-from trainer.replay.provenance import Stored
-from trainer.session import Training
+from trainer.replay.memory import Stored
+from trainer.replay.trace_source import TraceSource
+from trainer.session import Progress, Training
 
 
 def digest(progress: Progress) -> str:
@@ -80,7 +79,7 @@ def watch(notes: int) -> None:
     around(TraceStream, "append", after=lambda _, stream, payload, *, trace_id: note("acknowledged", trace_id))
     around(TraceStream, "dead_letter", before=lambda stream, entry, reason: note("dead", entry.trace_id))
     around(Training, "resume", after=lambda progress, training: note("resumed", digest(progress)))
-    around(trainer.saving, "save_checkpoint", before=lambda folder, state, progress: note("saving", digest(progress)))
+    around(trainer.loop, "save_checkpoint", before=lambda folder, state, progress: note("saving", digest(progress)))
     TraceSource.mark_used = marked  # type: ignore[method-assign]
 
 

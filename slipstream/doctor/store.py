@@ -71,7 +71,7 @@ def _is_writable(root: Path) -> bool:
 
 def check_trainer(state: Path) -> Iterator[Finding]:
     """The trainer's own checkpoint. Raises StoreError where it is damaged."""
-    from trainer.checkpoint import load_checkpoint
+    from trainer.session import load_checkpoint
 
     found = load_checkpoint(state)
     if found is None:

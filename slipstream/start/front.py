@@ -14,7 +14,7 @@ from serving.metrics import TargetMetrics
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.pool import PoolClient
 from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
-from serving.target.updates import TargetDesk
+from serving.target import TargetDesk
 from slipstream.start.shared_defaults import process_registry
 from speculator.versions.operator import DraftDesk
 

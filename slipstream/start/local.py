@@ -10,7 +10,7 @@ import asyncio
 from contextlib import ExitStack
 from functools import partial
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.engine import Engine
 from serving.gateway.config import GatewaySettings

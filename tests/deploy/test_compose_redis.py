@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
-from serving.group_cache.redis_store import GroupKey, GroupTexts, Place
+from serving.group_cache.texts import GroupKey, GroupTexts, Place
 from slipstream.doctor.finding import Finding, Level
 from slipstream.doctor.redis import check_redis
 from slipstream.doctor.store import check_stream

@@ -23,7 +23,7 @@ from speculator.versions.store import DraftStore
 from tests.sglang.plugged import Plugged, plugged_server
 from trainer.learning.batch import cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
-from trainer.learning.ttt_unroll import unroll
+from trainer.learning.ttt import unroll
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -25,7 +25,7 @@ from tests.serving.local.harness import fixed_engine
 from tests.trainer.answers import ANSWER_TOKENS, answer_traces
 from tests.trainer.examples import batch_of, config_for, example_of, record
 from trainer.learning.optimizer_step import Learner
-from trainer.release.offline_scoring import predict_acceptance
+from trainer.release.acceptance import predict_acceptance
 
 COSTS = Costs(plain_ms=(10.0, 10.0), round_ms=(20.0, 20.0), spread=0.0)
 

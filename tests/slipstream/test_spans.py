@@ -218,7 +218,7 @@ def test_a_step_and_a_publication(
     redis_client: redis.Redis,
     redis_url: str,
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)

@@ -19,7 +19,8 @@ from speculator.trace.codec import encode_trace
 from speculator.trace.recording import RecordingReader
 from speculator.trace.schema import Trace
 from tests.fixtures.traces import make_trace
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.acceptance import recorded_rounds
+from trainer.statistics import Acceptance
 
 Refused = Callable[..., str]
 

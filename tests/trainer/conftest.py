@@ -56,4 +56,4 @@ def start(settings: Callable[..., TrainerConfig], stream: TraceStream) -> MakeTr
 
 @pytest.fixture
 def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)

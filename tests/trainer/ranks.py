@@ -41,10 +41,10 @@ from trainer.learning.optimizer_step import Learner
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
-from trainer.release.acceptance import Acceptance
 from trainer.release.live_review import Review
-from trainer.replay.provenance import Stored
-from trainer.throttle import Throttle
+from trainer.replay.memory import Stored
+from trainer.schedule import Throttle
+from trainer.statistics import Acceptance
 
 SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
@@ -130,7 +130,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer.checkpoint()
     trainer.ack()
     due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
-    with mock.patch("trainer.release.offline_scoring.decide", promote):
+    with mock.patch("trainer.release.gate.decide", promote):
         trainer.publish()
     published = trainer._training.version
     weights = sums(trainer)

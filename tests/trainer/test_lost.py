@@ -31,7 +31,7 @@ def stream(redis_client: redis.Redis) -> TraceStream:
 
 @pytest.fixture
 def start(model_dir: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     changes = {"publish_interval_s": 0.0, "publish_min_tokens": 1}
     return lambda: Trainer(config_for(model_dir, tmp_path, redis_url=redis_url, **changes), CollectorRegistry())
 

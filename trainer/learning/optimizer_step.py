@@ -31,7 +31,7 @@ from speculator.draft.precision import autocast
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch
 from trainer.learning.losses import LossMix
-from trainer.learning.ttt_loss import BatchLoss, Counts, ttt_loss
+from trainer.learning.ttt import BatchLoss, Counts, ttt_loss
 from trainer.ranks import Ranks
 
 GOOD_STEPS = 20

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.engine import CapturePolicy
 from serving.local.request import TopK

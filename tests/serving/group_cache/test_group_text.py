@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from serving.engine import CapturePolicy
 from serving.group_cache import sync
-from serving.group_cache.redis_store import GroupKey, GroupTexts
 from serving.group_cache.sync import FollowedGroup, GroupSharing
-from serving.group_cache.wire_format import Piece, encode_piece
+from serving.group_cache.texts import GroupKey, GroupTexts, Piece, encode_piece
 from serving.metrics import GroupTextMetrics
 from speculator.host import now_ms
 from speculator.proposals.suffix_index import SuffixIndex

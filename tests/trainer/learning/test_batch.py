@@ -22,7 +22,7 @@ from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, example_of
 from trainer.learning.batch import Batch, Window, pack
-from trainer.learning.ttt_unroll import unroll
+from trainer.learning.ttt import unroll
 
 DEPTH = 3
 SAMPLINGS = [

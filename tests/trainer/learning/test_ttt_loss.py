@@ -23,7 +23,7 @@ from tests.trainer.learning.test_ttt_unroll import attend_causally
 from trainer.config import load_config
 from trainer.learning.losses import LossMix
 from trainer.learning.optimizer_step import Learner
-from trainer.learning.ttt_loss import ttt_loss
+from trainer.learning.ttt import ttt_loss
 
 DEPTH = 3
 BASELINE = 0.3

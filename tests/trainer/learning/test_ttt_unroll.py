@@ -19,8 +19,8 @@ from tests.fixtures.drafts import CONFIG, TARGET_IDS, make_draft
 from tests.fixtures.traces import make_trace
 from tests.trainer.examples import batch_of, example_of
 from trainer.learning.batch import Batch, cut, pack
-from trainer.learning.ttt_unroll import unroll
-from trainer.release.offline_scoring import accept_probabilities
+from trainer.learning.ttt import unroll
+from trainer.release.acceptance import accept_probabilities
 
 DEPTH = 4
 Steps = dict[tuple[int, int], Tensor]

@@ -31,11 +31,9 @@ from trainer.config import TrainerConfig
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Acceptance
-from trainer.release.gate import Pair, compare
 from trainer.release.live_review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
-from trainer.replay.provenance import Stored
-from trainer.statistics import anytime_quantile
+from trainer.replay.memory import Stored
+from trainer.statistics import Acceptance, Pair, anytime_quantile, compare
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 NUM_TRACES = 100

@@ -15,8 +15,7 @@ from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of
 from trainer.ranks import Ranks
 from trainer.replay.eval_sets import GoldenSet, HeldOut, golden_set
-from trainer.replay.provenance import Stored
-from trainer.replay.reservoir import sampling_key
+from trainer.replay.memory import Stored, sampling_key
 
 MANY = 1 << 40
 

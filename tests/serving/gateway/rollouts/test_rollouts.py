@@ -21,7 +21,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.schema import MAX_GROUPS
 from serving.gateway.server import serve
-from serving.rollout.nouns import MAX_SAMPLES
+from serving.rollout.samples import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
 from speculator.redis.reward_stream import GroupRewards
 from tests.fixtures.doubles import DoubleEngine, says

@@ -21,9 +21,9 @@ from speculator.versions.store import DraftStore
 from speculator.versions.training_tenants import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from tests.fixtures.traces import send, with_header
 from tests.trainer.examples import config_for, metric, promote, record
-from trainer.ingest import retention
-from trainer.ingest.disk_cache import shelf_folder
 from trainer.loop import Trainer
+from trainer.replay import admission
+from trainer.replay.trace_source import shelf_folder
 
 HOUR_S = 3600.0
 MakeTrainer = Callable[..., Trainer]
@@ -46,7 +46,7 @@ def start(model_dir: Path, tmp_path: Path, redis_url: str, redis_client: redis.R
 
 @pytest.fixture(autouse=True)
 def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "LOOK_S", 0.0)
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
 
 
 def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:
@@ -184,7 +184,7 @@ def test_a_version_says_whom_it_was_learnt_from(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a restart with and without the checkpoint, and back to an older version's weights."""
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     how = {"publish_min_tokens": 1, "publish_interval_s": 0}
     store = DraftStore(tmp_path / "store")
     asked = mixed(traces[:4])

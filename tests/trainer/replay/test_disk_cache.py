@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ingest.disk_cache import Shelf
+from trainer.replay.trace_source import Shelf
 
 
 def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_start_sweeps_what_no_checkpoint_lists(tmp_path: Path) -> None:
 
 def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("trainer.ingest.disk_cache.sync", synced.append)
+    monkeypatch.setattr("trainer.replay.trace_source.sync", synced.append)
     shelf = Shelf(tmp_path)
     for trace_id in "abc":
         shelf.put(trace_id, b"")
@@ -71,7 +71,7 @@ def test_a_disk_that_refuses_is_no_failure(tmp_path: Path, monkeypatch: pytest.M
     assert shelf.take_over("a") is None
     other = Shelf(tmp_path / "replay")
     other.put("a", b"payload")
-    monkeypatch.setattr("trainer.ingest.disk_cache.sync", refuse)
+    monkeypatch.setattr("trainer.replay.trace_source.sync", refuse)
     other.sync(["a"])
     monkeypatch.undo()
     other.sync(["a"])
@@ -87,7 +87,7 @@ def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(
     next(path for path in tmp_path.iterdir() if path.read_bytes() == b"b").unlink()
     shelf.sync("abc")
     synced: list[Path] = []
-    monkeypatch.setattr("trainer.ingest.disk_cache.sync", synced.append)
+    monkeypatch.setattr("trainer.replay.trace_source.sync", synced.append)
     shelf.put("d", b"d")
     shelf.remove("d")
     shelf.sync("abcd")

@@ -1,37 +1,44 @@
-"""Hop 5 to 6: what becomes of an arriving trace. It is learnt from, now or later, or never; its acceptance is watched.
+"""What becomes of an arriving trace: learnt from, held out, kept as golden, refused; and when it is forgotten.
 
 A few early traces become the golden set, a share of the others is held out for a while, and the rest is offered to the
 replay at once. Golden and held-out traces are done with as far as Redis is concerned: the next checkpoint lists them.
 
-A trace whose text is here already, or was refused, is done with at once: it needs no step, and it does not count for
-drift, or one client that repeats itself could raise an alarm. "Here" is about this rank: where several train together,
-one text may have a place in each.
+A trace whose text is here already, or was refused, is done with at once: it needs no step. It does not count for drift,
+or one client that repeats itself could raise an alarm. "Here" is about this rank: where several train together, one
+text may have a place in each.
 
-When the target moves, drafts are judged by traces of the newest version alone: what was held out of older ones, and the
-golden set, are learnt from, and the next traces take their places. An operator's recording stays, and may veto.
+When the target moves, only traces of the newest version judge drafts. What was held out of older ones, and the golden
+set, are learnt from, and the next traces take their places. An operator's recording stays, and may veto.
+
+`Forgetting` names the traces that must go: those of an erased tenant up to its order, and those that are too old. It
+reads the orders every LOOK_S, and answers by the orders that it knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from trainer.checkpoint import Progress
+from speculator.errors import StreamError
+from speculator.host import now_ms
+from speculator.redis.erasure_requests import Erasures, TrainerReport, covers
+from speculator.redis.trace_deletion import Remover
 from trainer.config import TrainerConfig
-from trainer.ingest.trace_source import TraceSource
-from trainer.learning.drift import ALL, DomainNames, DriftMonitor
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.replay.buffer import Admission, Replay
 from trainer.replay.eval_sets import GoldenSet, HeldOut
-from trainer.replay.provenance import Provenance, Stored
-from trainer.replay.sampling_weights import priority
+from trainer.replay.memory import Provenance, Stored, priority
+from trainer.replay.trace_source import TraceSource
+from trainer.schedule import ALL, DomainNames, DriftMonitor
+from trainer.session import Progress
 
 _MANY_OLDER = 32
 """Traces of older targets in a row after which we warn; again after twice as many, and so on."""
-
 log = structlog.get_logger()
 
 
@@ -231,7 +238,9 @@ class Intake:
             self._metrics.drift_alarms.labels(name).inc()
             log.warning("acceptance fell", domain=name, short=series.short, long=series.long, margin=series.margin)
         for name in (domain, ALL):
-            self._metrics.observe_drift(name, self.drift.series[name])
+            series = self.drift.series[name]
+            long = series.long if series.state.num_long else None
+            self._metrics.observe_drift(name, short=series.short, long=long, margin=series.margin, alarm=series.alarm)
 
     def _restore(self, stored: Stored) -> None:
         """Where it was at the checkpoint; or, where it would judge drafts for a target that has moved, as a new one."""
@@ -245,3 +254,101 @@ class Intake:
         else:
             domain = self.domains.name(stored.provenance.domain, stored.provenance.tenant)
             self._replay.restore(stored, domain=domain, priority=self._priorities.get(stored.trace_id, 1.0))
+
+
+LOOK_S = 1.0
+REASONS = ("erased", "expired")
+
+
+class Forgetting:
+    """`name` is the process's in Redis; `ttl_s` 0 sets no limit of age; `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        erasures: Erasures,
+        remover: Remover,
+        *,
+        name: str,
+        ttl_s: float,
+        metrics: TrainerMetrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._erasures, self._remover, self._name, self._ttl_s = erasures, remover, name, ttl_s
+        self._metrics, self._clock = metrics, clock
+        self._orders: dict[str, int] = {}
+        self._are_known = False
+        self._removed: Counter[str] = Counter()
+        self._looked_s: float | None = None
+
+    def reason(self, provenance: Provenance) -> str | None:
+        """Of REASONS, why a trace is to be forgotten; None where it may be kept."""
+        if covers(self._orders, provenance.tenant, provenance.created_ms):
+            return "erased"
+        too_old = self._ttl_s and self._clock() - provenance.created_ms / 1000 > self._ttl_s
+        return "expired" if too_old else None
+
+    def reason_in_recording(self, provenance: Provenance) -> str | None:
+        """The same for an operator's recording: whoever chose it chose its age, too."""
+        return "erased" if self.reason(provenance) == "erased" else None
+
+    @property
+    def may_have_orders(self) -> bool:
+        """Some tenant is to be forgotten, or Redis has not said yet that none is."""
+        return bool(self._orders) or not self._are_known
+
+    def look(self) -> bool:
+        """True where it was time to look: remove what has a reason, then `report`. Redis being away is no error."""
+        now_s = time.monotonic()
+        if self._looked_s is not None and now_s - self._looked_s < LOOK_S:
+            return False
+        self._looked_s = now_s
+        try:
+            self._orders, self._are_known = self._erasures.orders(), True
+        except StreamError as error:
+            self._failed(error)
+        return True
+
+    def sweep(self) -> bool:
+        """Take what the orders cover out of the stream: an engine that was cut off may send it afterwards.
+
+        False where it is to be done again.
+        """
+        orders = dict(self._orders)
+        if not orders:
+            return self._are_known
+        try:
+            self._remover.remove(lambda header: covers(orders, header.tenant, header.created_ms), unreadable=False)
+        except StreamError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def removed(self, traces: Iterable[Stored]) -> None:
+        """Count what was removed from memory and disk."""
+        for stored in traces:
+            reason = self.reason(stored.provenance) or "expired"
+            self._metrics.forgotten.labels(reason).inc()
+            if reason == "erased":
+                self._removed[stored.provenance.tenant] += 1
+
+    def report(self) -> None:
+        """Say that everything that the orders cover is gone from here."""
+        report = TrainerReport(
+            at_ms=now_ms(),
+            erased_ms=max(self._orders.values(), default=0),
+            removed={tenant: self._removed[tenant] for tenant in self._orders},
+        )
+        try:
+            self._erasures.report(self._name, report)
+        except StreamError as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        try:
+            self._erasures.leave(self._name)
+        except StreamError as error:
+            self._failed(error)
+
+    def _failed(self, error: StreamError) -> None:
+        self._metrics.stream_errors.labels("erasures").inc()
+        log.warning("orders to forget not known for now", error=str(error))

@@ -13,9 +13,8 @@ from speculator.redis import reward_stream as wire
 from speculator.redis.keys import RedisKeys
 from speculator.redis.reward_stream import GroupRewards, RewardStream
 from tests.trainer.stored import stored_of
-from trainer.ingest.reward_reader import RewardWeights, reward_weights
 from trainer.metrics import TrainerMetrics
-from trainer.replay.buffer import Replay
+from trainer.replay.buffer import Replay, RewardWeights, reward_weights
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def test_the_oldest_groups_are_forgotten(
     stream: RewardStream, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MAX_GROUPS", 3)
-    monkeypatch.setattr("trainer.ingest.reward_reader.MAX_GROUPS", 3)
+    monkeypatch.setattr("trainer.replay.buffer.MAX_GROUPS", 3)
     weights = reader(stream)
     for number in range(5):
         stream.append([group(str(number), 1, 0)])

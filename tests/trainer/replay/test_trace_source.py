@@ -23,11 +23,10 @@ from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import encode_trace
 from speculator.trace.schema import Trace, TraceHeader
-from trainer.ingest.disk_cache import Shelf
-from trainer.ingest.trace_source import TraceSource, consumer_name
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
+from trainer.replay.trace_source import Shelf, TraceSource, consumer_name
 
 
 class Desk:
@@ -107,7 +106,7 @@ def test_what_was_not_saved_comes_again_after_a_restart(desk: Desk, traces: list
 def test_what_a_consumer_had_in_hand_that_is_gone_for_good_is_taken_over(
     desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.ingest.trace_source._NUM_TAKEN_OVER", 2)
+    monkeypatch.setattr("trainer.replay.trace_source._NUM_TAKEN_OVER", 2)
     for trace in traces:
         desk.send(trace)
     sources = [desk.source(rank=rank) for rank in range(3)]
@@ -244,7 +243,7 @@ def test_redis_being_away_is_counted_and_survived(
     desk.send(traces[0])
     examples = source.read(10, 0)
     source.mark_used(examples)
-    monkeypatch.setattr("trainer.ingest.trace_source.RETRY_S", 0.0)
+    monkeypatch.setattr("trainer.replay.trace_source.RETRY_S", 0.0)
     with monkeypatch.context() as away:
         away.setattr(redis.Redis, "execute_command", _refuse)
         away.setattr(redis.client.Pipeline, "execute", _refuse)
@@ -277,7 +276,7 @@ def test_a_read_pauses_while_redis_is_away(desk: Desk, traces: list[Trace], monk
 def test_a_dead_letter_waits_for_redis_and_holds_nothing_up(
     desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.ingest.trace_source.RETRY_S", 0.0)
+    monkeypatch.setattr("trainer.replay.trace_source.RETRY_S", 0.0)
     source = desk.source()
     desk.stream.append(b"garbage", trace_id="garbage")
     desk.send(traces[0])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from speculator.trace.schema import Trace
-from tests.trainer.ingest.test_trace_source import Desk
-from trainer.replay.provenance import Stored
+from tests.trainer.replay.test_trace_source import Desk
+from trainer.replay.memory import Stored
 
 
 class SourceMachine(RuleBasedStateMachine):
