@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from speculator.errors import ConfigError, EngineError
-from speculator.json_lines import read_json_lines, split_lines
+from speculator.files import read_json_lines, split_lines
 
 T = TypeVar("T")
 

@@ -12,10 +12,9 @@ from typing import Any
 from slipstream.doctor.finding import Finding, failed, ok, skipped, warning
 from slipstream.start.shared_defaults import DEFAULT_STREAM_MAX_BYTES
 from speculator.errors import StreamError
-from speculator.redis.client import connect, is_denied, redis_errors
+from speculator.redis.client import RedisKeys, connect, is_denied, redis_errors
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_stream import TraceStream
 
 _LEAST_VERSION = (6, 2)

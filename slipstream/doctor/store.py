@@ -44,7 +44,7 @@ def check_store(root: Path) -> Iterator[Finding]:
 
 def check_fit(model: str, root: Path) -> Iterator[Finding]:
     """Whether the store's drafts are for a target of these sizes and this window. Raises DraftError where not."""
-    from speculator.versions.bootstrap import check_lineage
+    from speculator.versions.lineage import check_lineage
     from speculator.versions.store import DraftStore
 
     store = DraftStore(root)
@@ -108,8 +108,8 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
 
 def _standing(client: Any, key: str) -> Finding:
     """With commands that engine and trainer may run, and without making a stream where none is."""
+    from speculator.redis.client import RedisKeys
     from speculator.redis.control_plane import DraftPointer
-    from speculator.redis.keys import RedisKeys
     from speculator.redis.trace_stream import TraceStream
 
     name = "stream"

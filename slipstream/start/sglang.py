@@ -29,7 +29,7 @@ from slipstream.start.sglang_server import SglangStart, verified_version
 from speculator.draft.checkpoint import model_key
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 

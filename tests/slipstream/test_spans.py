@@ -24,8 +24,7 @@ from serving.hotswap.follower import DraftFollower
 from speculator import tracing
 from speculator.errors import ConfigError
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.telemetry import collecting
 from tests.fixtures.toy import random_draft

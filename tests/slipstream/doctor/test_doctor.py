@@ -26,10 +26,10 @@ from slipstream.doctor.sglang import check_sglang
 from slipstream.doctor.store import check_fit, check_store, check_stream, check_trainer
 from slipstream.settings import known_variables
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.trace import encode_trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import make_trace
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago

@@ -15,8 +15,8 @@ from speculator.draft.checkpoint import check_fits, config_from_json, draft_conf
 from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import ConfigError, DraftMismatchError, StoreError
 from speculator.target_folder import read_config
-from speculator.versions.bootstrap import admit, ensure_lineage, load_draft
 from speculator.versions.lifecycle import State
+from speculator.versions.lineage import admit, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from tests.fixtures.faults import Crash, dying_before
 from tests.fixtures.toy import make_toy_model, random_draft

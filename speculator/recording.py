@@ -2,7 +2,7 @@
 
     magic      8 bytes
     header     length (4 bytes, little endian), msgpack of `RecordingHeader`
-    entries    length (4), CRC-32 of length and trace (4), one encoded trace (speculator/trace/codec.py); any number
+    entries    length (4), CRC-32 of length and trace (4), one encoded trace (speculator/trace.py); any number
 
 Entries are only ever appended, each with one write, so a writer that dies leaves at most a tail that is cut off: a
 reader stops there and says how much it left, and the next writer removes it. Altered entries are passed over and
@@ -22,8 +22,7 @@ from typing import BinaryIO
 import msgspec
 
 from speculator.errors import ConfigError, TraceError
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 
 FORMAT_VERSION = 1
 _MAGIC = b"slip-rec"

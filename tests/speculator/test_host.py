@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from speculator.host import free_port
+import pytest
+
+from speculator.errors import ConfigError
+from speculator.host import free_port, read_secret
 
 _SAY_TEN = "from speculator.host import free_port; print(*(free_port() for _ in range(10)))"
 
@@ -36,3 +39,17 @@ def test_processes_that_start_together_are_told_different_ports() -> None:
 def test_a_server_can_listen_at_it() -> None:
     with socket.create_server(("127.0.0.1", free_port())) as server, socket.create_connection(server.getsockname()):
         pass
+
+
+@pytest.mark.parametrize("content", [b"secret", b"secret\n", b"secret\r\n", b"\xef\xbb\xbfsecret\n"])
+def test_the_end_of_its_line_and_a_byte_order_mark_are_no_part_of_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    assert read_secret(path, "SLIPSTREAM_KEY_FILE") == "secret"
+
+
+def test_another_encoding_is_refused_by_file_and_variable(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes("secret".encode("utf-16"))
+    with pytest.raises(ConfigError, match=f"SLIPSTREAM_KEY_FILE names {path}"):
+        read_secret(path, "SLIPSTREAM_KEY_FILE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculator.draft.precision import autocast, is_fast
+from speculator.draft.eagle3 import autocast, is_fast
 
 CPU = torch.device("cpu")
 

@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 
 from speculator.draft.checkpoint import draft_config_json, draft_state
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import BARRED, SERVABLE, State
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
-
 # One process that has everything imported forks those that are killed; each says a byte after each of its calls.
 VICTIMS = """
 import itertools, os, sys
 from speculator.versions.lifecycle import State
-from speculator.versions.bootstrap import admit
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 
 def live(root):

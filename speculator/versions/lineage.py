@@ -1,11 +1,18 @@
-"""A lineage: the versions of one draft for one target, from the first, fresh one on."""
+"""A lineage: the versions of one draft for one target. Begin it, admit a version, load one, say whose text it learned.
+
+A manifest counts tokens by tenant for the whole lineage up to its version, so older versions may be removed. The counts
+are bounded: of more than MAX_TENANTS tenants the later ones share one number, and such a version may have learned from
+any that it does not name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -25,7 +32,6 @@ from speculator.versions.lifecycle import BARRED, Number, State
 from speculator.versions.store import DraftStore, d2t_sha256
 
 log = structlog.get_logger(__name__)
-
 _ACTOR = "lineage"
 FIRST = 1
 
@@ -174,3 +180,48 @@ def load_draft(store: DraftStore, version: int, *, embed: Tensor, target_fingerp
     draft = Eagle3Draft(config, embed, state["d2t"].to(embed.device)).to(embed.device)
     apply_state(draft, state)
     return draft
+
+
+MAX_TENANTS = 2000
+MANIFEST_KEY = "tenants"
+
+
+class TenantCounts(msgspec.Struct, kw_only=True):
+    """Answer tokens in all steps by tenant, repetitions included."""
+
+    tokens: dict[str, int] = {}
+    others: int = 0
+    """Of the tenants that found no place."""
+    complete: bool = True
+    """False where the weights descend from something that nothing is known of."""
+
+    def add(self, tenant: str, num_tokens: int) -> None:
+        if tenant in self.tokens or len(self.tokens) < MAX_TENANTS:
+            self.tokens[tenant] = self.tokens.get(tenant, 0) + num_tokens
+        else:
+            self.others += num_tokens
+
+    def learnt_from(self, tenant: str) -> int | None:
+        """Tokens of a tenant; None where that is not known."""
+        if tenant in self.tokens:
+            return self.tokens[tenant]
+        return 0 if self.complete and not self.others else None
+
+
+def joined_counts(parts: Iterable[TenantCounts]) -> TenantCounts:
+    """Of several processes that train together."""
+    whole = TenantCounts()
+    for part in parts:
+        for tenant, num_tokens in part.tokens.items():
+            whole.add(tenant, num_tokens)
+        whole.others += part.others
+        whole.complete &= part.complete
+    return whole
+
+
+def counts_of(info: Mapping[str, Any]) -> TenantCounts:
+    """From a manifest's `info`; one that does not say was trained on nothing if it is fresh, else on who knows what."""
+    try:
+        return msgspec.convert(info[MANIFEST_KEY], type=TenantCounts)
+    except (KeyError, msgspec.ValidationError):
+        return TenantCounts(complete=info.get("origin") == "fresh")

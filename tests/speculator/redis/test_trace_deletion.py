@@ -11,17 +11,15 @@ import pytest
 import redis
 
 from speculator.errors import ConfigError, TraceError
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis import trace_deletion
 from speculator.redis import trace_stream as stream_module
-from speculator.redis.client import connect
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_deletion import Removed, Remover, remove_from_recording
 from speculator.redis.trace_stream import StreamEntry, TraceStream
-from speculator.trace.codec import encode_trace, read_header
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace, TraceHeader
+from speculator.trace import Trace, TraceHeader, encode_trace, read_header
 from tests.fixtures.traces import make_trace
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=1, note="n")

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculator.errors import TraceError, UnknownSchemaError
-from speculator.trace.codec import decode_trace, encode_trace
-from speculator.trace.schema import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace
+from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace, decode_trace, encode_trace
 from tests.fixtures.traces import make_header, make_trace, with_rounds
 
 seeds = st.integers(0, 2**32 - 1)
@@ -339,7 +338,7 @@ def test_the_bytes_are_those_that_safetensors_writes(features: Any, monkeypatch:
     for trace in (make_trace(T=9), make_trace(R=0), make_trace(P=0)):
         ours = encode_trace(trace, features=features)
         with monkeypatch.context() as patch:
-            patch.setattr("speculator.trace.codec._serialised", safetensors.torch.save)
+            patch.setattr("speculator.trace._serialised", safetensors.torch.save)
             assert parts(encode_trace(trace, features=features)) == parts(ours)
 
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculator.errors import ConfigError
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace import encode_trace
 from tests.fixtures.traces import make_trace
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="toy", created_ms=1, note="a note")

@@ -1,13 +1,16 @@
-"""Files and streams with a JSON value a line, whatever text the values hold.
+"""Files that survive a power cut, have one writer at a time, or hold a JSON value a line.
 
-A line ends with LF, or CR LF, and with nothing else: Unicode knows further line ends, which JSON allows in a string.
-`str.splitlines` and most readers of text streams cut there, so nothing here reads with them; and what is written has
-those ends escaped, for others that do.
+A line of JSON ends with LF or CR LF and with nothing else. Unicode has further line ends, which JSON allows in a
+string. `str.splitlines` and most readers of text cut there, so nothing here reads with them. What is written has those
+ends escaped.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
+import fcntl
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,8 +20,45 @@ import msgspec
 
 from speculator.errors import ConfigError
 
-T = TypeVar("T")
 
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Hold a lock file alone. It excludes threads of this process too, and a crash releases it."""
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def shared(lock: Path) -> Iterator[None]:
+    """Hold a lock file beside other readers; needs no write access, and no lock where nobody has written yet."""
+    try:
+        file = lock.open("rb")
+    except FileNotFoundError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+T = TypeVar("T")
 _HALF = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
 """One of a pair of surrogates alone."""
 _OTHER_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\u0085\u2028\u2029")

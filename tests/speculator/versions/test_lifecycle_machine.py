@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, expected_shapes
 from speculator.errors import LifecycleError
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, State
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.faults import Crash, dying_before
