@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
+from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
 
 _TIMEOUT_S = 300.0

@@ -11,9 +11,9 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, make_room, serve_until_signal
 from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.pool import PoolClient
-from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
 from serving.target import TargetDesk
 from slipstream.start.shared_defaults import process_registry
 from speculator.versions.operator import DraftDesk

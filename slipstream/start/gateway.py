@@ -23,10 +23,8 @@ import structlog
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import bind
 from serving.sglang.outside.client import SglangClient
-from serving.sglang.outside.pool import PoolClient, is_ready
-from serving.sglang.outside.router import check_routers
-from serving.sglang.report.pooled import commonest
-from serving.sglang.report.read import EngineReport
+from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
+from serving.sglang.report import EngineReport, commonest
 from slipstream.start.effects import GATEWAY_IN_FRONT, check_variables
 from slipstream.start.exposure import check_exposure
 from slipstream.start.front import serve_in_front
