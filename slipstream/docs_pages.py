@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from serving.capture.recorder import RecorderStats
 from serving.engine import EngineHealth
 from serving.gateway.config import GatewaySettings
-from serving.gateway.metrics import GatewayMetrics, HealthCollector
+from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
 from serving.gateway.rollouts.book import RolloutBook
-from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.hotswap.installer import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
@@ -131,7 +130,8 @@ def _registries() -> dict[str, CollectorRegistry]:
     GatewayMetrics(registries[_GATEWAY])
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[_GATEWAY].register(HealthCollector(lambda: health))
-    registries[_GATEWAY].register(RolloutCollector(RolloutBook([], GatewaySettings())))
+    rollouts = RolloutBook([], GatewaySettings())
+    registries[_GATEWAY].register(RolloutCollector(rollouts.driver, rollouts.ended))
     EngineMetrics(registries[_LOCAL])
     GroupTextMetrics(registries[_LOCAL])
     recorder = RecorderStats(

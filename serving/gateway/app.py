@@ -12,26 +12,21 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from serving.engine import DraftHost, Engine
-from serving.gateway.auth.access import Gate
-from serving.gateway.auth.keyring import Keyring
+from serving.gateway.access import Gate
+from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
-from serving.gateway.context import Gateway
 from serving.gateway.errors import error_response
+from serving.gateway.keys import Keyring
 from serving.gateway.live.live import Live, live_routes
-from serving.gateway.live.openapi import declare_keys
-from serving.gateway.live.pages import page_routes
-from serving.gateway.live.status import status_routes
-from serving.gateway.metrics import GatewayMetrics, HealthCollector
-from serving.gateway.openai.chat import chat_routes
-from serving.gateway.openai.completions import completion_routes
-from serving.gateway.operator.admin import Drafts, admin_routes
-from serving.gateway.operator.target_version import Targets, target_routes
+from serving.gateway.live.status import declare_keys, page_routes, status_routes
+from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
+from serving.gateway.openai.generation import Gateway
+from serving.gateway.openai.routes import chat_routes, completion_routes
+from serving.gateway.passthrough import Passage, passthrough_routes
 from serving.gateway.rollouts.book import RolloutBook
-from serving.gateway.rollouts.metrics import RolloutCollector
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
-from serving.gateway.upstream.client import Upstream
-from serving.gateway.upstream.passthrough import Passage, passthrough_routes
+from serving.gateway.upstream import Upstream
 from serving.rollout.engines import InProcessEngine
 
 
@@ -64,7 +59,7 @@ def create_app(
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
     book = _rollouts(gateway)
-    registry.register(RolloutCollector(book))
+    registry.register(RolloutCollector(book.driver, book.ended))
     routers = [
         chat_routes(gateway),
         completion_routes(gateway),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -52,6 +56,25 @@ def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
 def engine_busy(retry_after_s: int = 1) -> ApiError:
     message = "The engine's queue is full: retry later, or send fewer requests at once."
     return ApiError(429, message, code="engine_busy", retry_after_s=retry_after_s)
+
+
+@asynccontextmanager
+async def deadline(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the block after `limit_s` and raise `too_late`."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise too_late(limit_s) from None
+
+
+def too_late(limit_s: float) -> ApiError:
+    """An error (504) that tells clients not to try the same again."""
+    message = f"The answer took longer than {limit_s:g} s: ask for fewer tokens."
+    return ApiError(504, message, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
 def describe(failure: Exception) -> ApiError:

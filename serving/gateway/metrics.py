@@ -1,8 +1,9 @@
-"""The gateway's collectors. Labels are bounded: routes are templates, never paths that a client chose."""
+"""The gateway's collectors, rollouts included. Labels are bounded: routes are templates, never paths of clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -13,11 +14,13 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
+from serving.rollout.driver import Driver
+from serving.rollout.nouns import EndReason, State
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -80,3 +83,41 @@ class HealthCollector(Collector):
         yield GaugeMetricFamily("slipstream_engine_up", "1 while the engine takes requests", up)
         yield GaugeMetricFamily("slipstream_requests_running", "Requests that the engine decodes", health.num_running)
         yield GaugeMetricFamily("slipstream_requests_waiting", "Requests that wait for it", health.num_waiting)
+
+
+class RolloutCollector(Collector):
+    def __init__(self, driver: Driver, ended: Mapping[EndReason, int]) -> None:
+        """`ended` counts the samples that ended since the start."""
+        self._driver, self._ended = driver, ended
+
+    def collect(self) -> Iterator[Metric]:
+        driver = self._driver
+        samples = GaugeMetricFamily(
+            "slipstream_rollout_samples",
+            "Samples of rollouts under way: waiting without a token, paused with some, running",
+            labels=["state"],
+        )
+        counts = driver.counts
+        for state in State:
+            if not state.has_ended:
+                samples.add_metric([state], counts[state])
+        yield samples
+        ended = CounterMetricFamily(
+            "slipstream_rollout_ended_samples",
+            "Samples of rollouts that ended: by themselves (stop, length), or as stale, deadline, cancelled, refused",
+            labels=["reason"],
+        )
+        for reason in get_args(EndReason):
+            ended.add_metric([reason], self._ended[reason])
+        yield ended
+        leases = CounterMetricFamily(
+            "slipstream_rollout_leases",
+            "Samples given to an engine: begun, or resumed after an earlier lease; lost: the engine died with them",
+            labels=["outcome"],
+        )
+        for outcome, count in (("begun", driver.num_begun), ("resumed", driver.num_resumed), ("lost", driver.num_lost)):
+            leases.add_metric([outcome], count)
+        yield leases
+        yield CounterMetricFamily(
+            "slipstream_rollout_tokens", "Tokens that samples of rollouts were given", driver.num_tokens
+        )

@@ -1,4 +1,4 @@
-"""Runs the app on a port, inside an event loop that also runs other things.
+"""Serve the app on a port until a signal comes, inside an event loop that also runs other things.
 
 Stopping: refuse new connections → let running answers finish for `grace_s` → tell the rest that the server is
 shutting down → close.
@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import math
 import resource
+import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
+import structlog
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,7 +28,6 @@ from speculator.errors import ConfigError
 
 FAREWELL_S = 1.0
 """How long a client that does not read may hold up the last error event of its stream."""
-
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 16 * 1024
 """Of a request whose headers have not ended yet; more is answered with 400."""
@@ -178,3 +181,33 @@ def make_room(settings: GatewaySettings, *, each: int) -> None:
 
 def _limits() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+log = structlog.get_logger(__name__)
+
+
+async def serve_until_signal(
+    server: GatewayServer, *, model: str, draft_version: int, beside: Coroutine[Any, Any, None] | None = None
+) -> None:
+    """Serve until SIGTERM, SIGINT or the end of `beside`, then drain; raises what `beside` raised."""
+    ends: list[asyncio.Task[Any]] = [] if beside is None else [asyncio.create_task(beside)]
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    # Before anybody learns that we serve: a signal in answer to that would otherwise end us on the spot.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    await server.start()
+    # What was made so far stays: a full collection that walked it all would hold up every answer.
+    gc.collect()
+    gc.freeze()
+    log.info("serving", url=server.url, model=model, draft_version=draft_version)
+    ends += asyncio.create_task(stopping.wait()), asyncio.create_task(server.wait())
+    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    log.info("stopping")
+    await server.stop()
+    # Or extension modules say at the end of the process that their objects leaked.
+    gc.unfreeze()
+    for task in ends:
+        task.cancel()
+    for task in done:
+        task.result()

@@ -1,4 +1,4 @@
-"""The outermost layer around every request: its id, its metrics, its log line, and the last word on failures.
+"""The outermost layer around every request: its id, its metrics, its log line, safe headers, and uncaught failures.
 
 A plain ASGI middleware: it adds no task and does not buffer a stream.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -17,16 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, unavailable
-from serving.gateway.headers import with_safe_headers
 from serving.gateway.metrics import GatewayMetrics
 from speculator.tracing import prefixed, received, span
 
 CLIENT_LEFT = 499
 """The status that logs and metrics show where no status could be sent."""
-
 PROBES = frozenset({"/health", "/ready", "/metrics", "/slipstream/live", "/slipstream/drafts"})
 """Routes that something polls: their log lines and spans would bury the others."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -139,3 +137,22 @@ class Telemetry:
         exchange.span.set_attributes({**standard, **prefixed(request_id=exchange.request_id)})
         if exchange.status >= 500:
             exchange.span.set_status(StatusCode.ERROR, exchange.error_code or "error")
+
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+_SAFE = {
+    b"content-security-policy": b"default-src 'none'; frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+    # Answers are what people asked for, and figures are of their moment.
+    b"cache-control": b"no-store",
+}
+
+
+def with_safe_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """`headers`, and those of ours that are not among them: the page has a policy of its own."""
+    given = list(headers)
+    names = {name.lower() for name, _ in given}
+    return [*given, *((name, value) for name, value in _SAFE.items() if name not in names)]

@@ -46,7 +46,7 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere: this is the one time to see it."""
-    from serving.gateway.auth.keys import ApiKey, change_keys, make_key, new_secret
+    from serving.gateway.keys import ApiKey, change_keys, make_key, new_secret
 
     secret = new_secret()
     key = make_key(
@@ -75,7 +75,7 @@ def add(
 @app.command("list")
 def list_keys(file: File, as_json: AsJson = False) -> None:
     """All keys and what they may do; nothing that opens anything."""
-    from serving.gateway.auth.keys import read_keys
+    from serving.gateway.keys import read_keys
 
     keys = [_shown(key) for key in read_keys(file)]
     if as_json:
@@ -87,7 +87,7 @@ def list_keys(file: File, as_json: AsJson = False) -> None:
 @app.command()
 def revoke(name: Name, file: File, as_json: AsJson = False) -> None:
     """Remove a key: from the next request on it opens nothing. Answers that are under way end as they would have."""
-    from serving.gateway.auth.keys import ApiKey, change_keys
+    from serving.gateway.keys import ApiKey, change_keys
 
     def without_it(keys: tuple[ApiKey, ...]) -> list[ApiKey]:
         rest = [key for key in keys if key.name != name]

@@ -80,7 +80,7 @@ def check_keys() -> Iterator[Finding]:
 
 
 def _check_file(file: Path) -> Finding:
-    from serving.gateway.auth.keys import read_keys
+    from serving.gateway.keys import read_keys
 
     keys = read_keys(file)
     over = [key.name for key in keys if key.is_expired(time.time())]

@@ -6,8 +6,8 @@ import ipaddress
 import os
 from pathlib import Path
 
-from serving.gateway.auth.keys import read_keys
 from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.keys import read_keys
 from speculator.errors import ConfigError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE
 from speculator.redis.url import RedisUrl

@@ -26,10 +26,9 @@ import structlog
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.metrics import process_registry
-from serving.gateway.server import GatewayServer, bind, make_room
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
+from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.launcher import SglangProcess

@@ -25,17 +25,15 @@ from serving.capture.sampling import DEFAULT_FLOOR, CaptureSampler
 from serving.engine import Engine
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.lifetime import serve_until_signal
 from serving.gateway.metrics import process_registry
-from serving.gateway.server import GatewayServer, bind, make_room
+from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.group_cache.redis_store import DEFAULT_TTL_S, GroupTexts
 from serving.group_cache.sync import GroupSharing
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
-from serving.local.config import LocalEngineConfig
+from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
-from serving.local.threads import spare_cores
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.speedup import SpeedupMeter
 from serving.target.updates import TargetDesk

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from serving.gateway.auth.keyring import Keyring
+from serving.gateway.keys import Keyring
 from tests.deploy.compose import CPU, GPU, ROOT, argv, load, variables
 
 ENV = {"SLIPSTREAM_MODEL": "some/model"}

@@ -225,7 +225,7 @@ def test_addresses_in_settings_are_those_lines() -> None:
 
 
 def test_a_gateway_finds_each_router_s_own_address() -> None:
-    """How it goes on to the next of them is in tests/serving/gateway/upstream/test_client.py."""
+    """How it goes on to the next of them is in tests/serving/gateway/test_upstream.py."""
     assert of_kind("Service", OURS)["router"]["spec"]["clusterIP"] == "None"
 
 

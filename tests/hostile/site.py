@@ -11,8 +11,8 @@ from pydantic import SecretStr
 
 from serving.engine import Engine
 from serving.gateway.app import create_app
-from serving.gateway.auth.keys import ApiKey, change_keys, digest
 from serving.gateway.config import GatewaySettings
+from serving.gateway.keys import ApiKey, change_keys, digest
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import State

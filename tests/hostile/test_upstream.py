@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.gateway.upstream.errors import ERROR_EVENT, refusal, refusal_in
+from serving.gateway.upstream import ERROR_EVENT, refusal, refusal_in
 
 NONSENSE = (b"", b"<html>", b"null", b"[]", b'{"message": "\xff\xfe"}', b'{"message": 7}', b'{"a": ' + b"[" * 100_000)
 

@@ -98,7 +98,7 @@ def test_the_newest_interval_is_drawn_whole(watched: Watched, gateway: Gateway) 
     page = watched.open(gateway)
     scales: list[list[float]] = page.evaluate(
         """async () => {
-          const { range } = await import("/page/chart.js");
+          const { range } = await import("/page/main.js");
           const points = [[0, 1.5, 0.2, 9.0], [1000, 1.6, null, null], [2000, 1.7, 0.8, 2.6]];
           return [1, 2, 3].map((count) => range(points.slice(0, count)));
         }"""

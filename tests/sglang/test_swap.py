@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.upstream import Upstream
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore

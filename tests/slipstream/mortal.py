@@ -36,8 +36,7 @@ import trainer.release.offline_scoring
 import trainer.release.rollback_backoff
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.lifetime import serve_until_signal
-from serving.gateway.server import GatewayServer, bind
+from serving.gateway.server import GatewayServer, bind, serve_until_signal
 from serving.hotswap.breaker import LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig

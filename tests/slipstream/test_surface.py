@@ -21,10 +21,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from starlette.routing import Route
 
+from serving.gateway.admin import Drafts, Targets
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.operator.admin import Drafts
-from serving.gateway.operator.target_version import Targets
 from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 from speculator.draft.checkpoint import draft_config_json, draft_state

@@ -1,14 +1,17 @@
-"""What is served here and how it is doing: models, liveness, readiness, metrics."""
+"""What can be read without generating: models, health, metrics, the page's files, the OpenAPI document."""
 
 from __future__ import annotations
 
 import time
+from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from serving.engine import DraftHost
+from serving.gateway.access import ACCESS, Access
 from serving.gateway.errors import ApiError, reply, unavailable
 
 
@@ -64,3 +67,83 @@ def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    # After an upgrade of the gateway, its own page and no mixture of two.
+    "cache-control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    folder = files("serving.gateway.live") / "page"
+    found = {file.name: file for file in folder.iterdir()}
+    found |= {f"vendor/{file.name}": file for file in (folder / "vendor").iterdir()}
+    # Whatever else lies there, such as a licence or what an editor left, is not of the page.
+    contents = {
+        name: (file.read_bytes(), _TYPES[ending])
+        for name, file in found.items()
+        if (ending := name.rpartition(".")[2]) in _TYPES
+    }
+
+    # Its addresses are relative to where it is, which a proxy may put anywhere.
+    index, _ = contents.pop("index.html")
+
+    @router.get("/")
+    async def page() -> Response:
+        return Response(index, media_type="text/html", headers=_HEADERS)
+
+    @router.get("/page/{name:path}")
+    async def page_file(name: str) -> Response:
+        if name not in contents:
+            raise ApiError(404, "There is no such file.", code="not_found")
+        content, kind = contents[name]
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    return router
+
+
+_API_KEY, _ADMIN_KEY = "apiKey", "adminKey"
+_SCHEMES = {
+    _API_KEY: {"type": "http", "scheme": "bearer", "description": "As `slipstream keys add` made it."},
+    _ADMIN_KEY: {"type": "http", "scheme": "bearer", "description": "The operator's key."},
+}
+
+
+def declare_keys(app: FastAPI, *, has_keys: bool) -> None:
+    """Have the document name the key of each operation that asks for one; API keys only where this gateway has any."""
+    made_of_routes = app.openapi
+
+    def document() -> dict[str, Any]:
+        made = made_of_routes()
+        made.setdefault("components", {})["securitySchemes"] = _SCHEMES
+        for route in app.routes:
+            if isinstance(route, APIRoute) and route.include_in_schema:
+                for operation in made["paths"][route.path_format].values():
+                    operation["security"] = _needed(ACCESS.get(route.path), has_keys)
+        return made
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _needed(access: Access | None, has_keys: bool) -> list[dict[str, list[str]]]:
+    if access is Access.OPEN:
+        return []
+    if access is Access.ADMIN:
+        return [{_ADMIN_KEY: []}]
+    return [{_API_KEY: []}] if has_keys else []

@@ -1,1 +1,1 @@
-"""The OpenAI protocol in front of an engine of this process: bodies, limits, generation, streams."""
+"""The OpenAI protocol in front of an engine of this process: bodies, generations, streams."""

@@ -1,4 +1,4 @@
-"""The samples of one HTTP request: planned, run together, counted.
+"""The samples of one request to the engine: checked against the limits, run together, counted.
 
 Samples of a request run concurrently and succeed or fail together. Each waits for its own engine stream and then for
 `on_chunk`, so a slow client slows only its own request; cancelling `run` closes every engine stream.
@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
-from serving.engine import Chunk, EngineInfo, FinishReason, GenerateRequest
+from serving.engine import Chunk, Engine, EngineInfo, FinishReason, GenerateRequest
 from serving.gateway.config import GatewaySettings
-from serving.gateway.context import Gateway
-from serving.gateway.openai.limits import check_completion_tokens, check_prompt_tokens, deadline
+from serving.gateway.errors import ApiError, deadline
+from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai.schema import GenerationBody
 from serving.gateway.telemetry import Exchange
 from speculator.draft.sampling_params import SamplingParams, sample_seed
 from speculator.errors import EngineError, RequestError
 from speculator.tracing import prefixed
+
+T = TypeVar("T")
+
+INLINE_CHARS = 4096
+"""About a millisecond of tokenising: below it a thread costs more than it saves."""
 
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 """Called with the sample's index and its next chunk."""
@@ -189,3 +194,75 @@ def completion_tokens(
         )
         raise RequestError(message, param=prompt_param, code="context_length_exceeded")
     return asked
+
+
+class Interactive:
+    """Everything happens on the event loop."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.on_change: Callable[[], None] = _nobody_listens
+
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """One sample, from before its engine hears of it to its end."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self.num_samples += change
+        self.on_change()
+
+
+def _nobody_listens() -> None:
+    """No rollouts run here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    engine: Engine
+    settings: GatewaySettings
+    metrics: GatewayMetrics
+    interactive: Interactive = field(default_factory=Interactive)
+
+
+def check_limits(info: EngineInfo, settings: GatewaySettings, *, model: str, num_samples: int) -> None:
+    """`num_samples` counts prompts times `n`. Raises ApiError (404) or RequestError."""
+    check_model(info, model)
+    limit = settings.max_samples
+    if num_samples > limit:
+        message = f"{num_samples} samples asked of one request (prompts times 'n'), at most {limit}: split the request."
+        raise RequestError(message, param="n")
+
+
+def check_model(info: EngineInfo, model: str) -> None:
+    """Raises ApiError (404)."""
+    if model != info.model:
+        message = f"This server does not serve the model {model[:100]!r}: ask for {info.model!r}."
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+
+def check_prompt_tokens(settings: GatewaySettings, num_tokens: int, *, param: str) -> None:
+    """Raises RequestError."""
+    limit = settings.max_prompt_tokens
+    if limit is not None and num_tokens > limit:
+        message = f"The prompt has {num_tokens} tokens, at most {limit} here: shorten it by {num_tokens - limit}."
+        raise RequestError(message, param=param, code="prompt_too_long")
+
+
+def check_completion_tokens(settings: GatewaySettings, asked: int) -> None:
+    """Raises RequestError."""
+    limit = settings.max_completion_tokens
+    if limit is not None and asked > limit:
+        message = f"The request asks for {asked} tokens, at most {limit} here: ask for fewer."
+        raise RequestError(message, param="max_tokens", code="too_many_tokens")
+
+
+async def encode(encoder: Callable[[T], list[int]], value: T, *, num_chars: int) -> list[int]:
+    """`encoder(value)`, in a thread where `value` holds many characters."""
+    if num_chars <= INLINE_CHARS:
+        return encoder(value)
+    return await asyncio.to_thread(encoder, value)

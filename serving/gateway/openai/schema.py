@@ -6,24 +6,18 @@ accepted where its value changes nothing about the answer, and refused by name w
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
 from types import EllipsisType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from serving.engine import CapturePolicy
+from serving.gateway.body import CANNOT, UNKNOWN, Neutral, Strict, asked_fields, changes_nothing, invalid, without_nulls
 
-UNKNOWN = "this server knows no such parameter; leave it out"
-_CANNOT = "this server cannot honour this parameter; leave it out"
 MAX_STOP = 4
 MAX_STOP_CHARS = 1000
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-
-Neutral = Mapping[str, tuple[object, ...] | EllipsisType]
-"""Fields with the values that change nothing; `...`: all values. A model that has the field acts on the others."""
 
 
 def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
@@ -87,38 +81,9 @@ NEUTRAL_IN_MESSAGE: Neutral = {
 _NEUTRAL_IN_PART: Neutral = _all(..., "annotations cache_control")
 
 
-def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
-    """A validation error located `within` the value being validated."""
-    # The message goes in as a value, so that braces in a client's field name stay braces.
-    return PydanticCustomError(kind, "{message}", {"message": message, "within": within})
-
-
-def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) -> bool:
-    if neutral is ...:
-        return True
-    plain = _without_nulls(value) if isinstance(value, dict) else value
-    # `False == 0` in Python, and `logprobs: 0` is a request where `logprobs: false` is none.
-    return any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in neutral)
-
-
-def _asked(fields: Mapping[str, Any], neutral: Neutral, acted_on: Container[str], *within: str | int) -> dict[str, Any]:
-    """The fields that ask for something. Raises for one whose value would change the answer, and cannot here."""
-    asked = _without_nulls(fields)
-    for name in [name for name in asked if name in neutral]:
-        if _changes_nothing(asked[name], neutral[name]):
-            del asked[name]
-        elif name not in acted_on:
-            raise invalid("unsupported_parameter", _CANNOT, *within, name)
-    return asked
-
-
 def _no_bias(value: object) -> None:
-    if not isinstance(value, dict) or not all(_changes_nothing(each, (0,)) for each in _without_nulls(value).values()):
-        raise invalid("unsupported_parameter", _CANNOT)
+    if not isinstance(value, dict) or not all(changes_nothing(each, (0,)) for each in without_nulls(value).values()):
+        raise invalid("unsupported_parameter", CANNOT)
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
@@ -152,7 +117,7 @@ def _part_text(part: object, index: int) -> str:
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(_asked(part, _NEUTRAL_IN_PART, (), index).keys() - {"type", "text"}):
+    if unknown := sorted(asked_fields(part, _NEUTRAL_IN_PART, (), index).keys() - {"type", "text"}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text
@@ -199,8 +164,6 @@ _PART_SCHEMA = {
     "additionalProperties": False,
 }
 
-_NULL = {"type": "null"}
-
 Stop = Annotated[
     tuple[str, ...],
     PlainValidator(_stop_strings),
@@ -237,34 +200,6 @@ NoBias = Annotated[
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda top_k: max(top_k, 0))]
 """0 keeps every token, and so does vLLM's and SGLang's -1."""
-
-
-def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Add to a model's schema what `Strict` takes beyond its fields: nulls, and fields that change nothing."""
-    assert issubclass(model, Strict)
-    properties = schema.setdefault("properties", {})
-    for name in properties.keys() - set(schema.get("required", ())):
-        if _NULL not in properties[name].get("anyOf", ()):
-            properties[name] = {"anyOf": [properties[name], _NULL]}
-    for name, values in model.neutral.items():
-        taken = {} if values is ... else {"enum": [*values, None]}
-        properties[name] = {"anyOf": [properties[name], taken]} if name in properties else taken
-    if model.model_config.get("extra") == "ignore":
-        schema["additionalProperties"] = True
-
-
-class Strict(BaseModel):
-    """A field that is null counts as absent, and so does one that the model knows to change nothing."""
-
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_describe
-    )
-    neutral: ClassVar[Neutral] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_what_asks_for_nothing(cls, fields: object) -> object:
-        return _asked(fields, cls.neutral, cls.model_fields) if isinstance(fields, dict) else fields
 
 
 class StreamOptions(Strict):
@@ -376,22 +311,3 @@ class CompletionBody(GenerationBody):
     neutral = NEUTRAL_IN_COMPLETIONS
 
     prompt: Prompts
-
-
-def request_body(model: type[BaseModel], *, served: str = "") -> dict[str, Any]:
-    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is what its field `model` has to say."""
-    schema = model.model_json_schema()
-    if served:
-        schema["properties"]["model"]["enum"] = [served]
-    definitions = schema.pop("$defs", {})
-
-    def resolved(node: Any) -> Any:
-        if isinstance(node, list):
-            return [resolved(each) for each in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return resolved(definitions[node["$ref"].rpartition("/")[2]])
-        return {key: resolved(value) for key, value in node.items()}
-
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(schema)}}}}

@@ -1,28 +1,33 @@
-"""`/v1/rollouts`: begin, follow, cancel, reward. All of it is the tenant's own."""
+"""`/v1/rollouts`: begin, follow, cancel, reward. All of it is the tenant's own.
+
+A stream's first object says what the rollout is, each further one is a sample that has ended. The last one says how the
+rollout stands, and from which number a further stream would go on. A stream without a last object has broken off; one
+that ends with an error may go on later, for instance once an engine runs again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from serving.engine import Tokenizer
-from serving.gateway.context import Gateway
+from serving.gateway.body import read_body, request_body
 from serving.gateway.errors import ApiError, reply, unavailable
-from serving.gateway.openai.body import read_body
-from serving.gateway.openai.generation import completion_tokens
-from serving.gateway.openai.limits import check_model
-from serving.gateway.openai.schema import INT64_MAX, request_body
-from serving.gateway.rollouts.book import RolloutBook
-from serving.gateway.rollouts.rewards import rewards_of
-from serving.gateway.rollouts.rollout import Rollout
+from serving.gateway.openai.generation import Gateway, check_model, completion_tokens
+from serving.gateway.openai.schema import INT64_MAX
+from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
+from serving.gateway.rollouts.book import Rollout, RolloutBook
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
-from serving.gateway.rollouts.stream import described, streamed
 from serving.gateway.telemetry import Exchange, exchange_of
-from serving.rollout.nouns import GroupRequest
+from serving.rollout.nouns import GroupRequest, State
 from serving.rollout.results import GroupWork
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
@@ -40,7 +45,6 @@ _CURSOR = {
         }
     ]
 }
-
 SendRewards = Callable[[Sequence[GroupRewards]], object]
 """Hands rewards on to the trainer; blocks, and raises StreamError."""
 
@@ -158,3 +162,75 @@ def _work(
         logprobs=body.logprobs,
         policy=body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture, group_id=group_id),
     )
+
+
+_BLOCK = 64
+"""Samples sent at once."""
+SILENCE_S = 10.0
+"""Without a sample, an empty line or event shows both sides whether the other one is still there."""
+
+
+def streamed(request: Request, book: RolloutBook, rollout: Rollout, *, after: int, limit_s: float) -> EventStream:
+    """The samples from number `after` on, those to come included, for `limit_s` at most."""
+    wants_events = EVENTS.media_type in request.headers.get("accept", "")
+    framing = EVENTS if wants_events else LINES
+
+    async def produce(emit: Emit) -> bytes:
+        number = after
+        with book.reading(rollout), suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await emit(framing.frame(described(book, rollout)))
+                while number < len(rollout.lines) or rollout.ended_s is None:
+                    if number == len(rollout.lines):
+                        if book.has_no_engine:
+                            raise unavailable("No engine runs: ask for the other samples later.")
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(rollout.changed.wait(), SILENCE_S)
+                    lines = rollout.lines[number : number + _BLOCK]
+                    await emit(b"".join(framing.frame(msgspec.Raw(line)) for line in lines) or framing.silence)
+                    number += len(lines)
+        return framing.frame({**described(book, rollout), "object": "rollout.end", "next": number}) + (
+            DONE if wants_events else b""
+        )
+
+    return EventStream(exchange_of(request), produce, framing)
+
+
+def described(book: RolloutBook, rollout: Rollout) -> dict[str, Any]:
+    """How it stands."""
+    return {
+        "object": "rollout",
+        "id": rollout.rollout_id,
+        "state": rollout.state,
+        "created": rollout.created_s,
+        "num_groups": len(rollout.groups),
+        "num_samples": rollout.num_samples,
+        "num_ended": len(rollout.lines),
+        "samples": book.counts_of(rollout),
+    }
+
+
+def rewards_of(rollout: Rollout, body: RewardsBody) -> list[GroupRewards]:
+    """By group. Raises ApiError (404, 409) or RequestError where one of them cannot be."""
+    rewards: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for at, one in enumerate(body.rewards):
+        param = f"rewards[{at}]"
+        work = rollout.groups.get(one.group_id)
+        if work is None or one.sample >= len(work.request.seeds):
+            message = f"This rollout has no sample {one.sample} of a group {one.group_id}."
+            raise ApiError(404, message, code="sample_not_found", param=param)
+        if not work.policy.capture:
+            message = "Nothing was recorded of this rollout, so rewards have no effect."
+            raise ApiError(409, message, code="nothing_recorded", param=param)
+        state = rollout.ends.get((one.group_id, one.sample))
+        if state not in (State.FINISHED, State.STALE):
+            message = f"Sample {one.sample} of group {one.group_id} has not finished."
+            raise ApiError(409, message, code="sample_not_finished", param=param)
+        if one.sample in rewards[one.group_id]:
+            message = f"two rewards for sample {one.sample} of group {one.group_id}"
+            raise RequestError(message, param=param, code="duplicate")
+        rewards[one.group_id][one.sample] = one.reward
+    return [
+        GroupRewards(tenant=rollout.tenant, group_id=rollout.groups[name].request.group_id, rewards=of_group)
+        for name, of_group in rewards.items()
+    ]

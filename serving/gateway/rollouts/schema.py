@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from serving.engine import CapturePolicy
+from serving.gateway.body import Strict, invalid
 from serving.gateway.openai.schema import (
     INT32_MAX,
     INT64_MAX,
@@ -15,9 +16,7 @@ from serving.gateway.openai.schema import (
     Message,
     Prompt,
     Stop,
-    Strict,
     TopK,
-    invalid,
     prompt_of,
 )
 from serving.rollout.nouns import MAX_SAMPLES

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving.gateway.auth.keys import ApiKey, change_keys, digest
+from serving.gateway.keys import ApiKey, change_keys, digest
 
 
 @dataclass

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
-from serving.gateway.upstream.client import Upstream
+from serving.gateway.upstream import Upstream
 from tests.doubles import DoubleEngine
 from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
 

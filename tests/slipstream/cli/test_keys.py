@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from serving.gateway.auth.keyring import Keyring
+from serving.gateway.keys import Keyring
 from slipstream.cli.main import app
 
 Refused = Callable[..., str]

@@ -100,7 +100,7 @@ def test_a_redis_that_anybody_reaches_is_refused(keys: Path, tmp_path: Path, mon
 
 
 def test_drawn_keys_are_not_weak() -> None:
-    from serving.gateway.auth.keys import new_secret
+    from serving.gateway.keys import new_secret
 
     assert not any(is_weak(new_secret().removeprefix("sk-slipstream-")) for _ in range(1000))
 

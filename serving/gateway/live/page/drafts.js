@@ -1,7 +1,6 @@
 // Draft versions and events, which every API key may see, and the actions on them, which need the admin key.
 
-import { byId, element, fixed, moment, NONE, say, signedPercent } from "./dom.js";
-import { refusal, withBearer, withKey } from "./key.js";
+import { byId, element, fixed, moment, NONE, refusal, say, signedPercent, withBearer, withKey } from "./common.js";
 
 const POLL_MS = 2000;
 const TIMEOUT_MS = 10_000;

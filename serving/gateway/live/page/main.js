@@ -1,10 +1,7 @@
-// Asks the gateway once a second and shows what it says; the parts of the page with a life of their own are modules.
+// Asks the gateway once a second and shows its figures and their history.
 
-import { Chart } from "./chart.js";
-import { byId, count, element, fixed, NONE, say } from "./dom.js";
+import { byId, clock, count, element, fixed, isLocked, NONE, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
 import { watchDrafts } from "./drafts.js";
-import { isLocked, refusal, setUpKey, withKey } from "./key.js";
-import { setUpTheme } from "./theme.js";
 import { setUpTry } from "./try.js";
 
 const POLL_MS = 1000;
@@ -13,22 +10,13 @@ const HISTORY_MS = 300_000;
 const OLD_MS = 6000;
 const NUM_POSITIONS = 8;
 
-const AT = 0, RATIO = 1, LOWER = 2, UPPER = 3, LENGTH = 4, RATE = 5, VERSION = 6; // places in a point of the history
+// Of a chart.
+const HEIGHT = 190;
+const LEAST_SPAN_MS = 60_000;
+const LABEL_WIDTH = 34;
+const GAP_MS = 5000;
 
-const charts = [
-  new Chart("speedup-chart", "speedup-reading", {
-    value: (point) => point[RATIO],
-    band: (point) => [point[LOWER], point[UPPER]],
-    format: (value) => `${value.toFixed(2)}×`,
-    missing: "no plain rounds to compare with yet",
-  }),
-  new Chart("accept-chart", "accept-reading", {
-    value: (point) => point[LENGTH],
-    band: () => [null, null],
-    format: (value) => value.toFixed(2),
-    missing: "nothing verified yet",
-  }),
-];
+const AT = 0, RATIO = 1, LOWER = 2, UPPER = 3, LENGTH = 4, RATE = 5, VERSION = 6; // places in a point of the history
 
 let startedMs = null;
 let history = [];
@@ -151,6 +139,116 @@ async function poll() {
     setTimeout(poll, POLL_MS);
   }
 }
+
+/** A line over the last minutes, drawn by uPlot: an interval around it, a dashed line at 1, and marks where drafts changed. */
+class Chart {
+  /** `value` and `band` read a point of the history; `format` writes a value; `missing` is said where there is none. */
+  constructor(id, readingId, { value, band, format, missing }) {
+    this.root = byId(id);
+    this.reading = byId(readingId);
+    Object.assign(this, { value, band, format, missing, rows: [], marks: [], nowMs: 0 });
+    const accent = () => this.colour("--accent"), muted = () => this.colour("--muted");
+    const axis = { stroke: muted, grid: { stroke: () => this.colour("--line"), width: 1 }, ticks: { show: false }, font: `12px ${getComputedStyle(this.root).fontFamily}` };
+    const edge = { width: 0, points: { show: false } };
+    this.plot = new uPlot({
+      width: this.root.clientWidth,
+      height: HEIGHT,
+      padding: [22, 8, 0, 0],
+      pxAlign: false,
+      ms: 1,
+      legend: { show: false },
+      cursor: { y: false, drag: { x: false } },
+      scales: {
+        x: { range: () => [Math.min(this.rows[0]?.[0] ?? this.nowMs, this.nowMs - LEAST_SPAN_MS), this.nowMs] },
+        y: { range: () => range(this.rows) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, size: 24, space: 80, values: (_, splits) => splits.map(clock) },
+        { ...axis, size: 42, space: 30 },
+      ],
+      series: [{}, { stroke: accent, width: 2.25, points: { show: false } }, edge, edge],
+      bands: [{ series: [3, 2], fill: () => `color-mix(in srgb, ${accent()} 16%, transparent)` }],
+      hooks: { draw: [() => this.mark()], setCursor: [() => this.read()] },
+    }, [[], [], [], []], this.root);
+    new ResizeObserver(() => this.plot.setSize({ width: this.root.clientWidth, height: HEIGHT })).observe(this.root);
+  }
+
+  draw(points, marks, nowMs) {
+    Object.assign(this, { rows: [], marks, nowMs });
+    for (const point of points.filter((point) => this.value(point) !== null)) {
+      if (point[0] - this.rows.at(-1)?.[0] > GAP_MS) this.rows.push([point[0] - 1, null, null, null]);
+      this.rows.push([point[0], this.value(point), ...this.band(point)]);
+    }
+    this.plot.setData([0, 1, 2, 3].map((place) => this.rows.map((row) => row[place])));
+    this.read();
+  }
+
+  /** The dashed line at 1, and a line with its version's number wherever that changed. */
+  mark() {
+    const { ctx, bbox, valToPos } = this.plot, scale = devicePixelRatio;
+    const line = (fromX, fromY, toX, toY, colour, width, dash) => {
+      ctx.strokeStyle = ctx.fillStyle = this.colour(colour);
+      ctx.lineWidth = width * scale;
+      ctx.setLineDash(dash);
+      ctx.beginPath();
+      ctx.moveTo(fromX, fromY);
+      ctx.lineTo(toX, toY);
+      ctx.stroke();
+    };
+    ctx.save();
+    const one = valToPos(1, "y", true), bottom = bbox.top + bbox.height;
+    line(bbox.left, one, bbox.left + bbox.width, one, "--muted", 1, [3 * scale, 4 * scale]);
+    ctx.textAlign = "center";
+    let freeFrom = 0;
+    for (const { atMs, version, isBack } of this.marks) {
+      const x = valToPos(atMs, "x", true);
+      line(x, bbox.top, x, bottom, isBack ? "--bad" : "--muted", isBack ? 2 : 1, []);
+      if (x < freeFrom) continue;
+      freeFrom = x + LABEL_WIDTH * scale;
+      ctx.fillText(`${isBack ? "↩" : ""}v${version}`, x, bbox.top - 7 * scale);
+    }
+    ctx.restore();
+  }
+
+  /** The newest value, or the one under the pointer, in words. */
+  read() {
+    const under = this.rows[this.plot.cursor.idx];
+    const pointed = under && under[1] !== null ? under : null; // not in a gap
+    const [atMs, value, lower, upper] = pointed ?? this.rows.at(-1) ?? [];
+    const bounds = (lower ?? null) === null || upper === null ? "" : ` (${lower.toFixed(2)} … ${upper.toFixed(2)})`;
+    const text = (value ?? null) === null ? this.missing : `${pointed ? `${clock(atMs)}  ` : ""}${this.format(value)}${bounds}`;
+    if (this.reading.textContent !== text) this.reading.textContent = text;
+  }
+
+  /** A colour of the page's theme, as a canvas takes it. */
+  colour(name) {
+    this.root.style.color = `var(${name})`;
+    return getComputedStyle(this.root).color;
+  }
+}
+
+/** From where to where the values of rows are drawn. The newest interval is there whole; of the first ones, which are wide, what is beside the line. */
+export function range(rows) {
+  const values = [...rows.map((row) => row[1]), ...(rows.at(-1)?.slice(2) ?? [])].filter((value) => value !== null);
+  const low = Math.min(1, ...values), high = Math.max(1.2, ...values);
+  const margin = 0.15 * (high - low);
+  return [low - margin / 2, high + margin];
+}
+
+const charts = [
+  new Chart("speedup-chart", "speedup-reading", {
+    value: (point) => point[RATIO],
+    band: (point) => [point[LOWER], point[UPPER]],
+    format: (value) => `${value.toFixed(2)}×`,
+    missing: "no plain rounds to compare with yet",
+  }),
+  new Chart("accept-chart", "accept-reading", {
+    value: (point) => point[LENGTH],
+    band: () => [null, null],
+    format: (value) => value.toFixed(2),
+    missing: "nothing verified yet",
+  }),
+];
 
 setUpTheme();
 setUpKey();

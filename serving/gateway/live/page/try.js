@@ -1,7 +1,6 @@
 // The form that asks the model, and its streamed answer, coloured by where each token comes from.
 
-import { byId, element, fixed, say } from "./dom.js";
-import { refusal, withKey } from "./key.js";
+import { byId, element, fixed, refusal, say, withKey } from "./common.js";
 
 const SOURCES = ["head", "suffix", "target"];
 const WORDS = { head: "from the head", suffix: "from remembered text", target: "the target's own" };

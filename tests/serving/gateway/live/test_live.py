@@ -18,8 +18,7 @@ from prometheus_client import CollectorRegistry
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.board import Board
-from serving.gateway.live.figures import Figures
+from serving.gateway.live.live import Board, Figures
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, SpeedupMeter
 from speculator.errors import StoreError
@@ -126,7 +125,7 @@ def test_what_the_collectors_say() -> None:
 
 def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     served, now_s = Served(), 1000.0
-    monkeypatch.setattr("serving.gateway.live.figures.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("serving.gateway.live.live.time.monotonic", lambda: now_s)
     figures = Figures(served.registry, max_points=4)
     figures.look(1)
     assert figures.points[-1].accept_length is None
@@ -153,7 +152,7 @@ def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_counter_that_begins_anew_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, now_s = Served(), Served(), 0.0
-    monkeypatch.setattr("serving.gateway.live.figures.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("serving.gateway.live.live.time.monotonic", lambda: now_s)
     first.round(drafted=True, seconds=0.01, accepted=2)
     second.round(drafted=True, seconds=0.01, accepted=0)
     registry = CollectorRegistry()

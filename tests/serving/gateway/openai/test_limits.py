@@ -17,15 +17,14 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from serving.engine import Chunk, EngineHealth, GenerateRequest
+from serving.gateway import access, body
+from serving.gateway.access import Quota
 from serving.gateway.app import create_app
-from serving.gateway.auth import access
-from serving.gateway.auth.keys import ApiKey
-from serving.gateway.auth.quota import Quota
 from serving.gateway.config import GatewaySettings
-from serving.gateway.errors import ApiError
+from serving.gateway.errors import ApiError, deadline
+from serving.gateway.keys import ApiKey
 from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.openai import body, sse
-from serving.gateway.openai.limits import deadline
+from serving.gateway.openai import stream
 from serving.gateway.server import GatewayServer, make_room, serve
 from serving.gateway.telemetry import Exchange, Telemetry
 from speculator.errors import ConfigError
@@ -362,7 +361,7 @@ class Flood(DoubleEngine):
 
 
 def test_a_client_that_does_not_read_holds_no_place_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "_LAST_EVENT_S", 0.1)
+    monkeypatch.setattr(stream, "_LAST_EVENT_S", 0.1)
     content, empty = json.dumps({**BODY, "stream": True}).encode(), {"model": "double", "prompt": ""}
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
@@ -408,7 +407,7 @@ def test_a_stream_that_takes_too_long_to_leave_says_so() -> None:
     """The gate's limit ends it, as a shutdown would."""
     events_sent: list[bytes] = []
 
-    async def produce(emit: sse.Emit) -> bytes:
+    async def produce(emit: stream.Emit) -> bytes:
         await emit(b"data: {}\n\n")
         await asyncio.Event().wait()
         return b""
@@ -418,7 +417,7 @@ def test_a_stream_that_takes_too_long_to_leave_says_so() -> None:
 
     async def run(exchange: Exchange) -> None:
         async with deadline(0.01) as exchange.limit:
-            await sse.EventStream(exchange, produce)({"method": "POST"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+            await stream.EventStream(exchange, produce)({"method": "POST"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     with pytest.raises(ApiError):
         asyncio.run(run(Exchange()))

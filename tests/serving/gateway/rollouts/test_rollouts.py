@@ -27,7 +27,7 @@ from speculator.redis.reward_stream import GroupRewards
 from tests.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
 from tests.serving.gateway.keyfile import KeyFile
-from tests.serving.gateway.operator.test_admin import KEY, KEYS
+from tests.serving.gateway.test_admin import KEY, KEYS
 from tests.serving.rollout.engines import SeededEngine, work
 
 ROLLOUTS = "/v1/rollouts"

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from serving.local.decode.rounds import RoundReport
+from serving.local.decode.rounds import Piece, RoundReport
 from serving.local.kernels.build import available
 from serving.local.request import Generation
-from serving.local.scheduler.prefill import Piece
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner

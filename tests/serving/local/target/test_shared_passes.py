@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
-from serving.local.decode.rounds import RoundReport
+from serving.local.decode.rounds import Piece, RoundReport
 from serving.local.request import Generation
-from serving.local.scheduler.prefill import Piece
-from serving.local.target.attention import Parents
+from serving.local.target.layers import Parents
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace.schema import Trace

@@ -1,0 +1,320 @@
+"""Who may reach which route, shown by which key, and how much of it at once.
+
+A route that is not in the table `ACCESS` is reached by nobody. Quotas are counted in this process, on the event loop:
+two gateways with one key file count each for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.gateway.body import discard_body
+from serving.gateway.config import ENV_PREFIX, GatewaySettings
+from serving.gateway.errors import ApiError, deadline, engine_busy
+from serving.gateway.keys import ApiKey, Keyring
+from serving.gateway.metrics import GatewayMetrics
+from serving.gateway.telemetry import exchange_of
+
+
+class Access(StrEnum):
+    OPEN = "open"
+    """Everyone."""
+    READ = "read"
+    """Any API key; everyone where this gateway has no API keys."""
+    WATCH = "watch"
+    """A read-only API key, since what is told names all tenants; everyone where there are no API keys."""
+    GENERATE = "generate"
+    """An API key that is not read-only, within its limits; everyone where there are no API keys."""
+    QUEUE = "queue"
+    """The same, also while the engine is full: what is asked for waits beside its queue."""
+    OWN = "own"
+    """The same, beyond the key's limits too: what was begun has to be looked after, or it would be cancelled."""
+    ADMIN = "admin"
+    """The admin key; nobody where there is none."""
+
+
+_TRANSFER_S = 120.0
+"""For a body to arrive and an answer to leave, beside the time for making it."""
+ACCESS = {
+    "/v1/chat/completions": Access.GENERATE,
+    "/v1/completions": Access.GENERATE,
+    # What a rollout has said is for the tenant that asked: a key that only reads sees none of it.
+    "/v1/rollouts": Access.QUEUE,
+    "/v1/rollouts/{rollout_id}": Access.OWN,
+    "/v1/rollouts/{rollout_id}/samples": Access.OWN,
+    "/v1/rollouts/{rollout_id}/rewards": Access.OWN,
+    "/v1/models": Access.READ,
+    "/v1/models/{model:path}": Access.READ,
+    "/openapi.json": Access.READ,
+    "/metrics": Access.WATCH,
+    "/slipstream/live": Access.READ,
+    "/slipstream/drafts": Access.READ,
+    "/health": Access.OPEN,
+    "/ready": Access.OPEN,
+    # The page without its figures: it asks for a key itself.
+    "/": Access.OPEN,
+    "/page/{name:path}": Access.OPEN,
+    "/v1/target-version": Access.ADMIN,
+    "/admin/drafts": Access.ADMIN,
+    "/admin/drafts/events": Access.ADMIN,
+    "/admin/drafts/rollback": Access.ADMIN,
+    "/admin/drafts/unpin": Access.ADMIN,
+    "/admin/drafts/{version}": Access.ADMIN,
+    "/admin/drafts/{version}/promote": Access.ADMIN,
+    "/admin/drafts/{version}/pin": Access.ADMIN,
+    "/admin/drafts/{a}/diff/{b}": Access.ADMIN,
+}
+"""By the template of the route."""
+
+
+class Gate:
+    """ASGI middleware: a request goes on to its route only where its key opens that, and within the key's limits."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Sequence[BaseRoute],
+        keyring: Keyring | None,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        is_full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`routes`: the app's own list, later additions included. Without a keyring, who reaches the port is let in.
+
+        While the engine `is_full`, nothing is generated: an overload should cost little more than saying so.
+        """
+        self.app = app
+        self._routes, self._keyring, self._metrics, self._is_full = routes, keyring, metrics, is_full
+        self._admin_key, self._is_trusted = settings.admin_key, settings.auth_elsewhere
+        self._quota = Quota(settings.max_in_flight, max_of_key=settings.max_in_flight_of_key)
+        self._limit_s = settings.max_request_s + _TRANSFER_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        scope["path"] = _usual(scope["path"])
+        route = _chosen(self._routes, scope)
+        if route is None:
+            raise HTTPException(404)
+        scope["route"] = route  # a refusal is logged and counted under it, too
+        request = Request(scope)
+        try:
+            release = self._admit(route, request)
+        except ApiError as refusal:
+            self._metrics.refusals.labels(refusal.code).inc()
+            await discard_body(receive)
+            raise
+        try:
+            async with deadline(self._limit_s) as limit:
+                exchange_of(request).limit = limit
+                await self.app(scope, receive, send)
+        finally:
+            release()
+
+    def _admit(self, route: BaseRoute, request: Request) -> Callable[[], None]:
+        """What is to be called at the request's end; raises ApiError (401, 403, 429) for one that may not go on."""
+        access = ACCESS.get(getattr(route, "path", ""))
+        if access is Access.OPEN:
+            return _nothing
+        if access is Access.ADMIN:
+            check_admin_key(request, self._admin_key)
+            return _nothing
+        if access is Access.READ:
+            self._key_of(request)
+            return _nothing
+        if access is Access.WATCH:
+            key = self._key_of(request)
+            if key is not None and not key.read_only:
+                message = "This names other tenants: a key that `slipstream keys add --read-only` made opens it."
+                raise ApiError(403, message, code="key_is_not_read_only")
+            return _nothing
+        if access in (Access.GENERATE, Access.QUEUE, Access.OWN):
+            key = self._writing_key_of(request)
+            if access is Access.GENERATE and self._is_full():
+                raise engine_busy()
+            return _nothing if access is Access.OWN else self._quota.take(key)
+        raise ApiError(403, "Nobody may reach this: it is not in the gateway's table of access.", code="not_declared")
+
+    def _writing_key_of(self, request: Request) -> ApiKey | None:
+        """One that is not read-only, with its tenant noted for the route."""
+        key = self._key_of(request)
+        if key is not None:
+            if key.read_only:
+                raise ApiError(403, "This key may read, and not generate.", code="key_is_read_only")
+            exchange = exchange_of(request)
+            exchange.tenant, exchange.may_capture = key.tenant, key.capture
+        return key
+
+    def _key_of(self, request: Request) -> ApiKey | None:
+        """None where this gateway has no keys; raises ApiError (401, 403)."""
+        if self._keyring is None:
+            if not self._is_trusted:
+                check_host(request)
+            return None
+        secret = bearer(request)
+        if secret is None:
+            raise unauthorised(
+                "This needs an API key: send the header 'authorization: Bearer <key>'.", "api_key_missing"
+            )
+        key = self._keyring.find(secret)
+        if key is None:
+            raise unauthorised("This API key is not known here, or was revoked.", "invalid_api_key")
+        if key.is_expired(time.time()):
+            raise unauthorised("This API key has expired.", "api_key_expired")
+        return key
+
+
+def _usual(path: str) -> str:
+    """The path as the routes have it: without the server's address, and without slashes too many."""
+    if not path.startswith("/"):
+        path = path.partition("://")[2].partition("/")[2]
+    return "/" + "/".join(filter(None, path.split("/")))
+
+
+def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+    """The route that the router will choose: the first whose path and method match, or else whose path does."""
+    of_another_method = None
+    for route in routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            return route
+        if match is Match.PARTIAL and of_another_method is None:
+            of_another_method = route
+    return of_another_method
+
+
+def _nothing() -> None:
+    """Nothing was counted in."""
+
+
+_KEY_VARIABLE = f"{ENV_PREFIX}ADMIN_KEY"
+
+
+def bearer(request: Request) -> bytes | None:
+    """None where there is none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers come decoded as Latin-1.
+    return given.encode("latin-1") if scheme.lower() == "bearer" and given else None
+
+
+def unauthorised(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
+
+
+def check_admin_key(request: Request, key: SecretStr | None) -> None:
+    """Raise ApiError (401, 403) unless the request has the admin key; nothing opens a gateway that has none."""
+    if key is None:
+        raise ApiError(403, f"This gateway has no admin key: set {_KEY_VARIABLE} and restart it.", code="no_admin_key")
+    given = bearer(request)
+    if given is None:
+        message = "This needs the admin key: send the header 'authorization: Bearer <key>'."
+        raise unauthorised(message, "admin_key_missing")
+    # As bytes, since a key need not be ASCII. The time tells nothing of the key.
+    if not hmac.compare_digest(given, key.get_secret_value().encode()):
+        raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_no_name(host: str) -> bool:
+    """`localhost`, or an address."""
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    return False
+
+
+def check_host(request: Request) -> None:
+    """Raise ApiError (403) where somebody was sent to this machine under a name of somebody else's.
+
+    Without keys the gateway trusts whoever reaches loopback. A browser does so for any page whose own name resolves to
+    127.0.0.1 for a moment, and takes that page and this gateway for one site.
+    """
+    if _is_no_name(request.headers.get("host", "")):
+        return
+    message = "Without API keys this gateway answers to localhost and to addresses alone, not to names: give it keys."
+    raise ApiError(403, message, code="host_not_allowed")
+
+
+_WINDOW_S = 60.0
+_SLOT_RETRY_S = 1
+"""How long to wait for somebody's answer to end: nobody knows, and a client that asks each second does no harm."""
+
+
+class Quota:
+    def __init__(
+        self, max_in_flight: int, clock: Callable[[], float] = time.monotonic, *, max_of_key: int | None = None
+    ) -> None:
+        """`max_of_key` is for keys that have no limit of their own; by default they may have all."""
+        self._max_in_flight, self._clock = max_in_flight, clock
+        self._max_of_key = max_of_key or max_in_flight
+        self._num_in_flight = 0
+        # By digest: a key that is revoked and made anew under the same name begins anew.
+        self._num_of: defaultdict[str, int] = defaultdict(int)
+        self._begun_s: dict[str, deque[float]] = {}
+
+    def take(self, key: ApiKey | None) -> Callable[[], None]:
+        """Count a request in, and return what counts it out; raises ApiError (429) where there is no room for it."""
+        if self._num_in_flight >= self._max_in_flight:
+            message = f"{self._max_in_flight} requests are under way here, as many as may be: retry later."
+            raise ApiError(429, message, code="gateway_busy", retry_after_s=_SLOT_RETRY_S)
+        if key is not None:
+            self._check_concurrency(key)
+            self._check_rate(key)
+        owner = "" if key is None else key.sha256
+        self._num_in_flight += 1
+        self._num_of[owner] += 1
+
+        def release() -> None:
+            self._num_in_flight -= 1
+            self._num_of[owner] -= 1
+            if not self._num_of[owner]:
+                del self._num_of[owner]
+
+        return release
+
+    def _check_concurrency(self, key: ApiKey) -> None:
+        limit = key.max_concurrent or self._max_of_key
+        if self._num_of.get(key.sha256, 0) >= limit:
+            message = f"This key may have {limit} requests under way at once, and has: retry later."
+            raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after_s=_SLOT_RETRY_S)
+
+    def _check_rate(self, key: ApiKey) -> None:
+        """Last, since it counts the request."""
+        limit = key.requests_per_minute
+        if limit is None:
+            return
+        now_s = self._clock()
+        if key.sha256 not in self._begun_s:
+            self._forget(now_s)
+        begun_s = self._begun_s.setdefault(key.sha256, deque())
+        while begun_s and begun_s[0] <= now_s - _WINDOW_S:
+            begun_s.popleft()
+        if len(begun_s) >= limit:
+            # When so many have left the window that there is room; the limit may have been lowered meanwhile.
+            wait_s = max(1, math.ceil(begun_s[-limit] + _WINDOW_S - now_s))
+            message = f"This key may begin {limit} requests a minute: retry in {wait_s} s."
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
+        begun_s.append(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Drop the keys that have begun nothing in the last minute: those that are revoked never come again."""
+        idle = [sha256 for sha256, begun_s in self._begun_s.items() if begun_s[-1] <= now_s - _WINDOW_S]
+        for sha256 in idle:
+            del self._begun_s[sha256]

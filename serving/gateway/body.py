@@ -1,0 +1,196 @@
+"""Read a request's body: bounded, JSON only, strictly typed.
+
+`Strict` is the base of every body: a null counts as absent, and a field that this server does not act on is accepted
+only where its value changes nothing about the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from types import EllipsisType
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from starlette.requests import Request
+from starlette.types import Receive
+
+from serving.gateway.errors import ApiError
+from speculator.errors import RequestError
+
+T = TypeVar("T", bound=BaseModel)
+
+UNKNOWN = "this server knows no such parameter; leave it out"
+CANNOT = "this server cannot honour this parameter; leave it out"
+Neutral = Mapping[str, tuple[object, ...] | EllipsisType]
+"""Fields with the values that change nothing; `...`: all values. A model that has the field acts on the others."""
+_NULL = {"type": "null"}
+_DISCARD_FACTOR = 4
+"""A body up to this many times too large is read and dropped: closing early can reset the connection, and the client
+then never sees the 413."""
+_DISCARD_S = 1.0
+_DISCARD_BYTES = 4 * 1024 * 1024
+_BODY_S = 60
+_CODES = {
+    "json_invalid": "invalid_json",
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "unsupported_parameter": "unsupported_parameter",
+}
+_MAX_PARAM_CHARS = 100
+"""A client's own field name is quoted back, but not all of a long one."""
+
+
+async def read_body(request: Request, model: type[T], *, max_bytes: int) -> T:
+    """The body as a `model`; raises ApiError (408, 413, 415) or RequestError (400) naming the field at fault."""
+    return parse(model, await read_json(request, max_bytes=max_bytes))
+
+
+async def read_json(request: Request, *, max_bytes: int) -> bytes:
+    """The body as it came, which claims to be JSON; raises ApiError (408, 413, 415)."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        # Also what keeps a web page from posting to a loopback server without the browser asking it first.
+        message = "The body must be JSON: send the header 'content-type: application/json'."
+        raise ApiError(415, message, code="unsupported_media_type")
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await _read_bounded(request, max_bytes)
+    except TimeoutError:
+        # It may hold one of its key's places, and may not hold it for as long as it likes.
+        raise ApiError(408, f"The body took longer than {_BODY_S} s to arrive.", code="body_too_slow") from None
+
+
+async def _read_bounded(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes <= max_bytes:
+            body += part
+        elif num_bytes > _DISCARD_FACTOR * max_bytes:
+            break
+    if num_bytes > max_bytes:
+        message = f"The body is larger than {max_bytes} bytes: shorten the prompt or send fewer prompts at once."
+        raise ApiError(413, message, code="body_too_large")
+    return bytes(body)
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read and drop what a client is sending that is refused, for a moment: it then sees why."""
+    num_bytes = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while num_bytes < _DISCARD_BYTES:
+                message = await receive()
+                if not message.get("more_body"):
+                    return
+                num_bytes += len(message["body"])
+
+
+def parse(model: type[T], raw: bytes) -> T:
+    """`raw` as a `model`; raises RequestError for the first thing that is wrong with it."""
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False, include_input=False)[0]
+        raise _request_error(first) from None
+
+
+def _request_error(details: ErrorDetails) -> RequestError:
+    param = _param(details)[:_MAX_PARAM_CHARS]
+    kind = details["type"]
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    message = UNKNOWN if kind == "extra_forbidden" else details["msg"]
+    return RequestError(f"{param}: {message}" if param else message, param=param or None, code=code)
+
+
+def _param(details: ErrorDetails) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`."""
+    path = ""
+    for part in (*details["loc"], *details.get("ctx", {}).get("within", ())):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path
+
+
+def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:
+    """A validation error located `within` the value being validated."""
+    # The message goes in as a value, so that braces in a client's field name stay braces.
+    return PydanticCustomError(kind, "{message}", {"message": message, "within": within})
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) -> bool:
+    if neutral is ...:
+        return True
+    plain = without_nulls(value) if isinstance(value, dict) else value
+    # `False == 0` in Python, and `logprobs: 0` is a request where `logprobs: false` is none.
+    return any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in neutral)
+
+
+def asked_fields(
+    fields: Mapping[str, Any], neutral: Neutral, acted_on: Container[str], *within: str | int
+) -> dict[str, Any]:
+    """The fields that ask for something. Raises for one whose value would change the answer, and cannot here."""
+    asked = without_nulls(fields)
+    for name in [name for name in asked if name in neutral]:
+        if changes_nothing(asked[name], neutral[name]):
+            del asked[name]
+        elif name not in acted_on:
+            raise invalid("unsupported_parameter", CANNOT, *within, name)
+    return asked
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Add to a model's schema what `Strict` takes beyond its fields: nulls, and fields that change nothing."""
+    assert issubclass(model, Strict)
+    properties = schema.setdefault("properties", {})
+    for name in properties.keys() - set(schema.get("required", ())):
+        if _NULL not in properties[name].get("anyOf", ()):
+            properties[name] = {"anyOf": [properties[name], _NULL]}
+    for name, values in model.neutral.items():
+        taken = {} if values is ... else {"enum": [*values, None]}
+        properties[name] = {"anyOf": [properties[name], taken]} if name in properties else taken
+    if model.model_config.get("extra") == "ignore":
+        schema["additionalProperties"] = True
+
+
+class Strict(BaseModel):
+    """A field that is null counts as absent, and so does one that the model knows to change nothing."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_describe
+    )
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, fields: object) -> object:
+        return asked_fields(fields, cls.neutral, cls.model_fields) if isinstance(fields, dict) else fields
+
+
+def request_body(model: type[BaseModel], *, served: str = "") -> dict[str, Any]:
+    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is what its field `model` has to say."""
+    schema = model.model_json_schema()
+    if served:
+        schema["properties"]["model"]["enum"] = [served]
+    definitions = schema.pop("$defs", {})
+
+    def resolved(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolved(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolved(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: resolved(value) for key, value in node.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(schema)}}}}

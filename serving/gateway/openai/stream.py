@@ -1,0 +1,145 @@
+"""Stream an answer as server-sent events or as lines of JSON, and stop when the client leaves.
+
+Nothing is sent before the engine's first event, so a failure up to there is an ordinary error response. A failure
+after it becomes a last event `{"error": ...}` without `[DONE]`: OpenAI's client raises for that, and for nothing else
+that a broken stream can look like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.gateway.errors import ApiError, too_late, unavailable
+from serving.gateway.telemetry import Exchange
+from speculator.json_lines import json_line
+
+_LAST_EVENT_S = 5.0
+DONE = b"data: [DONE]\n\n"
+Emit = Callable[[bytes], Awaitable[None]]
+"""Sends whole events; waits for a slow client."""
+Produce = Callable[[Emit], Awaitable[bytes]]
+"""Emits a stream's events and returns its last ones; at least one event must be emitted."""
+
+
+def event(data: object) -> bytes:
+    """One event; JSON never holds a raw line break, so one `data:` line is enough."""
+    return b"data: " + json_line(data) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How a stream is cut into objects."""
+
+    media_type: str
+    frame: Callable[[object], bytes]
+    silence: bytes
+    """Says nothing, and shows that the connection lives."""
+
+
+EVENTS = Framing("text/event-stream", event, b":\n\n")
+LINES = Framing("application/x-ndjson", lambda data: json_line(data) + b"\n", b"\n")
+
+
+class EventStream(Response):
+    """Sends what `produce` emits while it runs; stops it when the client leaves."""
+
+    def __init__(self, exchange: Exchange, produce: Produce, framing: Framing = EVENTS) -> None:
+        # Proxies that buffer would turn the stream into one late block.
+        super().__init__(headers={"x-accel-buffering": "no"}, media_type=framing.media_type)
+        del self.headers["content-length"]
+        self._exchange, self._produce, self._frame = exchange, produce, framing.frame
+        self._started = False
+        self._sending = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            await super().__call__(scope, receive, send)
+            return
+        try:
+            await until_disconnect(receive, self._run(send))
+        except asyncio.CancelledError:
+            # A stream that just stops would pass for a complete answer.
+            if self._started:
+                await self._end_failed(send, self._why_cancelled())
+            raise
+
+    def _why_cancelled(self) -> ApiError:
+        """By the limit of the whole request, or because the server's grace period is over."""
+        limit = self._exchange.limit
+        if limit is not None and limit.expired():
+            return too_late(round(time.perf_counter() - self._exchange.started_s))
+        return unavailable("The server is shutting down.", code="shutting_down")
+
+    async def _run(self, send: Send) -> None:
+        async def emit(block: bytes) -> None:
+            await self._send(send, block)
+
+        try:
+            closing = await self._produce(emit)
+        except Exception as failure:
+            if not self._started:
+                raise
+            await self._end_failed(send, failure)
+            return
+        await self._end(send, closing)
+
+    async def _send(self, send: Send, block: bytes) -> None:
+        if not block:
+            return
+        # Samples send concurrently, and the start must be through before anyone's first event.
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": block, "more_body": True})
+
+    async def _end(self, send: Send, block: bytes) -> None:
+        await send({"type": "http.response.body", "body": block, "more_body": False})
+
+    async def _end_failed(self, send: Send, failure: Exception) -> None:
+        last = self._frame(self._exchange.fail(failure).envelope())
+        # Who does not read is not waited for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_EVENT_S):
+                await self._end(send, last)
+
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it, waits for its cleanup and raises ClientDisconnect when the client leaves first.
+
+    The request's body must have been read: what `receive` still brings is dropped.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+            if not working.cancelled() and (failure := working.exception()) is not None:
+                log.warning("abort_failed", error=type(failure).__name__)
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

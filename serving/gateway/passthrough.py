@@ -1,0 +1,294 @@
+"""The generating endpoints in front of SGLang: requests are checked, and its answers pass through.
+
+A whole answer goes to the client byte for byte. So does a stream, event by event; only a stream that SGLang could not
+begin becomes an error response, and one that breaks off gets a last event that says so.
+
+What the gateway adds to a request (serving/request_metadata.py) travels in fields that SGLang hands to its scheduler:
+`rid`, `cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the capture policy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from serving.engine import CapturePolicy, DraftHost, EngineInfo
+from serving.gateway.body import Strict, invalid, parse, read_json, request_body
+from serving.gateway.config import GatewaySettings
+from serving.gateway.errors import ApiError, deadline
+from serving.gateway.metrics import GatewayMetrics
+from serving.gateway.openai.generation import check_completion_tokens, check_limits
+from serving.gateway.openai.routes import CHAT, COMPLETIONS
+from serving.gateway.openai.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count
+from serving.gateway.openai.stream import DONE, Emit, EventStream, until_disconnect
+from serving.gateway.telemetry import Exchange, exchange_of
+from serving.gateway.upstream import ERROR_EVENT, Upstream, refusal_in, room_in
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
+from speculator.errors import EngineError, RequestError
+from speculator.tracing import outgoing_headers
+
+_DEFAULT_OF_COMPLETIONS = 16
+"""Tokens that SGLang makes of a text, as OpenAI did; a chat goes on until its context is full."""
+WARNING = "x-slipstream-warning"
+"""A header of answers, since their bodies pass as they are: a field of the request had no effect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """What both endpoints share."""
+
+    host: DraftHost
+    upstream: Upstream
+    settings: GatewaySettings
+    metrics: GatewayMetrics
+    target: str
+    """Fingerprint of the target that every engine here must serve; empty where that is not known."""
+
+
+def passthrough_routes(passage: Passage) -> APIRouter:
+    router = APIRouter()
+    openapi = request_body(ForwardedBody, served=passage.host.info.model)
+
+    async def pass_on(request: Request, route: str) -> Response:
+        raw = await read_json(request, max_bytes=passage.settings.max_body_bytes)
+        body = parse(ForwardedBody, raw)
+        settings, exchange = passage.settings, exchange_of(request)
+        check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
+        check_completion_tokens(settings, body.completion_tokens or 0)
+        policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=passage.target)
+        rewritten = partial(rewrite, raw, body, marks)
+        limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
+        shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
+        asked = _Asked(passage, exchange, route, marks.to_header(), rewritten(max_tokens=limit), shorter)
+        response: Response
+        if body.stream:
+            response = EventStream(exchange, asked.stream)
+        else:
+            response = await until_disconnect(request.receive, asked.whole())
+        if body.needs_seed and (warning := _about_seed(body, heeds_seed=passage.host.info.heeds_seed)):
+            response.headers[WARNING] = warning
+        return response
+
+    @router.post(CHAT, openapi_extra=openapi)
+    async def create_chat_completion(request: Request) -> Response:
+        return await pass_on(request, CHAT)
+
+    @router.post(COMPLETIONS, openapi_extra=openapi)
+    async def create_completion(request: Request) -> Response:
+        return await pass_on(request, COMPLETIONS)
+
+    return router
+
+
+def _about_seed(body: ForwardedBody, *, heeds_seed: bool) -> str | None:
+    """What a client of SGLang must know that asks for the text of a seed."""
+    if not heeds_seed:
+        return "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
+    if body.n > 1:
+        return "n has no effect beside seed: SGLang gives all samples of a seed the same text; send a seed for each"
+    return None
+
+
+@dataclass
+class _Asked:
+    """One request on its way to the upstream server."""
+
+    passage: Passage
+    exchange: Exchange
+    route: str
+    headers: Mapping[str, str]
+    body: bytes
+    shorter: Callable[[int], bytes] | None
+    """The body that asks for so many tokens; None where the client has said how many it wants."""
+
+    async def whole(self) -> Response:
+        with self.passage.metrics.in_flight.track_inprogress():
+            async with self._answer() as response:
+                content = await response.aread()
+        return Response(content, media_type=response.headers.get("content-type", "application/json"))
+
+    async def stream(self, emit: Emit) -> bytes:
+        """Emit the answer's events as they come; raises ApiError or EngineError where it cannot begin or breaks off."""
+        is_done = has_begun = False
+        with self.passage.metrics.in_flight.track_inprogress():
+            async with self._answer() as response:
+                async for block in whole_events(response):
+                    if not has_begun:
+                        if refused := refusal_in(block):
+                            raise refused
+                        self._note_first_event()
+                        has_begun = True
+                    self._note_failure(block)
+                    is_done = block.endswith(DONE)
+                    await emit(block)
+        if not is_done:
+            raise EngineError("the stream ended before it was done")
+        return b""
+
+    @asynccontextmanager
+    async def _answer(self) -> AsyncIterator[httpx.Response]:
+        """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
+        async with deadline(self.passage.settings.max_request_s), AsyncExitStack() as opened:
+            try:
+                response = await self._ask(opened, self.body)
+            except ApiError as refused:
+                room = room_in(refused)
+                if self.shorter is None or room is None:
+                    raise
+                response = await self._ask(opened, self.shorter(room))
+            yield response
+
+    async def _ask(self, opened: AsyncExitStack, body: bytes) -> httpx.Response:
+        return await opened.enter_async_context(self.passage.upstream.answer(self.route, body, self.headers))
+
+    def _note_first_event(self) -> None:
+        waited_s = time.perf_counter() - self.exchange.started_s
+        self.passage.metrics.first_token_s.labels(self.route).observe(waited_s)
+
+    def _note_failure(self, block: bytes) -> None:
+        """For log and metrics: the client reads the error where SGLang put it."""
+        at = block.find(ERROR_EVENT)
+        if at >= 0 and (failure := refusal_in(block[at:])):
+            self.exchange.fail(failure)
+
+
+def limit_to_add(body: ForwardedBody, limit: int | None, route: str, info: EngineInfo) -> int | None:
+    """The operator's limit on completion tokens, where the request names none and SGLang's own may be above it."""
+    if route == CHAT:
+        is_named, default = body.completion_tokens is not None, info.context_length
+    else:
+        # SGLang knows no other name for it there.
+        is_named, default = body.max_tokens is not None, _DEFAULT_OF_COMPLETIONS
+    return limit if limit is not None and limit < default and not is_named else None
+
+
+async def whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body of an event stream in blocks that end where an event ends; raises EngineError for a last part of one.
+
+    What has been sent of a stream that breaks off can then be followed by an event that says so.
+    """
+    rest = b""
+    async for part in response.aiter_raw():
+        rest += part
+        end = rest.rfind(b"\n\n") + 2
+        if end >= 2:
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        raise EngineError("the stream ended inside an event")
+
+
+_NOT_FOR_CLIENTS = frozenset(
+    ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
+)
+"""Code to run, a pattern that can keep SGLang's process busy for ever, a machine to connect to, and what SGLang makes
+the names of its adapters' caches of."""
+_MAX_SALT_CHARS = 256
+_NULL = msgspec.Raw(b"null")
+_SCALARS = (type(None), bool, int, float, str)
+
+
+def _is_flat(value: object) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return all(type(each) in _SCALARS for each in values)
+
+
+def _custom_params(value: object) -> dict[str, Any]:
+    """SGLang's scheduler decodes these by type, and a value that is nested deeper ends its process, not the request."""
+    if not isinstance(value, dict):
+        raise invalid("custom_params_type", "must be an object")
+    if POLICY_KEY in value:
+        raise invalid("unknown_parameter", "this key is the server's own; use the field 'slipstream'", POLICY_KEY)
+    for name, each in value.items():
+        if not _is_flat(each):
+            raise invalid("custom_params_value", "must be a scalar, or a list or object of scalars", name)
+    return value
+
+
+def _stop(value: object) -> object:
+    """Bounded in number and length; what else it may be is SGLang's to judge."""
+    strings = value if isinstance(value, list) else [value]
+    if len(strings) > MAX_STOP:
+        raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
+    for string in strings:
+        if isinstance(string, str) and len(string) > MAX_STOP_CHARS:
+            raise invalid("stop_length", f"a stop string has at most {MAX_STOP_CHARS} characters")
+    return value
+
+
+class ForwardedBody(Strict):
+    """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    n: Count = 1
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema({})] = None
+    stream: bool = False
+    prompt: Any = None
+    seed: Any = None
+    temperature: Any = None
+    cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
+    """Parts the prefix cache within the tenant."""
+    custom_params: Annotated[dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": "object"})] = (
+        Field(default_factory=dict)
+    )
+    slipstream: Capture = Capture()
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether a seed is asked to decide the text; at temperature 0 nothing is drawn."""
+        return self.seed is not None and self.temperature != 0
+
+    @property
+    def num_samples(self) -> int:
+        """Token ids are one prompt; whatever else is in a list is a prompt each. Judging them is SGLang's."""
+        is_list = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
+        return (len(self.prompt) if is_list else 1) * self.n
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """The most that the request may be asking for, whichever field SGLang goes by; None where it names no limit."""
+        return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
+
+
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, target: str) -> Marks:
+    # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
+    salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
+    policy_fields = {**asdict(policy), **({TARGET_KEY: target} if target else {}), **outgoing_headers()}
+    return Marks(rid=request_id, cache_salt=salt, policy=policy_fields)
+
+
+def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
+    """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
+
+    Raises RequestError for invalid JSON and for a field that no client may use.
+    """
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError as error:
+        # The two parsers differ only on what is not JSON: NaN, for one.
+        raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
+    # A null asks for nothing, and SGLang refuses some of them.
+    fields = {name: value for name, value in fields.items() if value != _NULL}
+    if refused := sorted(_NOT_FOR_CLIENTS & fields.keys()):
+        message = f"{refused[0]}: no client may use this here; leave it out"
+        raise RequestError(message, param=refused[0], code="unsupported_parameter")
+    fields.pop("slipstream", None)
+    params = {**body.custom_params, POLICY_KEY: marks.policy}
+    added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
+    if max_tokens is not None:
+        added["max_tokens"] = max_tokens
+    return msgspec.json.encode({**fields, **added})

@@ -1,0 +1,157 @@
+"""SGLang's HTTP server: ask it, and translate its refusals into OpenAI's errors.
+
+An answer is awaited for as long as it takes; only connecting and sending have a deadline. Leaving `answer` early closes
+the connection, which is how SGLang learns that nobody waits for the rest.
+
+SGLang refuses with a flat object: `{"object": "error", "message": …, "type": …, "param": …, "code": <status>}`. Inside
+a stream the same stands under "error". To a body that does not validate it answers the text of FastAPI's exception.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+
+import httpx
+import msgspec
+
+from serving.gateway.errors import UNAVAILABLE_RETRY_AFTER_S, ApiError, describe
+from speculator.errors import EngineBusyError, EngineDeadError
+from speculator.tracing import outgoing_headers
+
+_CONNECT_S = 5.0
+_SEND_S = 30.0
+
+
+class Upstream:
+    """SGLang's HTTP address, or those of routers in front of the same engines; at most `max_connections` requests are
+    under way there at once.
+
+    A request goes to the first address that can be reached. One that could not be goes behind the others, and stays
+    there until those cannot be reached either.
+    """
+
+    def __init__(self, *urls: str, max_connections: int = 400) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._max_connections = max_connections
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
+            # A kept connection may be closed by the server just as a request goes out on it, and a generation is not
+            # sent twice. Connecting anew takes a tenth of a millisecond on the same machine.
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
+            headers={"accept-encoding": "identity", "content-type": "application/json"},
+            trust_env=False,
+        )
+
+    @asynccontextmanager
+    async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        """The open response of status 200 to a POST; its body has not been read.
+
+        Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
+        """
+        headers = {**headers, **outgoing_headers()}
+        try:
+            async with aclosing(await self._send(path, body, headers)) as response:
+                if response.status_code != 200:
+                    content = await response.aread()
+                    raise refusal(response.status_code, content, retry_after=response.headers.get("retry-after"))
+                yield response
+        except httpx.PoolTimeout:
+            raise EngineBusyError(f"{self._max_connections} requests are under way") from None
+        except httpx.TransportError as failure:
+            raise EngineDeadError(f"SGLang does not answer: {type(failure).__name__}") from failure
+
+    async def _send(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        """Never twice: the next address is asked only where no connection to the one before could be made."""
+        failure: httpx.TransportError | None = None
+        for url in tuple(self._urls):
+            request = self._client.build_request("POST", url + path, content=body, headers=headers)
+            try:
+                return await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as unreachable:
+                failure = unreachable
+                # Several requests may find out at once, each with the order that it began with.
+                self._urls.remove(url)
+                self._urls.append(url)
+        raise EngineDeadError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+ERROR_EVENT = b'data: {"error"'
+"""How an error begins inside a stream. No answer's text can look like it: JSON escapes its quotes."""
+_MAX_MESSAGE_CHARS = 1000
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
+_VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
+_TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
+_NOT_THE_CLIENTS = {401, 403, 405}
+"""Said to whoever runs the gateway, since it is the gateway that asked."""
+
+
+class _Said(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Nested(msgspec.Struct):
+    error: _Said
+
+
+def refusal(status: int, content: bytes, *, retry_after: str | None = None) -> ApiError:
+    """What the client is told where SGLang answered `status` with `content`."""
+    try:
+        said = msgspec.json.decode(content, type=_Said)
+    except _NOT_JSON:
+        said = _Said()
+    return _translate(status, said, retry_after)
+
+
+def refusal_in(block: bytes) -> ApiError | None:
+    """The error that the first event of `block` is; None where it is an ordinary one."""
+    if not block.startswith(ERROR_EVENT):
+        return None
+    data = block.partition(b"\n\n")[0].removeprefix(b"data: ")
+    try:
+        said = msgspec.json.decode(data, type=_Nested).error
+    except _NOT_JSON:
+        said = _Said()
+    return _translate(said.code if isinstance(said.code, int) else 500, said, None)
+
+
+def room_in(refused: ApiError) -> int | None:
+    """How many completion tokens would have fitted, where SGLang refuses a request for asking for more; else None."""
+    if not (found := _TOO_MANY.search(refused.message)):
+        return None
+    context_length, num_prompt_tokens = map(int, found.groups())
+    return max(context_length - num_prompt_tokens, 0) or None
+
+
+def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:
+    wait_s = int(retry_after) if retry_after and retry_after.isdigit() else None
+    if status == 429 or (status == 503 and said.message in _QUEUE_IS_FULL):
+        return describe(EngineBusyError(said.message, retry_after_s=wait_s or 1))
+    message = said.message[:_MAX_MESSAGE_CHARS]
+    if status == 503:
+        # An abort's message is one of SGLang's own sentences.
+        message = message or "The engine cannot serve this request now: retry later."
+        return ApiError(503, message, code="engine_unavailable", retry_after_s=wait_s or UNAVAILABLE_RETRY_AFTER_S)
+    if not 400 <= status < 500 or status in _NOT_THE_CLIENTS:
+        # SGLang puts the text of any exception there, with whatever it quotes.
+        status = status if status > 500 else 500
+        return ApiError(status, "The engine failed to handle the request.", code="engine_error")
+    return _clients_fault(status, message or "The engine refuses the request.", said)
+
+
+def _clients_fault(status: int, message: str, said: _Said) -> ApiError:
+    if found := _VALIDATION.search(said.message):
+        kind, param, reason = found.groups()
+        code = "missing_required_parameter" if kind == "missing" else "invalid_value"
+        return ApiError(status, f"{param}: {reason[1:-1]}", code=code, param=param)
+    if "context length" in message:
+        return ApiError(status, message, code="context_length_exceeded", param=said.param)
+    code = {404: "not_found", 413: "body_too_large"}.get(status, "invalid_value")
+    return ApiError(status, message, code=code, param=said.param)

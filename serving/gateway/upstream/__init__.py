@@ -1,1 +1,0 @@
-"""The OpenAI protocol in front of SGLang: requests are checked and passed on."""

@@ -1,0 +1,120 @@
+"""Several addresses in front of the same engines: which one is asked, and that nothing is sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from serving.gateway.server import serve
+from serving.gateway.upstream import Upstream
+from speculator.errors import EngineDeadError
+from speculator.host import free_port
+from tests.serving.sglang.outside.fake_sglang import MODEL, WHOLE, FakeSglang
+
+BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+
+
+async def ask(upstream: Upstream) -> bytes:
+    async with upstream.answer("/v1/completions", BODY, {}) as response:
+        return await response.aread()
+
+
+@asynccontextmanager
+async def reaching(*urls: str) -> AsyncIterator[Upstream]:
+    upstream = Upstream(*urls)
+    yield upstream
+    await upstream.close()
+
+
+def test_an_address_that_cannot_be_reached_goes_behind_the_others() -> None:
+    async def run() -> None:
+        first, second, port = FakeSglang(), FakeSglang(), free_port()
+        async with serve(second.app(), port=0, grace_s=0) as other:
+            upstream = Upstream(f"http://127.0.0.1:{port}", other.url)
+            assert await ask(upstream) == WHOLE
+            async with serve(first.app(), port=port, grace_s=0):
+                assert await ask(upstream) == WHOLE
+                assert (len(first.raw), len(second.raw)) == (0, 2)
+                await other.stop()
+                assert [await ask(upstream) for _ in range(2)] == [WHOLE] * 2
+                assert (len(first.raw), len(second.raw)) == (2, 2)
+        with pytest.raises(EngineDeadError, match="cannot be reached"):
+            await ask(upstream)
+        await upstream.close()
+
+    asyncio.run(run())
+
+
+def test_requests_that_find_out_at_once_agree() -> None:
+    async def run() -> None:
+        fake, away = FakeSglang(), ("http://127.0.0.1:9", "http://127.0.0.2:9")
+        async with serve(fake.app(), port=0, grace_s=0) as server, reaching(*away, server.url) as upstream:
+            assert await asyncio.gather(*(ask(upstream) for _ in range(20))) == [WHOLE] * 20
+            assert upstream._urls[0] == server.url
+            assert len(upstream._urls) == 3
+        assert len(fake.raw) == 20
+
+    asyncio.run(run())
+
+
+def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """As the kernel does for a process that was killed with something unread."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
+
+
+@pytest.mark.parametrize("end", [close, reset])
+@pytest.mark.parametrize("num_bytes", [0, 1])
+def test_a_request_that_may_have_arrived_is_not_sent_again(
+    num_bytes: int, end: Callable[[asyncio.StreamWriter], None]
+) -> None:
+    num_connections = 0
+
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.read(num_bytes)
+        end(writer)
+
+    async def run() -> None:
+        other = FakeSglang()
+        dying = await asyncio.start_server(die, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{dying.sockets[0].getsockname()[1]}"
+        async with dying, serve(other.app(), port=0, grace_s=0) as server, reaching(url, server.url) as upstream:
+            with pytest.raises(EngineDeadError, match="does not answer"):
+                await ask(upstream)
+            assert (num_connections, other.raw) == (1, [])
+            assert upstream._urls[0] == url
+
+    asyncio.run(run())
+
+
+def test_a_name_with_several_addresses_is_reached_at_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the headless Service `router` of deploy/kubernetes is, whose pods have an address each."""
+    own = socket.getaddrinfo
+
+    def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.1") if host == b"router" else (host,)
+        return [found for each in hosts for found in own(each, port, *args, **kwargs)]
+
+    async def run() -> None:
+        fake = FakeSglang()
+        async with serve(fake.app(), port=0, grace_s=0) as server:
+            upstream = Upstream(server.url.replace("127.0.0.1", "router"))
+            assert await ask(upstream) == WHOLE
+            await upstream.close()
+        assert len(fake.raw) == 1
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    asyncio.run(run())
