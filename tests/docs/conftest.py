@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.bootstrap import admit
