@@ -36,11 +36,11 @@ from speculator.draft.checkpoint import expected_shapes
 from speculator.errors import DraftError, StoreError
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
-from tests.drafts import make_draft
+from tests.fixtures.drafts import make_draft
+from tests.fixtures.toy import make_toy_model, random_draft
 from tests.hostile import api, bodies, drafts, line_files, model_folders, redis_urls, traces, wire
 from tests.hostile.judge import FailureError, Outcome, Tally
 from tests.hostile.site import API_KEY, KEYS, full_app, open_app
-from tests.toy import make_toy_model, random_draft
 
 # Name: (with --quick, without).
 COUNTS = {

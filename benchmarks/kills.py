@@ -44,7 +44,7 @@ from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import decode_trace, encode_trace
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")
 LONGEST_PAUSE_S = 3.0

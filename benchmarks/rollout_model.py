@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens
-from serving.rollout.nouns import GroupRequest, Lease, SampleId
+from serving.rollout.samples import GroupRequest, Lease, SampleId
 from serving.rollout.scheduler import Policy, Scheduler
 
 MAX_ROUNDS = 8

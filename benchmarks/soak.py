@@ -56,7 +56,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 from trainer.config import ENV_PREFIX
 
 MIB = 1024 * 1024

@@ -18,7 +18,7 @@ from typing import Any
 
 import redis
 
-from serving.group_cache.redis_store import GroupTexts
+from serving.group_cache.texts import GroupTexts
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.erasure_requests import Erasures

@@ -21,7 +21,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.capture.trace_header import make_header
+from serving.capture.recorder import make_header
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.rounds import RoundRunner
 from serving.local.request import Generation, TopK

@@ -37,7 +37,7 @@ from serving.sglang.outside.router import check_routers
 from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.report.pooled import commonest
 from serving.sglang.report.read import EngineReport
-from serving.target.updates import TargetDesk
+from serving.target import TargetDesk
 from slipstream.new_draft import checked_fingerprint, version_folder
 from slipstream.start.exposure import check_exposure
 from slipstream.start.sglang import SglangStart, verified_version

@@ -90,5 +90,5 @@ class RedisKeys:
         return self._key("group_texts")
 
     def group_text(self, group: str) -> str:
-        """String: serving/group_cache/wire_format.py; `group` is a member of `group_texts`."""
+        """String: serving/group_cache/texts.py; `group` is a member of `group_texts`."""
         return self._key(f"group_text:{group}")

@@ -27,8 +27,8 @@ from speculator.redis.keys import RedisKeys
 from tests.containers.engine import Engine, missing
 from tests.deploy.compose import CPU, ROOT, load
 from tests.deploy.dockerfile import instructions
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import wait_until
 
 _OURS = ("init", "gateway", "trainer")
 _ENVIRONMENT = """\

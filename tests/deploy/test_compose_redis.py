@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
-from serving.group_cache.redis_store import GroupKey, GroupTexts, Place
+from serving.group_cache.texts import GroupKey, GroupTexts, Place
 from slipstream.doctor.deployment import check_redis, check_stream
 from slipstream.doctor.finding import Finding, Level
 from slipstream.traces import StreamCopy
@@ -30,7 +30,7 @@ from speculator.versions.bootstrap import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 MODEL = "toy-0123456789ab"
 KEYS = RedisKeys(model_key=MODEL)

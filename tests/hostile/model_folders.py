@@ -23,8 +23,8 @@ from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftError
 from speculator.versions.store import DraftStore
+from tests.fixtures.toy import make_toy_model
 from tests.hostile.judge import FailureError, Outcome
-from tests.toy import make_toy_model
 
 Choose = Callable[[int], int]
 """A number below the one given."""

@@ -10,12 +10,12 @@ import httpx
 import pytest
 import redis
 
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.toy import make_toy_model, random_draft
 from tests.hostile import api, bodies, wire
 from tests.hostile.judge import Tally
 from tests.hostile.site import API_KEY, KEYS, full_app, open_app
 from tests.serving.local.harness import toy_engine
-from tests.toy import make_toy_model, random_draft
 
 
 @pytest.fixture

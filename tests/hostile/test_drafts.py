@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from speculator.versions.store import DraftStore
-from tests.drafts import make_draft
+from tests.fixtures.drafts import make_draft
 from tests.hostile import drafts
 from tests.hostile.judge import FailureError, Tally
 

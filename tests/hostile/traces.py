@@ -13,8 +13,8 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import decode_trace, encode_trace
 from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace.schema import check_trace
+from tests.fixtures.traces import make_trace
 from tests.hostile.judge import FailureError, Outcome
-from tests.traces import make_trace
 
 MODEL_KEY = "hostile"
 KEYS = RedisKeys(model_key=MODEL_KEY)

@@ -26,8 +26,8 @@ from speculator.trace.codec import decode_trace
 from speculator.trace.schema import TraceHeader
 from speculator.versions.bootstrap import admit
 from speculator.versions.store import DraftStore
+from tests.fixtures.waiting import wait_until
 from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_router() is None, reason="no sglang-router: make test-sglang installs it")
 

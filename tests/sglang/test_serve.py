@@ -23,10 +23,10 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import decode_trace
 from speculator.versions.bootstrap import admit
 from speculator.versions.store import DraftStore
+from tests.fixtures.telemetry import SGLANG, answers, prometheus, questions
+from tests.fixtures.waiting import wait_until
 from tests.page.conftest import Watched, browser, watched
-from tests.prometheus import SGLANG, answers, prometheus, questions
 from tests.sglang.served import Served, serving
-from tests.waiting import wait_until
 
 __all__ = ["browser", "watched"]
 

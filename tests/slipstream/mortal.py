@@ -49,8 +49,8 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
-from tests.planners import FixedPlanner
+from tests.fixtures.decoding import FixedPlanner
+from tests.fixtures.doubles import DoubleEngine
 from tests.trainer.examples import config_for, promote
 from trainer.process import run_trainer
 from trainer.session import Training

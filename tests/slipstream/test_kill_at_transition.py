@@ -42,11 +42,11 @@ from speculator.trace.schema import Trace
 from speculator.versions.bootstrap import version_to_serve
 from speculator.versions.lifecycle import ALLOWED, BARRED, State
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.toy import random_draft
+from tests.fixtures.waiting import wait_until
 from tests.slipstream.mortal import KEY, Order
-from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
-from tests.waiting import wait_until
 from trainer.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.timeout(60)

@@ -20,8 +20,8 @@ from speculator.draft.precision import autocast
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
 from speculator.trace.schema import Trace, check_trace
+from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.toy import random_draft
 from tests.trainer.answers import ANSWER_TOKENS, answer_traces
 from tests.trainer.examples import batch_of, config_for, example_of, record
 from trainer.learning.optimizer_step import Learner

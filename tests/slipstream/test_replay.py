@@ -21,8 +21,8 @@ from speculator.trace.recording import RecordingHeader, RecordingReader, Recordi
 from speculator.trace.schema import Trace, check_trace
 from speculator.versions.bootstrap import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.traces import make_trace
 from tests.slipstream.conftest import RunCli
-from tests.traces import make_trace
 from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses import DEFAULT_LOSS, LossMix

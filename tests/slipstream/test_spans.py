@@ -26,8 +26,10 @@ from speculator.errors import ConfigError
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import encode_trace
 from speculator.trace.schema import Trace
-from tests.collector import collecting
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.telemetry import collecting
+from tests.fixtures.toy import random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
 from tests.serving.gateway.passage import host, talk
 from tests.serving.hotswap.test_hotswap import FakePointer
@@ -36,10 +38,8 @@ from tests.serving.sglang.capture.test_capture import Request, end, make_capture
 from tests.serving.sglang.depth.test_depth import make_control, step
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
 from tests.serving.sglang.swap.test_swap import FusedDraft, make_draft, model
-from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
-from tests.waiting import wait_until
 from trainer.loop import Trainer
 
 __all__ = ["model"]

@@ -17,9 +17,9 @@ import redis
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.capture.recorder import TraceRecorder
-from serving.group_cache.redis_store import GroupKey, GroupTexts
+from serving.group_cache.texts import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
@@ -36,10 +36,10 @@ from speculator.trace.recording import RecordingHeader, RecordingReader, Recordi
 from speculator.trace.schema import Trace
 from speculator.versions.store import DraftStore
 from speculator.versions.training_tenants import counts_of
-from tests.traces import with_header
+from tests.fixtures.traces import with_header
+from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
-from tests.waiting import wait_until
 from trainer.ingest.disk_cache import shelf_folder
 from trainer.loop import Trainer, train_until
 

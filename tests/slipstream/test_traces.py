@@ -18,7 +18,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import encode_trace
 from speculator.trace.recording import RecordingReader
 from speculator.trace.schema import Trace
-from tests.traces import make_trace
+from tests.fixtures.traces import make_trace
 from trainer.release.acceptance import Acceptance, recorded_rounds
 
 Refused = Callable[..., str]

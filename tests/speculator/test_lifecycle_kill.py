@@ -16,7 +16,7 @@ from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import BARRED, SERVABLE, State
 from speculator.versions.store import DraftStore
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
 

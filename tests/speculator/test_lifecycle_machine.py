@@ -19,8 +19,8 @@ from speculator.errors import LifecycleError
 from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, State
 from speculator.versions.store import DraftStore
-from tests.crashes import Crash, dying_before
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.drafts import CONFIG, make_draft
+from tests.fixtures.faults import Crash, dying_before
 
 TARGET = "a" * 64
 WEIGHTS, DRAFT_JSON, SHAPES = draft_state(make_draft()), draft_config_json(CONFIG), expected_shapes(CONFIG)

@@ -14,8 +14,8 @@ from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from tests.redis_servers import Server, Servers, servers
-from tests.waiting import wait_until
+from tests.fixtures.redis_servers import Server, Servers, servers
+from tests.fixtures.waiting import wait_until
 
 SENTINEL = """\
 sentinel monitor traces 127.0.0.1 {master} 1

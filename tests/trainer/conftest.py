@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace.schema import Trace
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from tests.trainer.trainers import MakeTrainer

@@ -17,7 +17,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.schema import Trace
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
 from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer, learn, members, waiting

@@ -17,7 +17,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.schema import Trace
 from speculator.versions.bootstrap import ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer
 

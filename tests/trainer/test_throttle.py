@@ -20,8 +20,8 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import encode_trace
 from speculator.trace.schema import Trace
+from tests.fixtures.waiting import wait_until
 from tests.trainer.examples import config_for
-from tests.waiting import wait_until
 from trainer import process
 from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics

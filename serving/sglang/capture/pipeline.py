@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from serving.capture.filter import CaptureFilter
+from serving.capture.privacy import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import TraceAssembler

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.capture.trace_header import make_header
+from serving.capture.recorder import make_header
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace.schema import Trace, VerifyRounds

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.draft_logprobs import DraftProbe

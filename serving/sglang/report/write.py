@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.hotswap.installer import SwapLog
+from serving.hotswap.follower import SwapLog
 from serving.sglang.depth.depth import DepthControl
 from serving.speedup import Speedup
 

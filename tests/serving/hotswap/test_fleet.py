@@ -19,7 +19,7 @@ from speculator.errors import EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis.keys import RedisKeys
 from speculator.versions.lifecycle import Lifecycle, Number, State
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
 
 MODEL = "toy"

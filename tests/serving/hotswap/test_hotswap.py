@@ -16,9 +16,9 @@ from serving.sglang.report.write import of_swaps
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import Lifecycle, State
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.waiting import wait_until
 from tests.serving.watching import CHAT, rounds, serve
-from tests.waiting import wait_until
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 

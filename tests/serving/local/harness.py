@@ -24,8 +24,8 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner
 from speculator.trace.schema import Trace
-from tests.planners import FixedPlanner
-from tests.toy import random_draft
+from tests.fixtures.decoding import FixedPlanner
+from tests.fixtures.toy import random_draft
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -21,9 +21,9 @@ from speculator.errors import EngineDeadError
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.bootstrap import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import VOCAB, WIDTH, Request
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
 
 SERVED = object()
 """What SGLang's own function returns."""

@@ -23,7 +23,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import CanaryHolder, DraftPointer
 from speculator.versions.bootstrap import ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 
 @pytest.fixture(scope="module")

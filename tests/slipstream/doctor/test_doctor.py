@@ -34,8 +34,8 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.codec import encode_trace
 from speculator.versions.bootstrap import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.traces import make_trace
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
-from tests.traces import make_trace
 
 
 def found(check: Callable[[], Iterator[Finding]]) -> list[Finding]:

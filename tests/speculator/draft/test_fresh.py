@@ -11,7 +11,7 @@ from torch import Tensor
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.initialization import choose_draft_vocab, count_tokens, fresh_draft
 from speculator.errors import ConfigError
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from speculator.redis import control_plane as pointer_module
 from speculator.redis.client import connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
 from speculator.redis.keys import RedisKeys
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 MODEL = "smollm2"
 KEYS = RedisKeys(model_key=MODEL)

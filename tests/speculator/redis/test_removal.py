@@ -22,7 +22,7 @@ from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace.codec import encode_trace, read_header
 from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace.schema import Trace, TraceHeader
-from tests.traces import make_trace
+from tests.fixtures.traces import make_trace
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=1, note="n")
 

@@ -14,7 +14,7 @@ from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_deletion import Remover
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace.schema import TraceHeader
-from tests.traces import make_header
+from tests.fixtures.traces import make_header
 
 CAP = 40_000
 TRACES = RedisKeys(model_key="machine").ledger.traces

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from speculator.errors import TraceError, UnknownSchemaError
 from speculator.trace.codec import decode_trace, encode_trace
 from speculator.trace.schema import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace
-from tests.traces import make_header, make_trace, with_rounds
+from tests.fixtures.traces import make_header, make_trace, with_rounds
 
 seeds = st.integers(0, 2**32 - 1)
 traces = st.builds(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from speculator.errors import ConfigError
 from speculator.trace.codec import encode_trace
 from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from tests.traces import make_trace
+from tests.fixtures.traces import make_trace
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="toy", created_ms=1, note="a note")
 NUM_TRACES = 4

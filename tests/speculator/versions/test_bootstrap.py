@@ -18,8 +18,8 @@ from speculator.target_folder import read_config
 from speculator.versions.bootstrap import admit, ensure_lineage, load_draft
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
-from tests.crashes import Crash, dying_before
-from tests.toy import make_toy_model, random_draft
+from tests.fixtures.faults import Crash, dying_before
+from tests.fixtures.toy import make_toy_model, random_draft
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Lifecycle, State
 from speculator.versions.operator import DraftDesk, _tensor_change
 from speculator.versions.store import DraftStore
-from tests.crashes import Crash
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.drafts import CONFIG, make_draft
+from tests.fixtures.faults import Crash
 
 TARGET = "a" * 64
 TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)

@@ -20,7 +20,7 @@ import pytest
 from speculator.errors import LifecycleError, StoreError
 from speculator.versions import lifecycle as events_module
 from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, EventLog, Lifecycle, State, Transition
-from tests.crashes import Crash
+from tests.fixtures.faults import Crash
 
 WRITTEN, VALIDATED, SCORED, LIVE = State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE
 PROMOTED, ROLLED_BACK, QUARANTINED = State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED

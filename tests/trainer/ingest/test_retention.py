@@ -19,7 +19,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace.schema import Trace
 from speculator.versions.store import DraftStore
 from speculator.versions.training_tenants import MAX_TENANTS, TenantCounts, counts_of, joined_counts
-from tests.traces import send, with_header
+from tests.fixtures.traces import send, with_header
 from tests.trainer.examples import config_for, metric, promote, record
 from trainer.ingest import retention
 from trainer.ingest.disk_cache import shelf_folder

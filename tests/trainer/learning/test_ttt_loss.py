@@ -15,7 +15,7 @@ from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
 from speculator.trace.schema import Trace
-from tests.traces import with_rounds
+from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, config_for
 from tests.trainer.learning.test_batch import served_as, with_trees

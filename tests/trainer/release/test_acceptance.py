@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel, served_logits
-from tests.emitting import emitted as reference
+from tests.fixtures.decoding import emitted as reference
 from tests.trainer.learning.test_labels import round_trace
 from trainer.learning.labels import draft_ids_by_target_id, make_labels
 from trainer.release.acceptance import Acceptance, coupled_acceptance, expected_rounds, recorded_rounds

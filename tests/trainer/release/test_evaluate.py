@@ -13,8 +13,8 @@ from serving.engine import CapturePolicy, GenerateRequest
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace.schema import Trace
+from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for
 from trainer.learning.batch import make_example

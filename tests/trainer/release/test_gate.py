@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drafts import make_draft
+from tests.fixtures.drafts import make_draft
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import accepted
 from tests.trainer.stored import stored_of

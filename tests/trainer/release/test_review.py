@@ -22,7 +22,7 @@ from speculator.trace.codec import encode_trace
 from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import Lifecycle, State
 from speculator.versions.store import DraftStore
-from tests.drafts import noise_like
+from tests.fixtures.drafts import noise_like
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import Pointer, accepted, partly_worse

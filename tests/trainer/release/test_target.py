@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace.schema import Trace
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote, record
 from tests.trainer.replay.test_buffer import BASES, draw, fill, ids, replay_of
 from tests.trainer.stored import stored_of

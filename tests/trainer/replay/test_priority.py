@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculator.trace.schema import NO_DRAFT
-from tests.traces import make_trace, with_rounds
+from tests.fixtures.traces import make_trace, with_rounds
 from tests.trainer.stored import stored_of
 from trainer.learning.drift import DEFAULT, OTHER, DomainNames
 from trainer.learning.labels import Verdicts

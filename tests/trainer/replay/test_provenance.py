@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from speculator.trace.schema import Trace
-from tests.traces import make_trace
+from tests.fixtures.traces import make_trace
 from trainer.replay.provenance import provenance_of
 
 

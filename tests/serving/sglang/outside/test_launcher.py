@@ -14,8 +14,8 @@ import pytest
 from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
 from serving.sglang.outside.launcher import SglangProcess, command, environment
 from speculator.errors import ConfigError, EngineDeadError
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.conftest import MakeOptions, started
-from tests.waiting import wait_until
 
 
 def is_running(pid: int) -> bool:

@@ -20,8 +20,8 @@ from serving.sglang.report.pooled import MOST_SILENT, Pool, commonest
 from serving.sglang.report.read import EngineReport
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.redis.control_plane import DraftPointer
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang, flat_error, in_background
-from tests.waiting import wait_until
 
 TARGET = "5f" * 32
 Report = dict[str, str | int | float]

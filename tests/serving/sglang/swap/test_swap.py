@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from serving.sglang.swap.swap import SglangDraft
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 
 class FusedDraft(nn.Module):

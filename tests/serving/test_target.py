@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.engine import TargetReport
 from serving.metrics import TargetMetrics
-from serving.target.updates import TargetDesk
+from serving.target import TargetDesk
 from speculator.errors import EngineBusyError, RequestError, SlipstreamError, TargetError
 
 
