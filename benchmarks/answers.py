@@ -24,9 +24,8 @@ from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError, TraceError
 from speculator.host import now_ms
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace import Trace, encode_trace
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 

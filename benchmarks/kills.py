@@ -43,7 +43,7 @@ from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace, encode_trace
+from speculator.trace import decode_trace, encode_trace
 from tests.fixtures.toy import make_toy_model
 
 VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")

@@ -51,7 +51,7 @@ from benchmarks.ways import WAYS, Forecast, Run, Ways, all_ways, answer
 from slipstream.models import resolve_model
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 
 LOOKUP = 10
 EARLY_EXIT = 3

@@ -27,14 +27,13 @@ from typing import Any
 import msgspec
 import torch
 
+import trainer.loop
 import trainer.process
-import trainer.saving
 from slipstream.cli.main import main
 from speculator.redis.trace_stream import StreamEntry, TraceStream
-from trainer.checkpoint import Progress
-from trainer.ingest.trace_source import TraceSource
-from trainer.replay.provenance import Stored
-from trainer.session import Training
+from trainer.replay.memory import Stored
+from trainer.replay.trace_source import TraceSource
+from trainer.session import Progress, Training
 
 
 def digest(progress: Progress) -> str:
@@ -58,7 +57,7 @@ def watch(notes: int) -> None:
 
         setattr(owner, method, watched)
 
-    mark_used, save = TraceSource.mark_used, trainer.saving.save_checkpoint
+    mark_used, save = TraceSource.mark_used, trainer.loop.save_checkpoint
     dead_letter = TraceStream.dead_letter
 
     def marked(self: TraceSource, traces: Iterable[Stored]) -> None:
@@ -80,7 +79,7 @@ def watch(notes: int) -> None:
     after(Training, "resume", lambda progress, training: note("resumed", digest(progress)))
     TraceStream.dead_letter = set_aside  # type: ignore[method-assign]
     TraceSource.mark_used = marked  # type: ignore[method-assign]
-    trainer.saving.save_checkpoint = saved
+    trainer.loop.save_checkpoint = saved
 
 
 def _nursery(notes_path: str, log_path: str) -> None:

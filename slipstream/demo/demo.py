@@ -40,7 +40,7 @@ from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
 POLL_S = 0.5

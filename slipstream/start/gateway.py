@@ -45,7 +45,7 @@ from speculator.draft.checkpoint import model_key
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 

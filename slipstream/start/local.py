@@ -41,10 +41,9 @@ from speculator.draft.checkpoint import expected_shapes, model_key, target_finge
 from speculator.errors import EngineDeadError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.reward_stream import RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.versions.bootstrap import ensure_lineage, load_draft, version_to_serve
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.versions.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 

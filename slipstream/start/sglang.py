@@ -17,7 +17,7 @@ from serving.sglang.outside.launcher import SglangOptions, adaptive_config, comm
 from slipstream.new_draft import version_folder
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.versions.bootstrap import version_to_serve
+from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from speculator.errors import ConfigError, StreamError, TraceError
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace, encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import check_trace
+from speculator.trace import check_trace, decode_trace, encode_trace
 from tests.fixtures.traces import make_trace
 from tests.hostile.judge import FailureError, Outcome
 

@@ -22,9 +22,8 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import TraceHeader
-from speculator.versions.bootstrap import admit
+from speculator.trace import TraceHeader, decode_trace
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.waiting import wait_until
 from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router

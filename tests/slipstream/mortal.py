@@ -32,8 +32,8 @@ import serving.local.engine
 import slipstream.start.local
 import trainer.loop
 import trainer.process
-import trainer.release.offline_scoring
-import trainer.release.rollback_backoff
+import trainer.release.gate
+import trainer.release.live_review
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, bind, serve_until_signal
@@ -186,9 +186,9 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
         train_until(*args)
 
     trainer.process.train_until = told
-    trainer.release.offline_scoring.decide = promote
+    trainer.release.gate.decide = promote
     trainer.loop.IDLE_BLOCK_MS = 20
-    trainer.release.rollback_backoff.LOOK_INTERVAL_S = 0.02
+    trainer.release.live_review.LOOK_INTERVAL_S = 0.02
     model_dir = Path(order.model_dir)
     run_trainer(
         config_for(

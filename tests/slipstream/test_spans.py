@@ -24,8 +24,7 @@ from serving.hotswap.follower import DraftFollower
 from speculator import tracing
 from speculator.errors import ConfigError
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.telemetry import collecting
 from tests.fixtures.toy import random_draft
@@ -218,7 +217,7 @@ def test_a_step_and_a_publication(
     redis_client: redis.Redis,
     redis_url: str,
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)

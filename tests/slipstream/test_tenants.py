@@ -24,24 +24,21 @@ from slipstream import tenants
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
-from speculator.redis.client import connect
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.keys import RedisKeys
-from speculator.redis.reward_stream import GroupRewards, RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStream
+from speculator.trace import Trace, encode_trace
+from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import counts_of
 from tests.fixtures.traces import with_header
 from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
-from trainer.ingest.disk_cache import shelf_folder
 from trainer.loop import Trainer, train_until
+from trainer.replay.trace_source import shelf_folder
 
 ANNA, BO = "anna", "bo"
 
@@ -149,7 +146,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     traces: list[Trace],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     for trace in traces:
         deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     # Cut off: the trainer sets it aside, and its header still says whose it is.
@@ -262,7 +259,7 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
         deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     trainer.read(block_ms=0)
     trainer.step()
-    trainer.checkpoint()
+    trainer.session()
     trainer.close()
     theirs = encode_trace(of(traces, ANNA)[0])
     (shelf_folder(deployment.folder / "state") / "x.123.tmp").write_bytes(theirs)  # it was killed before, too

@@ -18,7 +18,7 @@ import redis
 from speculator.errors import ConfigError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.fixtures.waiting import wait_until
@@ -26,8 +26,8 @@ from tests.trainer.answers import different, renamed
 from tests.trainer.examples import metric
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
 from trainer.config import TrainerConfig, load_config
-from trainer.learning.schedule import LearningCurve
 from trainer.loop import train_until
+from trainer.schedule import LearningCurve
 
 
 def test_a_first_start_writes_the_version_that_engines_start_with(
@@ -47,7 +47,7 @@ def test_killed_after_the_checkpoint_and_before_the_ack(
     send(stream, traces[:3])
     trainer = start()
     learn(trainer, 3)
-    trainer.checkpoint()
+    trainer.session()
     trainer.close()
 
     resumed = start()
@@ -272,7 +272,7 @@ def test_a_repeated_text_takes_one_place_and_holds_nothing_up(
     assert members(trainer) == {"trace-0", "poison-399", "trace-2", "trace-3"}
     assert metric(trainer, "replay_admissions_total", outcome="repeated") == 399
     assert trainer.learner.num_steps < 20
-    trainer.checkpoint()
+    trainer.session()
     trainer.ack()
     assert (stream.lag().acked, stream.lag().pending, stream.lag().dead_lettered) == (403, 0, 0)
     trainer.close()
@@ -291,7 +291,7 @@ def test_a_flood_from_one_tenant_is_counted_and_read_to_the_end(
     passed_over = metric(trainer, "replay_admissions_total", outcome="passed_over")
     assert passed_over is not None
     assert 10 < passed_over < 40
-    trainer.checkpoint()
+    trainer.session()
     trainer.ack()
     assert stream.lag().acked == 42
     trainer.close()

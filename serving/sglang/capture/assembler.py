@@ -29,7 +29,7 @@ from serving.sglang.capture.request_span import InconsistentSpanError, Round, Ro
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.settings import PluginSettings
 from speculator.errors import type_and_place
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.tracing import record
 
 log = logging.getLogger(__name__)

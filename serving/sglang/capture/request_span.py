@@ -19,7 +19,7 @@ from torch import Tensor
 from serving.capture.recorder import make_header
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 from speculator.tracing import Parent
 
 MAX_COMPLETION_TOKENS = 4096

@@ -37,8 +37,8 @@ from serving.sglang.swap.target import RankTarget
 from serving.sglang.worker import depths_of, device_of, tensor_parallel_group
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
-from speculator.engine_load import EngineLoad
 from speculator.proposals.depth import DepthPolicy, RoundCosts
+from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
-from speculator.redis.erasure_requests import Erasures
+from speculator.redis.trace_deletion import Erasures
 
 
 class LazyPointer:
@@ -48,7 +48,7 @@ class LazyPointer:
         self._connected().release_canary(holder, forget_crashes=forget_crashes)
 
     def orders(self) -> dict[str, int]:
-        """Tenants to be forgotten (speculator/redis/erasure_requests.py)."""
+        """Tenants to be forgotten (speculator/redis/trace_deletion.py)."""
         self._connected()
         assert self._erasures is not None
         return self._erasures.orders()

@@ -19,7 +19,7 @@ from serving.sglang.settings import PluginSettings
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import EngineDeadError
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until

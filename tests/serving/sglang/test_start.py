@@ -21,7 +21,7 @@ from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import CanaryHolder, DraftPointer
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import make_toy_model
 

@@ -26,7 +26,7 @@ from serving.sglang.plugin import entry
 from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.trace.schema import Trace, check_trace
+from speculator.trace import Trace, check_trace
 from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
 
 

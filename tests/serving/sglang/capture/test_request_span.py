@@ -18,7 +18,7 @@ from serving.sglang.capture.request_span import (
     SpanRequest,
 )
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace, check_trace
+from speculator.trace import Trace, check_trace
 
 WIDTH, KEPT = 6, 4
 
