@@ -259,7 +259,7 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
         deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     trainer.read(block_ms=0)
     trainer.step()
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     theirs = encode_trace(of(traces, ANNA)[0])
     (shelf_folder(deployment.folder / "state") / "x.123.tmp").write_bytes(theirs)  # it was killed before, too

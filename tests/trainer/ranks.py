@@ -126,7 +126,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     kept = sorted(trainer._replay.members)
     trainer.step()
     steps = [skipped, trainer.learner.num_steps]
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
     with mock.patch("trainer.release.gate.decide", promote):
@@ -165,7 +165,7 @@ def hears_nothing(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
             trainer.read(block_ms=0)
             if trainer.has_work:
                 trainer.step()
-            trainer.session()
+            trainer.checkpoint()
             trainer.ack()
     trainer.close()
     return {"steps": trainer.learner.num_steps, "weights": sums(trainer), "kept": sorted(trainer._replay.members)}
@@ -176,7 +176,7 @@ def became_two(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
     resumed, weights = trainer.learner.num_steps, sums(trainer)
     trainer.step()
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     trainer.close()
     return {"resumed": resumed, "weights": weights, "kept": sorted(trainer._replay.members)}

@@ -248,7 +248,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     send(stream, traces)
     trainer.read(block_ms=0)
     publish()
-    trainer.session()
+    trainer.checkpoint()
     roll_back(store, 2)
     now_s[0] += 10
     trainer.heed_rollbacks()
@@ -263,7 +263,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
 
     publish()
     assert store.manifest(3).parent == 1
-    trainer.session()
+    trainer.checkpoint()
     roll_back(store, 3)
     trainer.close()
     trainer = begin()  # it was away while that happened

@@ -51,7 +51,7 @@ def _learn_and_publish(trainer: Trainer) -> None:
     for _ in range(6):
         trainer.step()
     trainer.publish()
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
 
 

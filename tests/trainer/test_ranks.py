@@ -88,7 +88,7 @@ def _learn_alone(config: TrainerConfig) -> None:
     for _ in range(2):
         trainer.read(block_ms=0)
         trainer.step()
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     trainer.close()
 

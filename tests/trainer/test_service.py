@@ -47,7 +47,7 @@ def test_killed_after_the_checkpoint_and_before_the_ack(
     send(stream, traces[:3])
     trainer = start()
     learn(trainer, 3)
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
 
     resumed = start()
@@ -272,7 +272,7 @@ def test_a_repeated_text_takes_one_place_and_holds_nothing_up(
     assert members(trainer) == {"trace-0", "poison-399", "trace-2", "trace-3"}
     assert metric(trainer, "replay_admissions_total", outcome="repeated") == 399
     assert trainer.learner.num_steps < 20
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     assert (stream.lag().acked, stream.lag().pending, stream.lag().dead_lettered) == (403, 0, 0)
     trainer.close()
@@ -291,7 +291,7 @@ def test_a_flood_from_one_tenant_is_counted_and_read_to_the_end(
     passed_over = metric(trainer, "replay_admissions_total", outcome="passed_over")
     assert passed_over is not None
     assert 10 < passed_over < 40
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     assert stream.lag().acked == 42
     trainer.close()

@@ -45,7 +45,7 @@ def test_a_trace_that_spoils_a_step_is_thrown_out_alone(
     assert metric(trainer, "healthy") == 1.0
     assert trainer.publish_due
     assert metric(trainer, "restored_total") == 0.0
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     assert stream.lag().acked == 5
     trainer.close()
@@ -60,7 +60,7 @@ def test_broken_weights_are_taken_back_and_cost_no_trace(
     send(stream, traces[:4])
     learn(trainer, 4)
     if checkpointed:
-        trainer.session()
+        trainer.checkpoint()
     good = {name: tensor.clone() for name, tensor in trainer.learner.state().items()}
     trainer.learner.draft.fc.weight.data[0, 0] = float("nan")
     trainer.step()
@@ -83,7 +83,7 @@ def test_weights_that_only_overflow_are_taken_back_after_a_few_steps(
     trainer = start()
     send(stream, traces[:4])
     learn(trainer, 4)
-    trainer.session()
+    trainer.checkpoint()
     trainer.learner.draft.fc.weight.data.fill_(3e38)
     for _ in range(BAD_STEPS):
         trainer.step()
@@ -117,9 +117,9 @@ def test_a_checkpoint_never_holds_broken_weights(start: MakeTrainer, stream: Tra
     trainer = start()
     send(stream, traces[:2])
     learn(trainer, 2)
-    trainer.session()
+    trainer.checkpoint()
     trainer.learner.averaged.fc.weight.data[0, 0] = float("inf")
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     resumed = start()
     assert all_finite(resumed.learner.state())
@@ -137,7 +137,7 @@ def test_a_draft_that_is_not_finite_is_not_published(start: MakeTrainer, tmp_pat
 
 def test_a_checkpoint_of_another_lineage_is_refused(start: MakeTrainer, tmp_path: Path) -> None:
     trainer = start()
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     with pytest.raises(DraftMismatchError, match="STATE_DIR"):
         start(store_dir=tmp_path / "other", draft_vocab_size=20)
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_lineage_is_refused(start: MakeTrainer, tmp_path
 
 def test_a_damaged_checkpoint_is_refused(start: MakeTrainer, tmp_path: Path) -> None:
     trainer = start()
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     path = tmp_path / "state" / "trainer.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -157,5 +157,5 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_trainer(start: MakeTraine
     trainer = start()
     (tmp_path / "state").write_text("in the way")
     with pytest.raises(StoreError, match="free some space"):
-        trainer.session()
+        trainer.checkpoint()
     trainer.close()

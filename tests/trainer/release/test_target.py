@@ -147,7 +147,7 @@ def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
     trainer.read(block_ms=0)
     send(stream, of_version(traces[:4], 1))
     trainer.read(block_ms=0)
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     again = start()
     assert versions_of([*again.intake.held_out, *again.intake.golden]) == {1}
@@ -213,7 +213,7 @@ def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_le
     assert not trainer.intake.held_out.is_young, "it does not pass for fresh traffic of this target"
     assert versions_of([*trainer._replay.waiting, *trainer.intake.held_out]) == {1}
     trainer.step()
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     again = start(**settings)
     assert (again.intake.target_version, again.intake.golden.trace_ids) == (1, recorded)

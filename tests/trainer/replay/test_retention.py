@@ -91,7 +91,7 @@ def test_an_erased_tenant_is_forgotten_wherever_its_traces_are(
     assert metric(trainer, "forgotten_traces_total", reason="erased") == 4
     while trainer.has_work and trainer._replay.num_waiting:
         trainer.step()
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     assert stream.lag().acked == 8
     trainer.close()
@@ -116,7 +116,7 @@ def test_traces_from_before_the_order_are_refused_and_later_ones_learnt(
     assert kept(trainer) == {after.header.trace_id}
     assert metric(trainer, "traces_total", outcome="erased") == 1
     trainer.step()
-    trainer.session()
+    trainer.checkpoint()
     trainer.ack()
     assert (stream.lag().acked, stream.lag().length) == (2, 2)
     trainer.read(block_ms=0)
@@ -137,7 +137,7 @@ def test_old_traces_go_from_everywhere(
     send(stream, [with_header(traces[7], created_ms=int(1000 * now_s[0]))])
     trainer.read(block_ms=0)
     assert len(kept(trainer)) == 7
-    trainer.session()
+    trainer.checkpoint()
     now_s[0] += HOUR_S / 2 + 1
     trainer.read(block_ms=0)
     assert kept(trainer) == {traces[7].header.trace_id}
@@ -200,7 +200,7 @@ def test_a_version_says_whom_it_was_learnt_from(
     trainer.read(block_ms=0)
     trainer.step()
     assert set(trainer._training.tenants.tokens) == {"anna", "bo"}
-    trainer.session()
+    trainer.checkpoint()
     trainer.close()
     resumed = start(**how)
     assert resumed._training.tenants == trainer._training.tenants
