@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -187,7 +187,7 @@ class ReplayEngine:
         self.clock_s = 0.0
         self.num_requests = self.num_rounds = 0
         self.rounds_of: Counter[int] = Counter()
-        self.seconds_of: Counter[int] = Counter()
+        self.seconds_of: defaultdict[int, float] = defaultdict(float)
         """By version, in service."""
         self._load, self._traffic, self._costs = load, traffic, costs
         self._clients, self._interval_s, self._next_s = len(costs.round_ms), 60 / per_minute, 0.0

@@ -17,8 +17,8 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutColl
 from serving.gateway.rollouts.book import RolloutBook
 from serving.hotswap.follower import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
-from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
-from serving.sglang.report.read import EngineReport
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
+from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
 from slipstream.cli.main import app
 from slipstream.settings import commands, groups, variables

@@ -30,13 +30,11 @@ from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.launcher import SglangProcess
-from serving.sglang.outside.pool import PoolClient, is_ready
-from serving.sglang.outside.router import check_routers
-from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
-from serving.sglang.report.pooled import commonest
-from serving.sglang.report.read import EngineReport
+from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
+from serving.sglang.report import EngineReport, commonest
 from serving.target import TargetDesk
 from slipstream.new_draft import checked_fingerprint, version_folder
 from slipstream.start.exposure import check_exposure

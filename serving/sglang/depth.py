@@ -11,16 +11,17 @@ scheduling both come after the next step was launched, in order.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound, stratum_of
-from serving.sglang.capture.request_policy import parent_of, policy_of, sampling_of
-from serving.sglang.depth.sleep import Dormancy
-from serving.sglang.depth.step_clock import StepClock
-from serving.sglang.depth.step_counts import RoundTally
+from serving.sglang.capture.request import parent_of, policy_of, sampling_of
+from serving.sglang.draft_sleep import Dormancy
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.depth import DepthPolicy, RoundCosts
 from speculator.tracing import Parent, record
@@ -131,9 +132,9 @@ class DepthControl:
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)
-        for time in self._clock.finished():
-            time.about.seconds = time.seconds
-            self.measured.add(time.about.batch, time.about.depth, time.seconds)
+        for timed in self._clock.finished():
+            timed.about.seconds = timed.seconds
+            self.measured.add(timed.about.batch, timed.about.depth, timed.seconds)
         self._settle()
 
     def verified(self, accepted: Sequence[int]) -> None:
@@ -165,6 +166,22 @@ class DepthControl:
     def explanation(self) -> dict[str, str]:
         """What the choice of the depth rests on; empty where it is fixed."""
         return self._policy.explanation() if self._policy is not None else {}
+
+    def report(self) -> dict[str, str | int | float]:
+        """Fields of the engine's report."""
+        fields: dict[str, str | int | float] = {
+            "depth": self.depth,
+            "asleep": int(self.is_asleep),
+            "verifications": self.num_verifications,
+            "verified_tokens": self.num_verified_tokens,
+            **self.explanation(),
+            **self.tally.report(),
+        }
+        if self.num_verifications:
+            fields["accept_length"] = round(self.num_verified_tokens / self.num_verifications, 4)
+        if (estimate := self.estimated_speedup.ratio()) is not None:
+            fields["speedup_estimated"] = round(estimate, 4)
+        return fields
 
     def _settle(self) -> None:
         while self._rounds:
@@ -242,3 +259,81 @@ class QuietSwitches(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Switch adaptive runtime state" not in record.getMessage()
+
+
+_MODES = ("speculative", "control")
+
+
+class RoundTally:
+    """What decode steps add up to since the start. Written by the scheduler's thread, read by the follower's."""
+
+    def __init__(self) -> None:
+        self._rounds, self._tokens = dict.fromkeys(_MODES, 0), dict.fromkeys(_MODES, 0)
+        self._seconds = dict.fromkeys(_MODES, 0.0)
+        self._proposals, self._accepted = Counter[int](), Counter[int]()
+
+    def add(self, *, drafted: bool, depth: int, seconds: float, accepted: Sequence[int]) -> None:
+        """A step with `depth` proposals for each request, of which so many were accepted."""
+        mode = "speculative" if drafted else "control"
+        self._rounds[mode] += 1
+        self._seconds[mode] += seconds
+        self._tokens[mode] += len(accepted) + sum(accepted)
+        for position in range(1, depth + 1):
+            self._proposals[position] += len(accepted)
+            self._accepted[position] += sum(count >= position for count in accepted)
+
+    def report(self) -> dict[str, str]:
+        """Fields of the engine's report, each `name=count,…`."""
+        return {
+            "rounds": _counts(self._rounds),
+            "decode_ms": _counts({mode: round(1000 * seconds) for mode, seconds in self._seconds.items()}),
+            "round_tokens": _counts(self._tokens),
+            # Copied in one piece: the other thread may be adding a position.
+            "proposals": _counts(self._proposals.copy()),
+            "accepted": _counts(self._accepted.copy()),
+        }
+
+
+def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:
+    return ",".join(f"{name}={count}" for name, count in counts.items())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One measured step, with whatever `stop` was told about it."""
+
+    seconds: float
+    about: Any
+
+
+class StepClock:
+    """How long decode steps take: on a GPU by events on the stream, elsewhere by the wall clock.
+
+    Steps may still be running on the device when the next one starts. Used by one thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._started: Any = None
+        self._running: deque[tuple[Any, Any, Any]] = deque()
+
+    def start(self) -> None:
+        self._started = self._mark()
+
+    def stop(self, about: Any) -> None:
+        self._running.append((self._started, self._mark(), about))
+
+    def finished(self) -> list[StepTime]:
+        """The steps that have ended since the last call, oldest first; never waits."""
+        times = []
+        while self._running and (not self._is_cuda or self._running[0][1].query()):
+            start, end, about = self._running.popleft()
+            times.append(StepTime(start.elapsed_time(end) / 1000 if self._is_cuda else end - start, about))
+        return times
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -29,7 +29,7 @@ from serving.metrics import (
     trace_metrics,
     verdict_metrics,
 )
-from serving.sglang.report.read import EngineReport
+from serving.sglang.report import EngineReport
 from serving.speedup import DEPTH_MODEL
 
 

@@ -23,10 +23,8 @@ from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyErro
 from speculator.tracing import span
 
 log = logging.getLogger(__name__)
-
 LoadDraft = Callable[[int], dict[str, Tensor]]
 """Reads and verifies a stored version; raises DraftError or StoreError."""
-
 _EMBEDDING = "embed_tokens"
 _IDLE_AFTER_S = 0.25
 _MEETING_WITHIN_S = 10.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from serving.sglang.swap.swap import SglangDraft
+from serving.sglang.swap import SglangDraft
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from tests.fixtures.waiting import wait_until
 
@@ -107,7 +107,7 @@ def test_a_running_step_is_waited_for(model: FusedDraft) -> None:
 
 
 def test_ranks_that_run_no_step_take_the_offer_back(model: FusedDraft, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.swap.swap._MEETING_WITHIN_S", 0.05)
+    monkeypatch.setattr("serving.sglang.swap._MEETING_WITHIN_S", 0.05)
     draft = make_draft(model, alone=False)
     with pytest.raises(EngineBusyError):
         draft.install_draft(2)

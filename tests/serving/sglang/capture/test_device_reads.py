@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serving.sglang.capture.draft_logprobs import DraftProbe
+from serving.sglang.capture.device_reads import DraftProbe
 
 
 def output(*rows: list[float]) -> SimpleNamespace:

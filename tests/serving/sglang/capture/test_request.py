@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from serving.engine import CapturePolicy
-from serving.sglang.capture.request_span import (
+from serving.sglang.capture.request import (
     MAX_COMPLETION_TOKENS,
     InconsistentSpanError,
     Round,

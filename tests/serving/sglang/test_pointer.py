@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from serving.sglang.swap.pointer import LazyPointer
-from serving.sglang.swap.target import Announcements, RankTarget
+from serving.sglang.pointer import Announcements, LazyPointer, RankTarget
 from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer
 

@@ -13,8 +13,7 @@ import redis
 import torch
 from torch import Tensor, nn
 
-from serving.sglang.failure_fence import Fence
-from serving.sglang.plugin.runtime import EngineRuntime
+from serving.sglang.plugin.runtime import EngineRuntime, Fence
 from serving.sglang.settings import PluginSettings
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import EngineDeadError

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from serving.hotswap.breaker import Stratum, WatchedRound
-from serving.sglang.depth.depth import DepthControl
-from serving.sglang.depth.sleep import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
-from serving.sglang.depth.step_clock import StepClock
-from serving.sglang.report.read import EngineReport
+from serving.sglang.depth import DepthControl, StepClock
+from serving.sglang.draft_sleep import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.proposals.depth import _PROBES_AFTER_RENEWAL, DepthPolicy, RoundCosts
 
