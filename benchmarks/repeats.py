@@ -52,18 +52,18 @@ from speculator.draft.initialization import fresh_draft
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import load_draft
+from speculator.trace import Trace
 from speculator.versions.lifecycle import State, Transition
+from speculator.versions.lineage import load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
+from trainer.release.acceptance import predict_acceptance
 from trainer.release.live_review import ACTOR, Review
-from trainer.release.offline_scoring import predict_acceptance
-from trainer.replay.provenance import Stored, provenance_of
+from trainer.replay.memory import Stored, provenance_of
 
 POLL_S = 0.5
 """Virtual seconds between two looks of the follower: its default."""

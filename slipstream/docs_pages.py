@@ -15,10 +15,10 @@ from serving.engine import EngineHealth
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
 from serving.gateway.rollouts.book import RolloutBook
-from serving.hotswap.installer import SwapLog
+from serving.hotswap.follower import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
-from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
-from serving.sglang.report.read import EngineReport
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
+from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
 from slipstream.cli.main import app
 from slipstream.settings import commands, groups, variables

@@ -22,7 +22,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
-from tests.small_disk import small_disk
+from tests.fixtures.faults import small_disk
 
 MODEL = "toy"
 STREAM_MAX_BYTES = 16 << 20

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
 from serving.rollout.driver import Driver
-from serving.rollout.nouns import EndReason, State
+from serving.rollout.samples import EndReason, State
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 

@@ -36,11 +36,11 @@ from serving.local.text import AnswerText, LocalTokenizer
 from serving.metrics import EngineMetrics
 from serving.speedup import PlannedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.engine_load import EngineLoad
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.trace.schema import Trace
+from speculator.redis.control_plane import EngineLoad
+from speculator.trace import Trace
 from speculator.tracing import current, span
 
 log = structlog.get_logger(__name__)

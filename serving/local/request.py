@@ -36,7 +36,7 @@ class RoundRecord:
     tree: DraftTree
     num_accepted: int
     draft_version: int
-    """`speculator.trace.schema.NO_DRAFT` for proposals from a suffix."""
+    """`speculator.trace.NO_DRAFT` for proposals from a suffix."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from serving.engine import GenerateRequest
-from serving.group_cache.redis_store import GroupKey
 from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import GroupKey
 from serving.metrics import EngineMetrics
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
 

@@ -24,7 +24,7 @@ import typer
 from slipstream.cli.options import finite
 from slipstream.terminal import counting, say
 from speculator.errors import ConfigError, EngineError
-from speculator.json_lines import json_line, read_json_lines, split_lines
+from speculator.files import json_line, read_json_lines, split_lines
 
 T = TypeVar("T")
 _PAUSE_S = 0.5

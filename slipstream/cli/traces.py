@@ -33,8 +33,8 @@ def record(
     """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
     from slipstream import traces
     from speculator.draft.checkpoint import model_key, model_name, target_fingerprint
+    from speculator.recording import RecordingHeader
     from speculator.redis.client import connect
-    from speculator.trace.recording import RecordingHeader
 
     check_output(out)
     model_dir = resolve_model(model)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import httpx
 import openai
 import structlog
 
@@ -63,7 +62,7 @@ class Traffic:
         max_tokens: int,
         temperature: float,
         samples: int = 1,
-        http: httpx.AsyncClient | None = None,
+        http: openai.DefaultAsyncHttpxClient | None = None,
     ) -> None:
         self._client = openai.AsyncOpenAI(
             base_url=f"{base_url}/v1",

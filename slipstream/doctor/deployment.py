@@ -15,10 +15,9 @@ from slipstream.doctor.finding import Finding, failed, ok, skipped, warning
 from slipstream.models import resolve_model
 from slipstream.settings import COMPOSE_VARIABLES, DEFAULT_STREAM_MAX_BYTES, PREFIX, unknown_variables
 from speculator.errors import ConfigError, SlipstreamError, StreamError
-from speculator.redis.client import connect, is_denied, redis_errors
+from speculator.redis.client import RedisKeys, connect, is_denied, redis_errors
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_stream import TraceStream
 
 if TYPE_CHECKING:
@@ -235,7 +234,7 @@ def check_store(root: Path) -> Iterator[Finding]:
 
 def check_fit(model: str, root: Path) -> Iterator[Finding]:
     """Whether the store's drafts are for a target of these sizes and this window. Raises DraftError where not."""
-    from speculator.versions.bootstrap import check_lineage
+    from speculator.versions.lineage import check_lineage
     from speculator.versions.store import DraftStore
 
     store = DraftStore(root)
@@ -262,7 +261,7 @@ def _is_writable(root: Path) -> bool:
 
 def check_trainer(state: Path) -> Iterator[Finding]:
     """The trainer's own checkpoint. Raises StoreError where it is damaged."""
-    from trainer.checkpoint import load_checkpoint
+    from trainer.session import load_checkpoint
 
     found = load_checkpoint(state)
     if found is None:
@@ -299,8 +298,8 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
 
 def _standing(client: Any, key: str) -> Finding:
     """With commands that engine and trainer may run, and without making a stream where none is."""
+    from speculator.redis.client import RedisKeys
     from speculator.redis.control_plane import DraftPointer
-    from speculator.redis.keys import RedisKeys
     from speculator.redis.trace_stream import TraceStream
 
     name = "stream"

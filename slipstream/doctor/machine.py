@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from serving.gateway.server import bind
-from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
+from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
 from slipstream.models import resolve_model
 from speculator.errors import ConfigError

@@ -30,14 +30,12 @@ from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.launcher import SglangProcess
-from serving.sglang.outside.pool import PoolClient, is_ready
-from serving.sglang.outside.router import check_routers
-from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
-from serving.sglang.report.pooled import commonest
-from serving.sglang.report.read import EngineReport
-from serving.target.updates import TargetDesk
+from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
+from serving.sglang.report import EngineReport, commonest
+from serving.target import TargetDesk
 from slipstream.new_draft import checked_fingerprint, version_folder
 from slipstream.start.exposure import check_exposure
 from slipstream.start.sglang import SglangStart, verified_version
@@ -45,7 +43,7 @@ from speculator.draft.checkpoint import model_key
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 

@@ -18,8 +18,7 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from serving.capture.erasure import ErasureWatch, Forget
-from serving.capture.filter import CaptureFilter
+from serving.capture.privacy import CaptureFilter, ErasureWatch, Forget
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import DEFAULT_FLOOR, CaptureSampler
 from serving.engine import Engine
@@ -27,8 +26,8 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
-from serving.group_cache.redis_store import DEFAULT_TTL_S, GroupTexts
 from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import DEFAULT_TTL_S, GroupTexts
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig, spare_cores
@@ -36,16 +35,15 @@ from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.speedup import SpeedupMeter
-from serving.target.updates import TargetDesk
+from serving.target import TargetDesk
 from slipstream.start.exposure import check_exposure
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.errors import EngineDeadError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.reward_stream import RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.versions.bootstrap import ensure_lineage, load_draft, version_to_serve
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.versions.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 
@@ -68,7 +66,7 @@ class ServeOptions:
     trace_ttl_hours: float = 0
     """0 sets no limit."""
     capture_filter: str | None = None
-    """MODULE:FUNCTION; see serving/capture/filter.py."""
+    """MODULE:FUNCTION; see serving/capture/privacy.py."""
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
 

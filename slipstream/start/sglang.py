@@ -12,12 +12,18 @@ from typing import NoReturn
 import structlog
 
 from serving.capture.sampling import DEFAULT_FLOOR
-from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
-from serving.sglang.outside.launcher import SglangOptions, adaptive_config, command, environment
+from serving.sglang.outside.launcher import (
+    SglangOptions,
+    adaptive_config,
+    check_interpreter,
+    command,
+    environment,
+    find_interpreter,
+)
 from slipstream.new_draft import version_folder
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.versions.bootstrap import version_to_serve
+from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)

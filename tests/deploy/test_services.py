@@ -14,11 +14,11 @@ import redis
 
 from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from tests.deploy.compose import CPU
 from tests.deploy.machine import Machine, has
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import wait_until
 
 needs_prometheus = pytest.mark.skipif(
     not has("prometheus", "promtool"), reason="there is no Prometheus here: install Debian's package prometheus"

@@ -22,10 +22,10 @@ from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.control_plane import DraftPointer
 from tests.deploy.compose import CPU, GPU, argv, load
 from tests.deploy.machine import Machine
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE, FakeSglang, in_background, install
 from tests.slipstream.conftest import refused
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
 
 __all__ = ["refused"]
 

@@ -19,7 +19,7 @@ from serving.local.target.model import Target
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from tests.deploy.compose import ROOT
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 LOCKS = [*sorted(ROOT.glob("requirements*.lock")), *sorted((ROOT / "deploy").glob("*.lock"))]
 CODE = ("benchmarks", "deploy", "serving", "slipstream", "speculator", "tests", "trainer")

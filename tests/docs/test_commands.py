@@ -1,4 +1,4 @@
-"""Every command that the documentation shows: it runs on the toy model, or, where it cannot run here, it parses."""
+"""Every command of the documentation parses. tests/slipstream/test_documented_commands.py runs those that can run."""
 
 from __future__ import annotations
 
@@ -16,48 +16,14 @@ from torch.distributed.run import get_args_parser
 from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 from tests.deploy.compose import GPU, load
-from tests.docs.commands import PAGES, ROOT, Command, fenced, mentioned
+from tests.docs.commands import PAGES, PARSED, ROOT, Command, fenced, mentioned, only_parses
 from tests.docs.kubectl import parse_kubectl
-from tests.docs.workshop import Workshop
-
-PARSED = {
-    "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/start/test_sglang.py starts it on a stand-in",
-    "slipstream sglang": "needs SGLang; tests/deploy/test_services_gpu.py starts it on a stand-in",
-    "slipstream gateway": "needs SGLang; tests/deploy/test_services_gpu.py starts it in front of a stand-in",
-    "sglang-router": "not installed here; tests/sglang/test_pool.py checks its flags, and runs one",
-    "slipstream demo": "takes minutes; tests/slipstream/test_loop.py runs it on the toy model",
-    "slipstream doctor --engine sglang": "needs SGLang and a GPU",
-    "slipstream --install-completion": "changes the user's shell; tests/slipstream/cli/test_main.py asks what",
-    "torchrun": "two processes; tests/trainer/test_ranks.py runs them",
-    "make": "sets up environments, runs for minutes, or is what runs this test",
-    "docker": "no container engine here; tests/deploy checks the files and starts what it can of their commands",
-    "python": "benchmarks take minutes to hours; their own tests run them small",
-    "pip": "installs packages",
-    "git": "needs the network",
-    "cd": "no program",
-    "cp": "prepares a file of the reader's",
-    "export": "no program",
-    "redis-cli": "not in the wheel that brings the server",
-    "kubectl": "no cluster here; tests/deploy holds the manifests against the schemas and against the programs",
-    "secrets.sh": "tests/deploy/test_kubernetes.py runs it",
-}
-"""What only parses, and why. Everything else runs."""
 
 FENCED = fenced()
 _VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
 
 
-def _only_parses(command: Command) -> bool:
-    line = " ".join(command.words)
-    return any(line == start or line.startswith(f"{start} ") for start in PARSED)
-
-
-@pytest.mark.parametrize("command", [each for each in FENCED if not _only_parses(each)], ids=str)
-def test_it_runs(command: Command, workshop: Workshop) -> None:
-    workshop.run(command)
-
-
-@pytest.mark.parametrize("command", [each for each in FENCED if _only_parses(each)], ids=str)
+@pytest.mark.parametrize("command", [each for each in FENCED if only_parses(each)], ids=str)
 def test_it_parses(command: Command) -> None:
     parse(command)
 

@@ -15,17 +15,16 @@ from benchmarks.answers import SHORTEST, Traffic, read_answers
 from benchmarks.replayed import Answer, Costs, ReplayEngine, decode_again
 from serving.engine import GenerateRequest
 from serving.hotswap.breaker import WatchedRound
-from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.precision import autocast
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace, check_trace
+from speculator.trace import Trace, check_trace
+from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.toy import random_draft
 from tests.trainer.answers import ANSWER_TOKENS, answer_traces
 from tests.trainer.examples import batch_of, config_for, example_of, record
 from trainer.learning.optimizer_step import Learner
-from trainer.release.offline_scoring import predict_acceptance
+from trainer.release.acceptance import predict_acceptance
 
 COSTS = Costs(plain_ms=(10.0, 10.0), round_ms=(20.0, 20.0), spread=0.0)
 

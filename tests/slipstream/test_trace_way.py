@@ -15,8 +15,8 @@ import pytest
 
 from slipstream.demo.servers import Sample
 from speculator.redis.embedded import EmbeddedRedis
+from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import TRAINER_ENV
-from tests.waiting import url_in, wait_until
 
 MOST_FILES = 104
 OF_REQUESTS = ("serving/gateway/", "serving/rollout/", "slipstream/")

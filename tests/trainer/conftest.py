@@ -11,8 +11,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
-from tests.toy import make_toy_model
+from speculator.trace import Trace
+from tests.fixtures.toy import make_toy_model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from tests.trainer.trainers import MakeTrainer
@@ -56,4 +56,4 @@ def start(settings: Callable[..., TrainerConfig], stream: TraceStream) -> MakeTr
 
 @pytest.fixture
 def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.recording import RecordingHeader, RecordingWriter
+from speculator.trace import Trace, encode_trace
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.loop import Trainer
-from trainer.release.acceptance import Acceptance, expected_rounds
-from trainer.release.gate import Comparison, GateDecision, Outcome
-from trainer.release.offline_scoring import accept_probabilities
+from trainer.release.acceptance import accept_probabilities, expected_rounds
+from trainer.release.gate import GateDecision, Outcome
+from trainer.statistics import Acceptance, Comparison
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
@@ -70,7 +69,7 @@ def record(path: Path, traces: Sequence[Trace]) -> Path:
 
 
 def promote(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
-    """A gate that is open, for tests of what lies behind it: in place of `trainer.release.offline_scoring.decide`."""
+    """A gate that is open, for tests of what lies behind it: in place of `trainer.release.gate.decide`."""
     return GateDecision(outcome=Outcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)
 
 

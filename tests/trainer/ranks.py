@@ -25,11 +25,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.draft.initialization import fresh_draft
-from speculator.engine_load import machine_id
 from speculator.errors import ConfigError, StoreError, StreamError
+from speculator.redis.control_plane import machine_id
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 from speculator.versions.lifecycle import Lifecycle, State
 from speculator.versions.store import DraftStore
 from tests.trainer.examples import batch_of, config_for, promote
@@ -41,10 +40,10 @@ from trainer.learning.optimizer_step import Learner
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
-from trainer.release.acceptance import Acceptance
 from trainer.release.live_review import Review
-from trainer.replay.provenance import Stored
-from trainer.throttle import Throttle
+from trainer.replay.memory import Stored
+from trainer.schedule import Throttle
+from trainer.statistics import Acceptance
 
 SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
@@ -130,7 +129,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer.checkpoint()
     trainer.ack()
     due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
-    with mock.patch("trainer.release.offline_scoring.decide", promote):
+    with mock.patch("trainer.release.gate.decide", promote):
         trainer.publish()
     published = trainer._training.version
     weights = sums(trainer)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from speculator.errors import StreamError
-from trainer.release.acceptance import Acceptance
-from trainer.release.gate import Pair
+from trainer.statistics import Acceptance, Pair
 
 LENGTH = 2.0
 NOISE = 0.02

@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry
 from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
 from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer, learn, members, waiting
-from trainer.checkpoint import load_checkpoint
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
+from trainer.session import load_checkpoint
 
 
 @pytest.mark.usefixtures("open_gate")
@@ -300,7 +300,7 @@ def test_the_incumbent_is_what_engines_have(
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.release.offline_scoring.decide", promote)
+        patch.setattr("trainer.release.gate.decide", promote)
         trainer.publish()
         trainer.publish()
     assert incumbent() == 3

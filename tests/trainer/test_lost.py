@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.trace import Trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer
 
@@ -31,7 +31,7 @@ def stream(redis_client: redis.Redis) -> TraceStream:
 
 @pytest.fixture
 def start(model_dir: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     changes = {"publish_interval_s": 0.0, "publish_min_tokens": 1}
     return lambda: Trainer(config_for(model_dir, tmp_path, redis_url=redis_url, **changes), CollectorRegistry())
 

@@ -18,16 +18,16 @@ import redis
 from speculator.errors import ConfigError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
+from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import different, renamed
 from tests.trainer.examples import metric
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
-from tests.waiting import wait_until
 from trainer.config import TrainerConfig, load_config
-from trainer.learning.schedule import LearningCurve
 from trainer.loop import train_until
+from trainer.schedule import LearningCurve
 
 
 def test_a_first_start_writes_the_version_that_engines_start_with(

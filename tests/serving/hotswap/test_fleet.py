@@ -16,10 +16,10 @@ from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
 from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
 from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
+from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
-from speculator.redis.keys import RedisKeys
 from speculator.versions.lifecycle import Lifecycle, Number, State
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
 
 MODEL = "toy"

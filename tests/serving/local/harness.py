@@ -23,9 +23,9 @@ from serving.speedup import SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner
-from speculator.trace.schema import Trace
-from tests.planners import FixedPlanner
-from tests.toy import random_draft
+from speculator.trace import Trace
+from tests.fixtures.decoding import FixedPlanner
+from tests.fixtures.toy import random_draft
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -29,12 +29,11 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.proposals.planner import HeadVerdict, Plan
 from speculator.proposals.suffix_drafter import SuffixRequest
-from speculator.trace.codec import decode_trace, encode_trace
-from speculator.trace.schema import NO_DRAFT, Trace
-from tests.planners import FixedPlanner, WholeTrees
+from speculator.trace import NO_DRAFT, Trace, decode_trace, encode_trace
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
+from tests.fixtures.toy import SPECIAL, make_toy_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Answer, Harness, fixed_engine, toy_engine
-from tests.toy import SPECIAL, make_toy_model, random_draft
-from tests.waiting import wait_until
 from trainer.learning.labels import make_verdicts
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.demo.topics import Prompt
 from slipstream.demo.traffic import SETTLING_S, Traffic, TrafficStats
-from tests.doubles import DoubleEngine, says
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import running
 
 

@@ -29,13 +29,13 @@ from slipstream.doctor.finding import Finding, Level
 from slipstream.doctor.machine import check_disk, check_gpu, check_memory, check_model, check_ports, check_sglang
 from slipstream.settings import COMPOSE_VARIABLES, known_variables
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.trace import encode_trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.traces import make_trace
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
-from tests.traces import make_trace
 
 
 def found(check: Callable[[], Iterator[Finding]]) -> list[Finding]:

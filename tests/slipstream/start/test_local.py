@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.start.local import until_it_fails
 from speculator.errors import EngineDeadError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 
 
 def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

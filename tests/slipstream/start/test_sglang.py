@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import admit
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
+from tests.fixtures.waiting import url_in, wait_until
 from tests.serving.sglang.outside.conftest import fake_install, started
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang.outside.test_launcher import is_running
-from tests.waiting import url_in, wait_until
 
 __all__ = ["fake_install"]
 
@@ -138,7 +138,7 @@ def test_sigterm_while_sglang_loads(serve: Serve, monkeypatch: pytest.MonkeyPatc
 def test_a_draft_for_another_target_is_refused_before_sglang_starts(
     serve: Serve, log: Path, tmp_path: Path, toy_model: Path
 ) -> None:
-    from tests.toy import make_toy_model
+    from tests.fixtures.toy import make_toy_model
 
     other = make_toy_model(tmp_path / "other", seed=1)
     from slipstream.new_draft import init_lineage

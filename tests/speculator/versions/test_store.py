@@ -27,7 +27,7 @@ from speculator.errors import DraftError, DraftFileError, DraftMismatchError, St
 from speculator.versions import store as store_module
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore, Manifest
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
 SHAPES = expected_shapes(CONFIG)

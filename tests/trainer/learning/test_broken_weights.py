@@ -9,9 +9,9 @@ import torch
 
 from speculator.errors import DraftMismatchError, StoreError
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.answers import renamed
 from tests.trainer.examples import metric
 from tests.trainer.trainers import MakeTrainer, learn, members

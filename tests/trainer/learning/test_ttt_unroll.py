@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import TraceError
-from speculator.trace.schema import Trace
-from tests.drafts import CONFIG, TARGET_IDS, make_draft
-from tests.traces import make_trace
+from speculator.trace import Trace
+from tests.fixtures.drafts import CONFIG, TARGET_IDS, make_draft
+from tests.fixtures.traces import make_trace
 from tests.trainer.examples import batch_of, example_of
 from trainer.learning.batch import Batch, cut, pack
-from trainer.learning.ttt_unroll import unroll
-from trainer.release.offline_scoring import accept_probabilities
+from trainer.learning.ttt import unroll
+from trainer.release.acceptance import accept_probabilities
 
 DEPTH = 4
 Steps = dict[tuple[int, int], Tensor]

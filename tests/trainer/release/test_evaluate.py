@@ -12,16 +12,16 @@ import torch
 from serving.engine import CapturePolicy, GenerateRequest
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
+from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.optimizer_step import Learner
-from trainer.release.acceptance import Acceptance, recorded_rounds
-from trainer.release.offline_scoring import predict_acceptance
+from trainer.release.acceptance import predict_acceptance, recorded_rounds
+from trainer.statistics import Acceptance
 
 DEPTH = 4
 
@@ -127,7 +127,7 @@ def test_windows_of_a_long_answer_add_up_to_the_whole(
     model_dir: Path, draft: Eagle3Draft, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = predicted(draft, traces, [3], 0.15)[3]
-    monkeypatch.setattr("trainer.release.offline_scoring._MAX_BASES", 7)
+    monkeypatch.setattr("trainer.release.acceptance._MAX_BASES", 7)
     assert predicted(draft, traces, [3], 0.15)[3] == whole
 
 

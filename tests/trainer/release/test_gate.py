@@ -9,25 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.drafts import make_draft
+from tests.fixtures.drafts import make_draft
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import accepted
 from tests.trainer.stored import stored_of
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Acceptance
-from trainer.release.gate import (
-    MIN_TRACES,
-    Comparison,
-    GateDecision,
-    Outcome,
-    Pair,
-    by_prompt,
-    compare,
-    decide,
-    student_t_quantile,
-)
-from trainer.release.offline_scoring import Shadow
+from trainer.release.gate import GateDecision, Outcome, Shadow, decide
 from trainer.replay.eval_sets import GoldenSet, HeldOut
+from trainer.statistics import MIN_TRACES, Acceptance, Comparison, Pair, by_prompt, compare, student_t_quantile
 
 
 @pytest.mark.parametrize(
@@ -107,7 +96,7 @@ def test_the_gate_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     incumbent, candidate = make_draft(1), make_draft(2)
     change = {id(incumbent): 0.0, id(candidate): 0.1}
     monkeypatch.setattr(
-        "trainer.release.offline_scoring.score", lambda draft, one, _: accepted(1, one.trace_id, change[id(draft)])
+        "trainer.release.gate.score", lambda draft, one, _: accepted(1, one.trace_id, change[id(draft)])
     )
     config = config_for(tmp_path, tmp_path)
     shadow = Shadow(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent)

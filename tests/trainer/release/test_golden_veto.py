@@ -11,15 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
 from trainer.release.candidate import Patience
-from trainer.release.gate import Comparison, GateDecision, Outcome
+from trainer.release.gate import GateDecision, Outcome
+from trainer.statistics import Comparison
 
 HELD_OUT = Comparison(num_traces=9, candidate_length=2.0, incumbent_length=1.0, change=1.0, lower=0.9, upper=1.1)
 GOLDEN = Comparison(num_traces=9, candidate_length=1.0, incumbent_length=2.0, change=-0.5, lower=-0.6, upper=-0.4)
@@ -30,7 +30,7 @@ def decided(outcome: Outcome, golden: Comparison | None = None) -> GateDecision:
 
 
 def veto(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
-    """In place of `trainer.release.offline_scoring.decide`: it asks for the golden set, and then refuses."""
+    """In place of `trainer.release.gate.decide`: it asks for the golden set, and then refuses."""
     if golden is None:
         return decided(Outcome.PROMOTE)
     return GateDecision(outcome=Outcome.REFUSE, reason="golden", incumbent=incumbent, fresh=fresh, golden=golden)
@@ -84,7 +84,7 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     redis_client: redis.Redis,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", veto)
+    monkeypatch.setattr("trainer.release.gate.decide", veto)
     now_s = [1000.0]
     config = settings(golden_patience_s=3600.0)
     first = Trainer(config, CollectorRegistry(), clock=lambda: now_s[0])
@@ -113,7 +113,7 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     assert len(set(renewed_with) - {"0", "1"}) == 2
     trainer.publish()
     assert golden(trainer) == renewed_with, "patience begins anew"
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     trainer.publish()
     assert DraftPointer(redis_client, "toy").published() == 2
     trainer.close()
@@ -126,7 +126,7 @@ def test_an_operators_recording_is_not_given_up(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", veto)
+    monkeypatch.setattr("trainer.release.gate.decide", veto)
     recording = record(tmp_path / "golden.rec", traffic[6:])
     trainer = Trainer(settings(golden=recording, golden_patience_s=0.0), CollectorRegistry())
     read(trainer, stream, traffic[:2])

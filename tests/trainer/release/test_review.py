@@ -18,11 +18,11 @@ from speculator.draft.checkpoint import draft_config_json, draft_state, target_f
 from speculator.errors import DraftFileError, StoreError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.versions.bootstrap import admit
+from speculator.trace import encode_trace
 from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
-from tests.drafts import noise_like
+from tests.fixtures.drafts import noise_like
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import Pointer, accepted, partly_worse
@@ -31,11 +31,9 @@ from trainer.config import TrainerConfig
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Acceptance
-from trainer.release.gate import Pair, compare
 from trainer.release.live_review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
-from trainer.replay.provenance import Stored
-from trainer.statistics import anytime_quantile
+from trainer.replay.memory import Stored
+from trainer.statistics import Acceptance, Pair, anytime_quantile, compare
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 NUM_TRACES = 100

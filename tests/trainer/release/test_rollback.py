@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from speculator.errors import StreamError
 from speculator.versions.lifecycle import Lifecycle, State
 from trainer.metrics import TrainerMetrics
-from trainer.release.rollback_backoff import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
+from trainer.release.live_review import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
 
 PAUSE_S = 300.0
 

@@ -15,16 +15,17 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
-from tests.traces import send
+from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote, record
 from tests.trainer.replay.test_buffer import BASES, draw, fill, ids, replay_of
 from tests.trainer.stored import stored_of
-from trainer.checkpoint import load_checkpoint
 from trainer.loop import Trainer
-from trainer.release.gate import Comparison, GateDecision
+from trainer.release.gate import GateDecision
 from trainer.replay.buffer import Admission
+from trainer.session import load_checkpoint
+from trainer.statistics import Comparison
 
 Start = Callable[..., Trainer]
 
@@ -157,7 +158,7 @@ def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
 def test_the_version_is_in_the_manifest_and_survives_a_restart(
     start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
+    monkeypatch.setattr("trainer.release.gate.decide", promote)
     trainer = start()
     send(stream, of_version(traces, 3))
     trainer.read(block_ms=0)
@@ -183,7 +184,7 @@ def test_the_version_is_in_the_manifest_and_survives_a_restart(
 def test_a_count_that_begins_again_is_noticed_and_not_repeated_with_every_trace(
     start: Start, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.ingest.admission._MANY_OLDER", 3)
+    monkeypatch.setattr("trainer.replay.admission._MANY_OLDER", 3)
 
     def warnings_after(version: int) -> list[int]:
         send(stream, of_version(traces[:1], version))
@@ -228,7 +229,7 @@ def test_an_incumbent_of_an_older_target_is_given_up_on_less_evidence(
         epsilons.append(epsilon)
         return promote(fresh, golden, **asked)
 
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", decide)
+    monkeypatch.setattr("trainer.release.gate.decide", decide)
     trainer = start()
     for version in (0, 1, 1):
         send(stream, of_version(traces, version))

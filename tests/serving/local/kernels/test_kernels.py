@@ -33,10 +33,9 @@ from serving.local.target.forward import KernelDecoder
 from serving.local.target.layers import PackedLinear, can_pack
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
-from tests.moved import moved_model
-from tests.planners import FixedPlanner, WholeTrees
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
+from tests.fixtures.toy import make_toy_model, moved_model, random_draft, set_every_bias_and_norm
 from tests.serving.local.harness import GREEDY, toy_engine
-from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),

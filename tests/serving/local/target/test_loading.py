@@ -18,7 +18,7 @@ from slipstream.doctor import machine
 from slipstream.new_draft import init_lineage
 from speculator.draft.checkpoint import is_finite
 from speculator.errors import ConfigError
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 UP = "model.layers.3.mlp.up_proj.weight"
 
