@@ -14,7 +14,7 @@ import httpx
 from serving.gateway.server import bind
 from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
-from slipstream.models import resolve_model
+from slipstream.models import check_target, resolve_model
 from speculator.errors import ConfigError
 from speculator.host import CACHE_VARIABLE, cache_root
 
@@ -102,7 +102,6 @@ def check_model(name: str, *, local: bool) -> Iterator[Finding]:
 
 
 def _for_draft(model_dir: Path) -> Finding:
-    from slipstream.new_draft import check_target
     from speculator.draft.eagle3 import aux_layer_ids
 
     config = check_target(model_dir)
