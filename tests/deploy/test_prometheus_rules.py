@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.core
-import typer.main
 import yaml
 
 from slipstream.cli.main import app
+from slipstream.settings import commands
 from tests.deploy.queries import RULES, known_names, unknown_names
+from tests.fixtures.command_line import check_slipstream
 
 FOLDER = RULES.parent
 TESTS = FOLDER / "tests" / "alerts_test.yml"
@@ -90,31 +90,15 @@ def test_an_alert_says_what_happened_and_what_to_do(alert: dict[str, Any]) -> No
     assert len(description) > 100
     assert f"| {alert['alert']} |" in DOCUMENT.read_text()
     for command in re.findall(r"`slipstream ([^`]+)`", description):
-        check_command(command.split())
-
-
-def check_command(words: list[str]) -> None:
-    """Every word up to the first option or placeholder is a command, every option is one of its options."""
-    command: Any = typer.main.get_command(app)
-    for word in words:
-        if isinstance(command, typer.core.TyperGroup):
-            assert word in command.commands, words
-            command = command.commands[word]
-        elif word.startswith("--"):
-            assert any(word in parameter.opts for parameter in command.params), words
-
-
-def test_a_command_that_does_not_exist_is_noticed() -> None:
-    for words in (["drafts", "lst"], ["drafts", "rollback", "--because"]):
-        with pytest.raises(AssertionError):
-            check_command(words)
+        check_slipstream(command.split(), whole=False)
 
 
 def test_the_scraped_ports_are_those_of_the_services() -> None:
     scraped = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     targets = {job["job_name"]: job["static_configs"][0]["targets"][0] for job in scraped if "static_configs" in job}
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    (port,) = (parameter.default for parameter in commands["serve"].params if parameter.name == "port")
+    (port,) = (
+        parameter.default for parameter in dict(commands(app))["slipstream serve"].params if parameter.name == "port"
+    )
     assert targets["gateway"] == f"gateway:{port}"
     services = yaml.safe_load((FOLDER.parents[1] / "docker-compose.yml").read_text())["services"]
     assert f"--metrics-port {targets['trainer'].removeprefix('trainer:')}" in services["trainer"]["command"]

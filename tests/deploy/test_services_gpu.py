@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import httpx
 import pytest
-import typer
 
-from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.control_plane import DraftPointer
 from tests.deploy.compose import CPU, GPU, argv, load
 from tests.deploy.machine import Machine
+from tests.fixtures.command_line import check_slipstream
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE, FakeSglang, in_background, install
@@ -166,8 +164,4 @@ def test_what_is_missing_is_named(
     ids=lambda value: value if isinstance(value, str) else ("cpu" if len(value) > 1 else "gpu"),
 )
 def test_our_command_line_knows_the_words(files: tuple[Path, ...], name: str) -> None:
-    words = argv(load(files, {"SLIPSTREAM_MODEL": "some/model"})["services"][name]["command"])
-    command: Any = typer.main.get_command(app)
-    while isinstance(command, click.Group):
-        command = command.commands[words.pop(0)]
-    command.make_context(name, words)
+    check_slipstream(argv(load(files, {"SLIPSTREAM_MODEL": "some/model"})["services"][name]["command"]))
