@@ -9,8 +9,7 @@ from torch.distributed.run import get_args_parser
 from serving.gateway.config import GatewaySettings
 from slipstream.cli.main import app
 from slipstream.settings import known_variables
-from tests.deploy.compose import GPU, ROOT, argv, load
-from tests.deploy.dockerfile import entrypoint
+from tests.deploy.compose import GPU, ROOT, argv, entrypoint, load
 from tests.deploy.manifests import (
     BASE,
     Manifest,

@@ -75,12 +75,7 @@ def ready(machine: Machine) -> dict[str, Any]:
 
 
 def test_sglang_and_its_plugin_are_told_all_they_need(machine: _WithStandIn) -> None:
-    machine.start("redis")
-    machine.wait_until_healthy("redis")
-    machine.start("init")
-    machine.wait_until_done("init")
-    machine.start("sglang")
-    machine.wait_until_healthy("sglang")
+    machine.up("redis", "init", "sglang")
     found = started(machine)
     words, environment = found["arguments"], found["environment"]
     folder = words[words.index("--speculative-draft-model-path") + 1]
@@ -95,8 +90,7 @@ def test_sglang_and_its_plugin_are_told_all_they_need(machine: _WithStandIn) -> 
 
 def test_the_gateway_passes_answers_through(machine: _WithStandIn, pointer: DraftPointer) -> None:
     pointer.report_engine("sglang", {"version": 1, "swaps": 4})
-    machine.start("gateway")
-    machine.wait_until_healthy("gateway")
+    machine.up("gateway")
     assert ready(machine)["draft_version"] == 1
     url, key = f"{machine.url(8000)}/v1/chat/completions", keyed(machine, "gateway_client")
     assert httpx.post(url, json=BODY).status_code == 401
@@ -111,8 +105,7 @@ def test_it_outlives_sglang(machine: _WithStandIn, pointer: DraftPointer) -> Non
     machine.stop("sglang")
     away = httpx.post(url, json=BODY, headers=key)
     assert (away.status_code, "retry-after" in away.headers) == (503, True)
-    machine.start("sglang")
-    machine.wait_until_healthy("sglang")
+    machine.up("sglang")
     assert httpx.post(url, json=BODY, headers=key).content == WHOLE
     pointer.report_engine("sglang", {"version": 7})
     wait_until(lambda: ready(machine)["draft_version"] == 7)
