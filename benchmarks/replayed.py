@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import Proposed, Verification, WatchedRound, stratum_of
+from serving.engine import Proposed, SwapReport, Verification, WatchedRound, stratum_of
 from serving.speedup import ControlShare
 from speculator.draft import eagle3
 from speculator.draft.eagle3 import Eagle3Draft

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.draft_sleep import Dormancy
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter

@@ -18,9 +18,8 @@ from prometheus_client import CollectorRegistry
 from serving.metrics import EngineMetrics
 from serving.speedup import BASELINE
 from slipstream.cli.main import app
-from slipstream.configuration_page import page
-from slipstream.metrics_page import Described, describe
-from slipstream.metrics_page import metrics as tables
+from slipstream.docs_pages import Described, describe, page
+from slipstream.docs_pages import metrics as tables
 from slipstream.settings import commands
 from tests.deploy.compose import ROOT
 from tests.fixtures.command_line import check_slipstream

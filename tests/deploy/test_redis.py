@@ -14,9 +14,8 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from serving.group_cache.texts import GroupKey, GroupTexts, Place
+from slipstream.doctor.deployment import check_redis, check_stream
 from slipstream.doctor.finding import Finding, Level
-from slipstream.doctor.redis import check_redis
-from slipstream.doctor.store import check_stream
 from slipstream.traces import StreamCopy
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
-from slipstream.doctor.model import check_model
+from slipstream.doctor.machine import check_model
 from slipstream.models import resolve_model
 from slipstream.new_draft import check_target, checked_fingerprint
 from speculator.draft.checkpoint import target_fingerprint

@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.answers import SHORTEST, Traffic, read_answers
 from benchmarks.replayed import Answer, Costs, ReplayEngine, decode_again
-from serving.engine import GenerateRequest
-from serving.hotswap.breaker import WatchedRound
+from serving.engine import GenerateRequest, WatchedRound
 from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError

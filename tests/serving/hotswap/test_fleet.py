@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import redis
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.engine import SwapReport, WatchedRound
+from serving.hotswap.breaker import LiveWatch, WatchRules
 from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
 from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
