@@ -52,9 +52,9 @@ from speculator.draft.initialization import fresh_draft
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import load_draft
+from speculator.trace import Trace
 from speculator.versions.lifecycle import State, Transition
+from speculator.versions.lineage import load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, make_example

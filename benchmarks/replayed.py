@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -25,13 +25,12 @@ import msgspec
 import numpy as np
 import torch
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import Proposed, Verification, WatchedRound, stratum_of
+from serving.engine import Proposed, SwapReport, Verification, WatchedRound, stratum_of
 from serving.speedup import ControlShare
-from speculator.draft import precision
+from speculator.draft import eagle3
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.host import now_ms
-from speculator.trace.schema import Trace, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 from trainer.learning.batch import Example, Window, pack
 from trainer.learning.ttt import unroll
 
@@ -82,7 +81,7 @@ def decode_again(
     tokens_NK = torch.full((num, depth), -1)
     logprobs_NK = torch.zeros(num, depth)
     accepted_N = torch.zeros(num, dtype=torch.long)
-    with precision.autocast(draft.embed.device, is_wanted=autocast):
+    with eagle3.autocast(draft.embed.device, is_wanted=autocast):
         for proposals in unroll(draft, batch, num_steps=depth):
             likeliest_S = proposals.logits.float().log_softmax(-1).max(-1)
             tokens_NK[proposals.chains, proposals.step] = draft.target_ids[likeliest_S.indices]
@@ -182,7 +181,7 @@ class ReplayEngine:
         self.clock_s = 0.0
         self.num_requests = self.num_rounds = 0
         self.rounds_of: Counter[int] = Counter()
-        self.seconds_of: Counter[int] = Counter()
+        self.seconds_of: defaultdict[int, float] = defaultdict(float)
         """By version, in service."""
         self._load, self._traffic, self._costs = load, traffic, costs
         self._clients, self._interval_s, self._next_s = len(costs.round_ms), 60 / per_minute, 0.0

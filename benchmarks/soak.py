@@ -46,14 +46,13 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
+from slipstream.demo.processes import Child, running_child
 from slipstream.demo.scrape import Sample
 from slipstream.models import resolve_model
-from slipstream.start.processes import Child, running_child
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
-from speculator.redis.client import connect
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import make_toy_model

@@ -15,7 +15,7 @@ from speculator.draft.checkpoint import (
 )
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
 

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from speculator.draft.checkpoint import read_target_tensor, target_fingerprint
-from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.initialization import fresh_draft
-from speculator.draft.precision import autocast
 from speculator.errors import ConfigError, TraceError
-from speculator.trace.recording import RecordingReader
-from speculator.versions.bootstrap import check_lineage, load_draft
+from speculator.recording import RecordingReader
+from speculator.versions.lineage import check_lineage, load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, Window, cut, make_example, pack

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
-from speculator.settings import unusable
+from speculator.host import unusable
 from trainer.learning.losses import DEFAULT_LOSS, LossMix
 from trainer.statistics import MIN_TRACES
 

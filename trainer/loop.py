@@ -19,10 +19,8 @@ from prometheus_client import CollectorRegistry
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.reward_stream import RewardStream
-from speculator.redis.trace_deletion import Remover
-from speculator.redis.trace_stream import TraceStream
+from speculator.redis.trace_deletion import Erasures, Remover
+from speculator.redis.trace_stream import RewardStream, TraceStream
 from speculator.tracing import prefixed, span
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig

@@ -25,8 +25,8 @@ unnoticed. An alarm ends when half of the margin is made up for, or after MAX_AL
 
     share = 1 − busy · (1 − busy_share)
 
-`busy` is the share of time in steps of this machine's busiest engine (speculator/engine_load.py). A turn of the loop
-that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
+`busy` is the share of time in steps of this machine's busiest engine (speculator/redis/control_plane.py). A turn of the
+loop that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from functools import partial
 import msgspec
 import structlog
 
-from speculator.engine_load import busiest_here
 from speculator.errors import StreamError
+from speculator.redis.control_plane import busiest_here
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 

@@ -30,12 +30,11 @@ from torch import Tensor
 
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.durable_files import sync
 from speculator.errors import ConfigError, DraftMismatchError, StoreError
-from speculator.versions.bootstrap import ensure_lineage, load_draft
+from speculator.files import sync
 from speculator.versions.lifecycle import BARRED
+from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, joined_counts, load_draft
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import TenantCounts, counts_of, joined_counts
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.learning.batch import cut, pack
 from trainer.learning.optimizer_step import Guard, Learner, StepReport

@@ -21,7 +21,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from speculator.errors import ConfigError, StreamError, type_and_place
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 
 REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
@@ -90,7 +90,7 @@ Forget = Callable[[Collection[str]], None]
 
 
 class ErasureWatch:
-    """Carries out orders (speculator/redis/erasure_requests.py). `look` is called with every report of the engine, on
+    """Carries out orders (speculator/redis/trace_deletion.py). `look` is called with every report of the engine, on
     its thread.
 
     By when a trace was made is not asked: whatever is here when the order arrives goes.

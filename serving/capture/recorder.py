@@ -21,8 +21,7 @@ from serving.capture.sampling import REASONS as SAMPLING_REASONS
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
-from speculator.trace.codec import Features, encode_trace
-from speculator.trace.schema import Trace, TraceHeader
+from speculator.trace import Features, Trace, TraceHeader, encode_trace
 
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0

@@ -22,8 +22,7 @@ import redis
 
 from speculator.errors import GroupTextError
 from speculator.host import now_ms
-from speculator.redis.client import redis_errors
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys, redis_errors
 
 HEAD_BYTES = 12
 MAX_PIECE_TOKENS = 256

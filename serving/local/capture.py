@@ -28,7 +28,7 @@ from serving.local.request import Generation, TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
-from speculator.trace.schema import Trace, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 from speculator.tracing import record
 
 log = structlog.get_logger(__name__)

@@ -42,8 +42,7 @@ def demo(
     """Serve a real model, train its draft from live traffic, and measure what drafts and learning bring to a client."""
     configure_logs()
     from slipstream.demo.demo import DemoOptions, run_demo
-    from slipstream.demo.plot import draw
-    from slipstream.demo.report import client_points, figures, points, sentences
+    from slipstream.demo.report import client_points, draw, figures, points, sentences
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 

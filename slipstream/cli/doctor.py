@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from slipstream.cli.effects import DOCTOR, check_options
 from slipstream.cli.options import AsJson, Engine, Model, SglangPython
 from slipstream.models import BUNDLED_MODEL
-from slipstream.start.effects import DOCTOR, check_options
 from slipstream.terminal import console, print_json, working
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}

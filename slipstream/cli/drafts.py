@@ -29,7 +29,7 @@ from rich.console import Console
 
 from slipstream.cli.options import AsJson
 from slipstream.models import resolve_model
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.settings import DEFAULT_REDIS_URL
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from speculator.versions.operator import DraftDesk, Outcome
 
 
+from slipstream.cli.effects import DRAFT_INIT, check_options
 from slipstream.cli.options import DraftVocab, Model, VocabFrom
 from slipstream.logs import configure_logs
-from slipstream.start.effects import DRAFT_INIT, check_options
 from slipstream.terminal import print_json, working
 
 

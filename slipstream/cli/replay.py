@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.cli.effects import REPLAY, check_options, warn_of_trainer_variables, warn_of_unread_variables
 from slipstream.cli.options import DraftVocab, JsonFile, Model, check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.start.effects import REPLAY, check_options, warn_of_trainer_variables, warn_of_unread_variables
 from slipstream.terminal import counting, say
 
 

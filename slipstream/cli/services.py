@@ -1,26 +1,143 @@
-"""`slipstream sglang` and `slipstream gateway`: the two halves of `slipstream serve --engine sglang` as services."""
+"""`slipstream serve`, its two halves `sglang` and `gateway` as services of their own, and `train`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from serving.capture.sampling import DEFAULT_FLOOR
+from slipstream.cli import effects
 from slipstream.cli import options as options
-from slipstream.cli.options import Model, RedisUrl, Store
+from slipstream.cli.effects import check_options, check_variables, warn_of_unread_variables
+from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
 from slipstream.logs import configure_logs
 from slipstream.models import resolve_model
-from slipstream.start import effects
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
+from slipstream.settings import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from speculator.errors import ConfigError
 from speculator.tracing import configure_spans
+
+if TYPE_CHECKING:
+    from serving.gateway.config import GatewaySettings
+
+
+def serve(
+    context: typer.Context,
+    model: Model,
+    sglang_arguments: options.SglangArguments = None,
+    engine: options.Engine = "local",
+    name: options.Name = None,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    capture: options.Capture = False,
+    capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
+    trace_ttl_hours: options.TraceTtl = 0,
+    capture_filter: options.CaptureFilter = None,
+    depth: Depth = 4,
+    control_share: options.ControlShare = 0.02,
+    context_window: options.ContextWindow = 512,
+    draft_vocab_size: DraftVocab = None,
+    vocab_from: VocabFrom = None,
+    dtype: options.ServeDtype = "bfloat16",
+    device: options.Device = None,
+    stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
+    seed: options.Seed = None,
+    slots: options.Slots = 8,
+    context_length: options.ContextLength = 2048,
+    threads: options.Threads = None,
+    suffix_depth: SuffixDepth = 16,
+    share_groups: options.ShareGroups = False,
+    head_off_share: options.HeadOffShare = 0,
+    sglang_python: options.SglangPython = None,
+    capture_bytes_per_s: options.CaptureBytes = 0,
+    start_timeout_s: options.StartTimeout = 1200,
+) -> None:
+    """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
+    configure_logs()
+    configure_spans("slipstream-gateway")
+    from speculator.draft.checkpoint import model_name
+
+    options.check_together(context)
+    warn_of_unread_variables()
+    given: dict[str, Any] = dict(context.params)
+    given["model_dir"] = resolve_model(model)
+    given["model_name"] = name or model_name(given["model_dir"])
+    given["vocab_texts"] = _texts(vocab_from)
+    if engine == "sglang":
+        _serve_sglang(given)
+    else:
+        _serve_locally(given)
+
+
+def _texts(vocab_from: Path | None) -> tuple[str, ...]:
+    from slipstream.demo.topics import read_prompts
+
+    return tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
+
+
+_EITHER = (
+    "store",
+    "redis_url",
+    "host",
+    "port",
+    "stream_max_bytes",
+    "draft_vocab_size",
+    "vocab_texts",
+    "seed",
+    "trace_ttl_hours",
+    "capture_filter",
+    "capture_floor",
+)
+"""Options that mean the same to both engines; the names of the fields that take them."""
+
+
+def _serve_locally(given: dict[str, Any]) -> None:
+    from serving.local.config import LocalEngineConfig
+    from slipstream.start.local import ServeOptions, run_server
+
+    same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
+    config = LocalEngineConfig(
+        **{name: given[name] for name in (*same, "capture", "suffix_depth", "head_off_share")},
+        device=given["device"] or "cpu",
+        num_slots=given["slots"],
+        num_threads=given["threads"],
+    )
+    settings = {name: given[name] for name in (*_EITHER, "share_groups")}
+    run_server(ServeOptions(engine=config, **settings), _gateway_settings(effects.GATEWAY_OF_LOCAL))
+
+
+def _gateway_settings(rules: Iterable[effects.Rule]) -> GatewaySettings:
+    """Of this process's environment. Raises ConfigError for a variable that is unusable, or of another engine."""
+    from serving.gateway.config import load_settings
+
+    settings = load_settings()
+    check_variables(settings, rules)
+    return settings
+
+
+def _serve_sglang(given: dict[str, Any]) -> None:
+    from slipstream.start.gateway import SglangServeOptions, run_sglang_server
+
+    same = ("model_dir", "model_name", "dtype", "depth", "capture", "control_share", "context_window")
+    run_sglang_server(
+        SglangServeOptions(
+            **{name: given[name] for name in (*_EITHER, *same, "capture_bytes_per_s", "start_timeout_s")},
+            python=given["sglang_python"],
+            device=given["device"] or "cuda",
+            extra=tuple(given["sglang_arguments"] or ()),
+        ),
+        _gateway_settings(effects.GATEWAY_IN_FRONT),
+    )
+
 
 EngineId = Annotated[
     str, typer.Option(envvar="SLIPSTREAM_ENGINE_ID", help="Names this SGLang in Redis; both services need the same.")
 ]
-Depth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round.")]
+SglangDepth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round.")]
 
 
 def sglang(
@@ -40,7 +157,7 @@ def sglang(
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
     capture_filter: options.CaptureFilter = None,
-    depth: Depth = 4,
+    depth: SglangDepth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
     dtype: Annotated[
@@ -56,10 +173,10 @@ def sglang(
     The store needs a version: `slipstream draft init --store` writes the first.
     """
     configure_logs()
-    effects.check_options(context, effects.SGLANG)
-    effects.warn_of_unread_variables()
+    check_options(context, effects.SGLANG)
+    warn_of_unread_variables()
     from slipstream.start.exposure import check_sglang_exposure
-    from slipstream.start.sglang_server import SglangStart, become_sglang
+    from slipstream.start.sglang import SglangStart, become_sglang
     from speculator.draft.checkpoint import model_name
 
     check_sglang_exposure(host, redis_url, is_private=private_network)
@@ -114,9 +231,8 @@ def gateway(
     """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own, or of a pool."""
     configure_logs()
     configure_spans("slipstream-gateway")
-    effects.check_options(context, effects.GATEWAY)
-    effects.warn_of_unread_variables()
-    from serving.gateway.config import load_settings
+    check_options(context, effects.GATEWAY)
+    warn_of_unread_variables()
     from slipstream.start.gateway import GatewayOptions, run_gateway
 
     if len(sglang) > 1 and not pool:
@@ -132,5 +248,70 @@ def gateway(
             port=port,
             start_timeout_s=start_timeout_s,
         ),
-        load_settings(),
+        _gateway_settings(effects.GATEWAY_IN_FRONT),
     )
+
+
+_PREFIX = "SLIPSTREAM_TRAINER_"
+"""Of the trainer's settings: an option stands before its variable."""
+
+
+def train(
+    model: Model,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    state: Annotated[
+        Path,
+        typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint."),
+    ] = Path("trainer-state"),
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            envvar=f"{_PREFIX}METRICS_PORT",
+            help="Serve Prometheus metrics on this port; 0 takes any free one.",
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(envvar=f"{_PREFIX}NUM_THREADS", min=1, help="CPU threads.")] = 1,
+    trace_ttl_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=finite,
+            envvar="SLIPSTREAM_TRACE_TTL_HOURS",
+            help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of the order of learning and of a fresh draft.")
+    ] = 0,
+) -> None:
+    """Learn from the traces in Redis and publish better drafts; SLIPSTREAM_TRAINER_* variables set the rest.
+
+    With several GPUs, or several machines that share --store and --state: `torchrun … -m slipstream train …`.
+    """
+    configure_logs()
+    configure_spans("slipstream-trainer")
+    from slipstream.new_draft import checked_fingerprint
+    from speculator.draft.checkpoint import model_key
+    from speculator.versions.store import DraftStore
+    from trainer.config import load_config
+    from trainer.process import run_trainer
+
+    model_dir = resolve_model(model)
+    given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
+    config = load_config(
+        **given,
+        model_dir=model_dir,
+        model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
+        redis_url=redis_url,
+        store_dir=store,
+        state_dir=state,
+        metrics_port=metrics_port,
+        num_threads=threads,
+        seed=seed,
+    )
+    check_variables(config, effects.TRAIN)
+    warn_of_unread_variables()
+    run_trainer(config)

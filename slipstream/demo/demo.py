@@ -28,11 +28,11 @@ from rich.table import Table
 
 from serving.gateway.server import bind
 from serving.speedup import Speedup, Sums, measure
+from slipstream.demo.processes import Child, running_child, wait_until_ready
 from slipstream.demo.scrape import History, Sample
 from slipstream.demo.topics import Prompt, built_in_prompts, endless
 from slipstream.demo.traffic import SETTLING_S, Traffic
-from slipstream.start.processes import Child, running_child, wait_until_ready
-from slipstream.start.shared_defaults import DEFAULT_STREAM_MAX_BYTES
+from slipstream.settings import DEFAULT_STREAM_MAX_BYTES
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.host import free_port
@@ -40,7 +40,7 @@ from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
 POLL_S = 0.5

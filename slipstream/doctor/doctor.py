@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slipstream.doctor import keys, machine, model, redis, settings, sglang, store
+from slipstream.doctor import deployment, machine
 from slipstream.doctor.finding import Finding, failed, skipped
 from speculator.errors import SlipstreamError
 
@@ -35,26 +35,26 @@ def examine(patient: Patient) -> list[Finding]:
 
 
 def _checks(patient: Patient) -> Iterator[tuple[str, Check]]:
-    yield "settings", partial(settings.check_settings, patient.known_variables)
-    yield "keys", keys.check_keys
+    yield "settings", partial(deployment.check_settings, patient.known_variables)
+    yield "keys", deployment.check_keys
     yield "python", machine.check_python
     yield "memory", machine.check_memory
     yield "disk", machine.check_disk
     yield "torch", machine.check_torch
     yield "gpu", partial(machine.check_gpu, needed=patient.with_sglang)
-    yield "model", partial(model.check_model, patient.model, local=not patient.with_sglang)
+    yield "model", partial(machine.check_model, patient.model, local=not patient.with_sglang)
     if patient.with_sglang:
-        yield "sglang", partial(sglang.check_sglang, patient.sglang_python)
+        yield "sglang", partial(machine.check_sglang, patient.sglang_python)
     yield "port", partial(machine.check_ports, patient.ports)
     url, root = patient.redis_url, patient.store
-    yield "redis", partial(redis.check_redis, url) if url else redis.check_own_redis
+    yield "redis", partial(deployment.check_redis, url) if url else deployment.check_own_redis
     if root:
-        yield "store", partial(store.check_store, root)
-        yield "draft", partial(store.check_fit, patient.model, root)
+        yield "store", partial(deployment.check_store, root)
+        yield "draft", partial(deployment.check_fit, patient.model, root)
     if patient.state:
-        yield "trainer", partial(store.check_trainer, patient.state)
+        yield "trainer", partial(deployment.check_trainer, patient.state)
     if url and root:
-        yield "stream", partial(store.check_stream, url, patient.model, root)
+        yield "stream", partial(deployment.check_stream, url, patient.model, root)
     yield "more", partial(_not_asked, patient)
 
 

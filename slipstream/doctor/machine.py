@@ -1,16 +1,20 @@
-"""The machine itself: interpreter, memory, disk, PyTorch with its threads, GPU, ports."""
+"""The machine and what runs on it: Python, memory, disk, PyTorch, GPU, ports, the target, SGLang with the plugin."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
 
 from serving.gateway.server import bind
+from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
+from slipstream.models import resolve_model
 from speculator.errors import ConfigError
 from speculator.host import CACHE_VARIABLE, cache_root
 
@@ -86,3 +90,54 @@ def _served_version(port: int) -> int | None:
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, int) else None
+
+
+def check_model(name: str, *, local: bool) -> Iterator[Finding]:
+    """`local`: for the engine in here; SGLang knows itself what it runs."""
+    model_dir = resolve_model(name)
+    yield ok("model", str(model_dir))
+    yield _for_draft(model_dir)
+    if local:
+        yield _for_local_engine(model_dir)
+
+
+def _for_draft(model_dir: Path) -> Finding:
+    from slipstream.new_draft import check_target
+    from speculator.draft.eagle3 import aux_layer_ids
+
+    config = check_target(model_dir)
+    layers = aux_layer_ids(config["num_hidden_layers"])
+    return ok("draft for it", f"width {config['hidden_size']}, features of layers {', '.join(map(str, layers))}")
+
+
+def _for_local_engine(model_dir: Path) -> Finding:
+    from serving.local.target.forward import fusible
+    from serving.local.target.loading import check_model, load_tokenizer
+
+    model = check_model(model_dir)
+    load_tokenizer(model_dir, vocab_size=model.config.vocab_size)
+    way = "our own pass" if fusible(model) else "Hugging Face's modelling"
+    return ok("local engine", f"runs {type(model).__name__} through {way}")
+
+
+_TIMEOUT_S = 300.0
+_HOOKS = """
+from importlib.metadata import version
+from serving.sglang.plugin.hooks import TARGETS, check_targets
+check_targets(version("sglang"))
+print(f"{version('sglang')}, all {len(TARGETS)} places that the plugin hooks are there")
+"""
+
+
+def check_sglang(given: Path | None) -> Iterator[Finding]:
+    """Importing SGLang takes half a minute; a place that has moved is named."""
+    python = find_interpreter(given)
+    check_interpreter(python)
+    yield ok("sglang", f"with the plugin at {python}")
+    try:
+        done = subprocess.run([python, "-c", _HOOKS], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield failed("sglang hooks", f"{python} did not import SGLang within {_TIMEOUT_S:.0f} s: try it by hand")
+        return
+    last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1:] or ["no output"]
+    yield (failed if done.returncode else ok)("sglang hooks", last[0])

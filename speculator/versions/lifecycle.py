@@ -40,10 +40,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from speculator.durable_files import exclusive, shared, sync, write_synced
 from speculator.errors import LifecycleError, StoreError
+from speculator.files import exclusive, json_line, shared, sync, write_synced
 from speculator.host import now_ms
-from speculator.json_lines import json_line
 
 _MAX_BYTES = 8 * 1024 * 1024
 _BLOCK_BYTES = 64 * 1024

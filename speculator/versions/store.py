@@ -33,8 +33,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from speculator.draft.checkpoint import write_tensors
-from speculator.durable_files import sync, write_synced
 from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
+from speculator.files import sync, write_synced
 from speculator.host import now_ms
 from speculator.versions.lifecycle import Lifecycle, State
 

@@ -23,7 +23,7 @@ from serving.local.kernels.build import available
 from slipstream.demo.scrape import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from tests.containers.engine import Engine, missing
 from tests.deploy.compose import CPU, ROOT, load
 from tests.deploy.dockerfile import instructions

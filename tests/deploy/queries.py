@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from slipstream.metrics_page import Described, describe
+from slipstream.docs_pages import Described, describe
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
 _OURS = re.compile(r"\bslipstream[_:][a-z0-9_:]+")

@@ -14,20 +14,16 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from serving.group_cache.texts import GroupKey, GroupTexts, Place
+from slipstream.doctor.deployment import check_redis, check_stream
 from slipstream.doctor.finding import Finding, Level
-from slipstream.doctor.redis import check_redis
-from slipstream.doctor.store import check_stream
 from slipstream.traces import StreamCopy
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
-from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
+from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisKeys, connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
-from speculator.redis.erasure_requests import Erasures, TrainerReport
-from speculator.redis.keys import RedisKeys
-from speculator.redis.reward_stream import START, GroupRewards, RewardStream
-from speculator.redis.trace_deletion import Remover
-from speculator.redis.trace_stream import TraceStream
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.redis.trace_deletion import Erasures, Remover, TrainerReport
+from speculator.redis.trace_stream import START, GroupRewards, RewardStream, TraceStream
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine

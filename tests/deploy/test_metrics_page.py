@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.metrics import EngineMetrics
-from slipstream.configuration_page import page
-from slipstream.metrics_page import Described, describe
-from slipstream.metrics_page import metrics as tables
+from slipstream.docs_pages import Described, describe, page
+from slipstream.docs_pages import metrics as tables
 from trainer.metrics import TrainerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -14,7 +14,7 @@ import redis
 
 from slipstream.demo.scrape import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from tests.deploy.compose import CPU
 from tests.deploy.machine import Machine, has
 from tests.fixtures.toy import make_toy_model

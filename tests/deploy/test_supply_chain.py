@@ -194,4 +194,4 @@ def test_exceptions_from_the_rules_are_not_in_the_services() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for rule in re.findall(r"# noqa: .*?\b(S\d+|TID\d+)", path.read_text())
     }
-    assert found == {("S606", "slipstream/start/sglang_server.py"), ("S105", "speculator/redis/client.py")}
+    assert found == {("S606", "slipstream/start/sglang.py"), ("S105", "speculator/redis/client.py")}

@@ -41,7 +41,7 @@ from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
-from slipstream.start.local_site import ServeOptions
+from slipstream.start.local import ServeOptions
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer

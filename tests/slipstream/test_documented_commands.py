@@ -24,8 +24,8 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import State
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.docs.commands import Command, fenced, only_parses
 from tests.fixtures.toy import make_toy_model

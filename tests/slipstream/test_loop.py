@@ -20,7 +20,7 @@ from slipstream.demo.scrape import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.erasure_requests import Erasures
+from speculator.redis.trace_deletion import Erasures
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
 from tests.fixtures.telemetry import LIVE, answers, last_time_up, query, questions, recorded, rules

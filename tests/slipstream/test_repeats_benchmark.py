@@ -13,13 +13,11 @@ import torch
 
 from benchmarks.answers import SHORTEST, Traffic, read_answers
 from benchmarks.replayed import Answer, Costs, ReplayEngine, decode_again
-from serving.engine import GenerateRequest
-from serving.hotswap.breaker import WatchedRound
-from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.precision import autocast
+from serving.engine import GenerateRequest, WatchedRound
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace, check_trace
+from speculator.trace import Trace, check_trace
 from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
 from tests.trainer.answers import ANSWER_TOKENS, answer_traces

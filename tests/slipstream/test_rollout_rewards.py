@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from speculator.draft.checkpoint import target_fingerprint
-from speculator.redis.reward_stream import RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
+from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.trace import encode_trace
 from tests.serving.gateway.client import ask
 from tests.serving.local.harness import fixed_engine
 from tests.trainer.examples import config_for

@@ -24,8 +24,7 @@ from serving.hotswap.follower import DraftFollower
 from speculator import tracing
 from speculator.errors import ConfigError
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.telemetry import collecting
 from tests.fixtures.toy import random_draft
@@ -35,9 +34,9 @@ from tests.serving.gateway.passage import host, talk
 from tests.serving.hotswap.test_hotswap import FakePointer
 from tests.serving.local.harness import fixed_engine
 from tests.serving.sglang.capture.test_capture import Request, end, make_capture, prefill, settle, verify
-from tests.serving.sglang.depth.test_depth import make_control, step
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
-from tests.serving.sglang.swap.test_swap import FusedDraft, make_draft, model
+from tests.serving.sglang.test_depth import make_control, step
+from tests.serving.sglang.test_swap import FusedDraft, make_draft, model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer

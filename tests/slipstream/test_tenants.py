@@ -24,18 +24,15 @@ from slipstream import tenants
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
-from speculator.redis.client import connect
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.keys import RedisKeys
-from speculator.redis.reward_stream import GroupRewards, RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStream
+from speculator.trace import Trace, encode_trace
+from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import counts_of
 from tests.fixtures.traces import with_header
 from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces

@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.toy import make_toy_model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for

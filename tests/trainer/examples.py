@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.recording import RecordingHeader, RecordingWriter
+from speculator.trace import Trace, encode_trace
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id

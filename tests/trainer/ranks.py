@@ -25,11 +25,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.draft.initialization import fresh_draft
-from speculator.engine_load import machine_id
 from speculator.errors import ConfigError, StoreError, StreamError
+from speculator.redis.control_plane import machine_id
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 from speculator.versions.lifecycle import Lifecycle, State
 from speculator.versions.store import DraftStore
 from tests.trainer.examples import batch_of, config_for, promote

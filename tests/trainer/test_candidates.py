@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send

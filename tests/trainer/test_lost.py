@@ -13,8 +13,8 @@ import torch
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.trace import Trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.examples import promote

@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import acceptance, config_for, record

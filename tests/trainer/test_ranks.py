@@ -25,8 +25,7 @@ from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces

@@ -18,7 +18,7 @@ import redis
 from speculator.errors import ConfigError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.fixtures.waiting import wait_until

@@ -14,12 +14,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from speculator.engine_load import machine_id
 from speculator.errors import StreamError
-from speculator.redis.control_plane import DraftPointer
+from speculator.redis.control_plane import DraftPointer, machine_id
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from tests.fixtures.waiting import wait_until
 from tests.trainer.examples import config_for
 from trainer import process

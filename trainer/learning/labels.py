@@ -62,7 +62,7 @@ from torch import Tensor
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
-from speculator.trace.schema import NO_DRAFT, Trace
+from speculator.trace import NO_DRAFT, Trace
 
 GREEDY_LABEL_TEMPERATURE = 1.0
 """Temperature of the labels of greedy requests."""

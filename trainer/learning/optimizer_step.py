@@ -26,8 +26,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.precision import autocast
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch
 from trainer.learning.losses import LossMix

@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.precision import autocast
-from speculator.trace.schema import Trace
+from speculator.draft.eagle3 import Eagle3Draft, autocast
+from speculator.trace import Trace
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, Window, pack
 from trainer.learning.labels import Labels

@@ -21,10 +21,9 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import SlipstreamError, StoreError, StreamError
 from speculator.redis.control_plane import DraftPointer
 from speculator.tracing import prefixed, span
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import SERVABLE
+from speculator.versions.lineage import MANIFEST_KEY, TenantCounts, admit, joined_counts
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import MANIFEST_KEY, TenantCounts, joined_counts
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks

@@ -25,8 +25,7 @@ import structlog
 
 from speculator.errors import StreamError
 from speculator.host import now_ms
-from speculator.redis.erasure_requests import Erasures, TrainerReport, covers
-from speculator.redis.trace_deletion import Remover
+from speculator.redis.trace_deletion import Erasures, Remover, TrainerReport, covers
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks

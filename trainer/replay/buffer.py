@@ -31,7 +31,7 @@ from enum import StrEnum
 import structlog
 
 from speculator.errors import StreamError
-from speculator.redis.reward_stream import MAX_GROUPS, START, GroupRewards, RewardStream
+from speculator.redis.trace_stream import MAX_GROUPS, START, GroupRewards, RewardStream
 from trainer.metrics import TrainerMetrics
 from trainer.replay.memory import (
     Memory,

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from speculator.trace.schema import NO_DRAFT, Trace, TraceHeader
+from speculator.trace import NO_DRAFT, Trace, TraceHeader
 from trainer.learning.batch import Example
 
 _HASH_BYTES = 16

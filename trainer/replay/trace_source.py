@@ -28,11 +28,10 @@ from pathlib import Path
 
 import structlog
 
-from speculator.durable_files import sync
 from speculator.errors import StreamError, TraceError
+from speculator.files import sync
 from speculator.redis.trace_stream import StreamEntry, TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 from trainer.learning.batch import Example
 from trainer.metrics import TrainerMetrics
 from trainer.replay.memory import Provenance, Stored, provenance_of

@@ -30,7 +30,7 @@ from serving.gateway.telemetry import Exchange, exchange_of
 from serving.rollout.samples import GroupRequest, GroupWork, State
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
-from speculator.redis.reward_stream import GroupRewards
+from speculator.redis.trace_stream import GroupRewards
 
 ROUTE = "/v1/rollouts"
 _CURSOR = {

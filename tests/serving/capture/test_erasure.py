@@ -16,7 +16,7 @@ from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.proposals import suffix_drafter
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.redis.erasure_requests import covers
+from speculator.redis.trace_deletion import covers
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.traces import make_trace
 from tests.fixtures.waiting import wait_until

@@ -11,7 +11,7 @@ import pytest
 from serving.capture.privacy import REASONS, CaptureFilter
 from serving.capture.recorder import DROP_REASONS, TraceRecorder
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.toy import toy_tokenizer
 from tests.fixtures.traces import make_trace
 from tests.fixtures.waiting import wait_until

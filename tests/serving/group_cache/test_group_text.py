@@ -20,9 +20,8 @@ from serving.group_cache.texts import GroupKey, GroupTexts, Piece, encode_piece
 from serving.metrics import GroupTextMetrics
 from speculator.host import now_ms
 from speculator.proposals.suffix_index import SuffixIndex
-from speculator.redis.client import connect
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from tests.fixtures.toy import make_toy_model, random_draft
 from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Harness, toy_engine

@@ -19,7 +19,7 @@ from serving.group_cache.texts import (
     new_head,
 )
 from speculator.errors import GroupTextError
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from tests.fixtures.waiting import wait_until
 
 VOCAB = 1000

@@ -19,8 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving.engine import CapturePolicy, Chunk
-from serving.hotswap.breaker import Verification
+from serving.engine import CapturePolicy, Chunk, Verification
 from serving.local.decode.rounds import Piece
 from serving.local.request import Generation, TopK
 from serving.local.target.layers import can_pack, pack, pack_linears
@@ -29,8 +28,7 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.proposals.planner import HeadVerdict, Plan
 from speculator.proposals.suffix_drafter import SuffixRequest
-from speculator.trace.codec import decode_trace, encode_trace
-from speculator.trace.schema import NO_DRAFT, Trace
+from speculator.trace import NO_DRAFT, Trace, decode_trace, encode_trace
 from tests.fixtures.decoding import FixedPlanner, WholeTrees
 from tests.fixtures.toy import SPECIAL, make_toy_model, random_draft
 from tests.fixtures.waiting import wait_until

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from serving.engine import Chunk
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace, check_trace
+from speculator.trace import Trace, check_trace
 from tests.fixtures.decoding import WholeTrees
 from tests.fixtures.toy import make_toy_model, random_draft
 from tests.fixtures.waiting import wait_until

@@ -15,21 +15,24 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
+from slipstream.doctor.deployment import (
+    check_fit,
+    check_keys,
+    check_redis,
+    check_settings,
+    check_store,
+    check_stream,
+    check_trainer,
+)
 from slipstream.doctor.doctor import _run
 from slipstream.doctor.finding import Finding, Level
-from slipstream.doctor.keys import check_keys
-from slipstream.doctor.machine import check_disk, check_gpu, check_memory, check_ports
-from slipstream.doctor.model import check_model
-from slipstream.doctor.redis import check_redis
-from slipstream.doctor.settings import COMPOSE_VARIABLES, check_settings
-from slipstream.doctor.sglang import check_sglang
-from slipstream.doctor.store import check_fit, check_store, check_stream, check_trainer
-from slipstream.settings import known_variables
+from slipstream.doctor.machine import check_disk, check_gpu, check_memory, check_model, check_ports, check_sglang
+from slipstream.settings import COMPOSE_VARIABLES, known_variables
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.trace import encode_trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import make_trace
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
@@ -255,7 +258,7 @@ def test_redis_that_forgets(redis_url: str, redis_client: redis.Redis) -> None:
 
 
 def test_an_old_redis() -> None:
-    from slipstream.doctor.redis import _persistence, _version
+    from slipstream.doctor.deployment import _persistence, _version
 
     assert _version("6.0.16").level is Level.FAILED
     assert _version("8.6.3").level is Level.OK
@@ -318,7 +321,7 @@ def test_no_sglang() -> None:
 
 def test_a_hook_point_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for an interpreter whose SGLang is another one."""
-    monkeypatch.setattr("slipstream.doctor.sglang.check_interpreter", lambda python: None)
+    monkeypatch.setattr("slipstream.doctor.machine.check_interpreter", lambda python: None)
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\necho 'SGLang 0.9.9 has no usable EAGLEWorkerV2.verify: install sglang==0.5.23' >&2\nexit 1\n"

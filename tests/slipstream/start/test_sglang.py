@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import admit
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.waiting import url_in, wait_until
 from tests.serving.sglang.outside.conftest import fake_install, started

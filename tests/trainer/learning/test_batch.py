@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.toy import random_draft
 from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS

@@ -9,7 +9,7 @@ import torch
 
 from speculator.errors import DraftMismatchError, StoreError
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.answers import renamed

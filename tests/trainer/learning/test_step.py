@@ -10,7 +10,7 @@ import torch
 
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.trainer.examples import acceptance, batch_of, config_for
 from tests.trainer.learning.test_batch import with_trees
 from trainer.config import DeviceSetting, choose_device

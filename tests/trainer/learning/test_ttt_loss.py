@@ -14,7 +14,7 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, config_for

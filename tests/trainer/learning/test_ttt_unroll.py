@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import TraceError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.drafts import CONFIG, TARGET_IDS, make_draft
 from tests.fixtures.traces import make_trace
 from tests.trainer.examples import batch_of, example_of

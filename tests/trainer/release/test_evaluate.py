@@ -12,7 +12,7 @@ import torch
 from serving.engine import CapturePolicy, GenerateRequest
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
 from tests.trainer.answers import answer_traces

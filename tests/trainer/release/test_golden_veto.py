@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from speculator.versions.store import DraftStore
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record

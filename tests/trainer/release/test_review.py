@@ -18,9 +18,9 @@ from speculator.draft.checkpoint import draft_config_json, draft_state, target_f
 from speculator.errors import DraftFileError, StoreError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.versions.bootstrap import admit
+from speculator.trace import encode_trace
 from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import noise_like
 from tests.trainer.answers import answer_traces

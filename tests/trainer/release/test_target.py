@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote, record

@@ -9,7 +9,7 @@ import pytest
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.drafts import make_draft
 from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculator.trace.schema import NO_DRAFT
+from speculator.trace import NO_DRAFT
 from tests.fixtures.traces import make_trace, with_rounds
 from tests.trainer.stored import stored_of
 from trainer.learning.labels import Verdicts

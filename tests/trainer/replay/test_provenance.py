@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.traces import make_trace
 from trainer.replay.memory import provenance_of
 

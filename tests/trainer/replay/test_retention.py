@@ -10,13 +10,12 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.keys import RedisKeys
-from speculator.redis.trace_deletion import Remover
+from speculator.redis.client import RedisKeys
+from speculator.redis.trace_deletion import Erasures, Remover
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
+from speculator.versions.lineage import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from tests.fixtures.traces import send, with_header
 from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer

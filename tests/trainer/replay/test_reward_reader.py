@@ -9,9 +9,9 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from speculator.redis import reward_stream as wire
-from speculator.redis.keys import RedisKeys
-from speculator.redis.reward_stream import GroupRewards, RewardStream
+from speculator.redis import trace_stream as wire
+from speculator.redis.client import RedisKeys
+from speculator.redis.trace_stream import GroupRewards, RewardStream
 from tests.trainer.stored import stored_of
 from trainer.metrics import TrainerMetrics
 from trainer.replay.buffer import Replay, RewardWeights, reward_weights

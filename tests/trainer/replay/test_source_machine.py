@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.trainer.replay.test_trace_source import Desk
 from trainer.replay.memory import Stored
 

@@ -18,11 +18,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.draft.initialization import fresh_draft
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace, TraceHeader
+from speculator.trace import Trace, TraceHeader, encode_trace
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from serving.local.target.loading import check_known_model, check_model, load_model, load_tokenizer
 from serving.local.target.model import Target
-from slipstream.doctor import model
+from slipstream.doctor import machine
 from slipstream.new_draft import init_lineage
 from speculator.draft.checkpoint import is_finite
 from speculator.errors import ConfigError
@@ -45,7 +45,7 @@ def configure(folder: Path, **values: object) -> None:
 
 
 def doctor_for_sglang(folder: Path) -> None:
-    list(model.check_model(str(folder), local=False))
+    list(machine.check_model(str(folder), local=False))
 
 
 def load(folder: Path) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from serving.local.request import Generation
 from serving.local.target.layers import Parents
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.fixtures.decoding import WholeTrees
 from tests.fixtures.toy import make_toy_model, moved_model
 from tests.fixtures.waiting import wait_until
