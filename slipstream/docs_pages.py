@@ -1,11 +1,12 @@
-"""Writes the tables of docs/metrics.md from the collectors: `python -m slipstream.metrics_page docs/metrics.md`."""
+"""Writes the tables of docs/configuration.md and docs/metrics.md: `python -m slipstream.docs_pages docs`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -19,8 +20,63 @@ from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, T
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
-from slipstream.configuration_page import page, table
+from slipstream.cli.main import app
+from slipstream.settings import commands, groups, variables
 from trainer.metrics import TrainerMetrics
+
+MARKER = "<!-- What follows is written by `make docs`; a test compares. -->\n"
+
+
+def page(path: Path, generated: str) -> str:
+    """A page of docs/ with what stands below its marker written anew. Raises ValueError where it has no marker."""
+    head, marker, _ = path.read_text().partition(MARKER)
+    if not marker:
+        raise ValueError(f"{path} has no line {MARKER!r}")
+    return f"{head}{marker}\n{generated}"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table as Markdown."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines) + "\n"
+
+
+def configuration() -> str:
+    """All environment variables and all options of all commands."""
+    parts = ["## Environment variables\n"]
+    for title, settings in groups().items():
+        parts += [f"### {title}\n", table(("variable", "type", "default", "meaning"), map(_setting, settings))]
+    return "\n".join([*parts, "## Commands\n", *_commands()])
+
+
+def _setting(setting: tuple[str, ...]) -> tuple[str, ...]:
+    variable, *rest = setting
+    return f"`{variable}`", *rest
+
+
+def _commands() -> Iterator[str]:
+    for name, command in commands(app):
+        arguments = [option for option in command.params if option.param_type_name == "argument"]
+        yield f"### `{name}`\n"
+        yield f"{' '.join((command.help or '').split())}\n"
+        if arguments:
+            yield f"Arguments: `{' '.join(option.metavar or option.name.upper() for option in arguments)}`\n"
+        rows = [_option(option) for option in command.params if option.param_type_name == "option"]
+        if rows:
+            yield table(("option", "variable", "default", "meaning"), rows)
+
+
+def _option(option: Any) -> tuple[str, ...]:
+    names = ", ".join(f"`{name}`" for name in option.opts)
+    environment = ", ".join(f"`{name}`" for name in variables(option))
+    if option.required:
+        default = "required"
+    elif option.is_flag:
+        default = "on" if option.default else "off"
+    else:
+        default = "–" if option.default is None else f"{option.default}"
+    return names, environment, default, option.help or ""
+
 
 _PREFIX = "slipstream_"
 _GATEWAY, _LOCAL, _SGLANG, _TRAINER = "gateway", "local engine", "SGLang", "trainer"
@@ -107,4 +163,6 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(Path(sys.argv[1]), metrics()))
+    for name, tables in {"configuration.md": configuration(), "metrics.md": metrics()}.items():
+        path = Path(sys.argv[1]) / name
+        path.write_text(page(path, tables))

@@ -19,9 +19,7 @@ from speculator.errors import ConfigError
 
 _WITHOUT_EFFECT = "a setting has no effect here"
 _NO_ROUND_DRAFTS = "has no effect where no round drafts: --depth is 0"
-
 log = structlog.get_logger(__name__)
-
 Values = Mapping[str, Any]
 
 
@@ -108,7 +106,6 @@ PRUNE = (
     ),
 )
 DOCTOR = (Rule(names=("sglang_python",), needs=_sglang, otherwise="is for --engine sglang: leave it out"),)
-
 _KEYS = Rule(
     names=("max_key_share",),
     needs=lambda values: values["keys_file"],
@@ -199,8 +196,7 @@ def warn_of_unread_variables() -> None:
     """A variable with our prefix that nothing reads is most often a known one, misspelt."""
     # It knows all commands, and they know this module.
     from slipstream.cli.main import app
-    from slipstream.doctor.settings import COMPOSE_VARIABLES
-    from slipstream.settings import known_variables, unknown_variables
+    from slipstream.settings import COMPOSE_VARIABLES, known_variables, unknown_variables
 
     for name, nearest in unknown_variables(os.environ, known_variables(app) | COMPOSE_VARIABLES).items():
         log.warning("nothing reads this variable", variable=name, nearest=nearest)
