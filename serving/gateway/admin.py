@@ -129,7 +129,7 @@ MAX_VERSION = 999_999_999
 
 
 class Targets(Protocol):
-    """What the endpoint needs of `serving.target.updates.TargetDesk`."""
+    """What the endpoint needs of `serving.target.TargetDesk`."""
 
     def announce(self, version: int, path: str | None) -> TargetReport: ...
 

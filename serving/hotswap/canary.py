@@ -13,6 +13,11 @@ forgiven. After the second one the next engine that takes the slot bars the vers
 gives the slot back in order, or runs the version for `PROBATION_S`, is not counted.
 
 While Redis is away the canary goes on, and its trial may end: states of versions are in the store.
+
+The engine acts first and writes afterwards (`VersionRecord`): a rollback must not wait for a disk or for Redis. What
+cannot be written is kept and tried again at the next look. After a crash the states tell as much as was written, and
+each of them is safe: a version that is live, or scored, comes into service by the same way again; one that was rolled
+back never does.
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from serving.hotswap.breaker import LiveWatch, Verdict
-from serving.hotswap.installer import Installer
-from serving.hotswap.lifecycle_writer import VersionRecord
+from serving.hotswap.breaker import LiveWatch
+from speculator.errors import LifecycleError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
+from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +50,23 @@ verifications in each such period. The period doubles each time the engine gave 
 ENOUGH = 300
 YIELD_S = 60.0
 """An engine that gave the slot back without a verdict leaves it to others for this time."""
-
 _MOST_DOUBLINGS = 5
+_MOST_OWED = 100
+"""Writes of an engine that its store or Redis could not take; the oldest go first."""
 
 
-class HoldsCanarySlot(Protocol):
-    """The part of the pointer that keeps the canary's slot; see `speculator.redis.control_plane.DraftPointer`."""
+class Pointer(Protocol):
+    """Where the desired version and the canary's slot stand, and engines report; see `DraftPointer` in
+    speculator/redis/control_plane.py.
+    """
+
+    def desired(self) -> int | None: ...
+
+    def pinned(self) -> int | None: ...
+
+    def replace(self, old: int, new: int) -> bool: ...
+
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None: ...
 
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot: ...
 
@@ -65,16 +81,16 @@ class Canary:
 
     def __init__(
         self,
-        slots: HoldsCanarySlot,
-        installer: Installer,
+        pointer: Pointer,
         record: VersionRecord,
         watch: LiveWatch | None,
+        in_service: Callable[[], int],
         *,
         engine_id: str,
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots, self._installer, self._record, self._watch = slots, installer, record, watch
+        self._pointer, self._record, self._watch, self._in_service = pointer, record, watch, in_service
         self._engine_id, self._look_s, self._clock = engine_id, look_s, clock
         self._process = secrets.token_hex(8)
         self._held: CanaryHolder | None = None
@@ -108,14 +124,14 @@ class Canary:
         self._asked_s = now_s
         self._release_owed()
         holder = CanaryHolder(engine_id=self._engine_id, process=self._process, version=desired)
-        slot = self._slots.hold_canary(holder, ttl_s=INSTALL_S, on_probation=True)
+        slot = self._pointer.hold_canary(holder, ttl_s=INSTALL_S, on_probation=True)
         self._is_waiting = not slot.is_held
         if not slot.is_held:
             return False
         if slot.num_crashed >= MOST_CRASHES:
             self._bar(holder, slot.num_crashed)
             return False
-        if not self._record.is_on_trial(desired):
+        if not self._record.may_serve(desired) or self._record.is_promoted(desired):
             # The canary before has judged it since this engine last looked.
             self._to_release = holder, False
             self._release_owed()
@@ -127,7 +143,7 @@ class Canary:
     def look(self) -> int:
         """Renew the slot; returns the version that this engine has to leave, or 0. Raises StreamError or StoreError."""
         held, now_s = self._held, self._clock()
-        is_installed = held is not None and self._installer.in_service == held.version
+        is_installed = held is not None and self._in_service() == held.version
         if held is not None and not is_installed and now_s - self._held_since_s >= INSTALL_S:
             self._is_leaving = True
             self.give_up()
@@ -142,7 +158,7 @@ class Canary:
         if self._in_service_since_s is None:
             self._in_service_since_s = now_s
         on_probation = now_s - self._in_service_since_s < PROBATION_S
-        slot = self._slots.hold_canary(held, ttl_s=SLOT_S, on_probation=on_probation)
+        slot = self._pointer.hold_canary(held, ttl_s=SLOT_S, on_probation=on_probation)
         self._looked_s = now_s
         if not slot.is_held:
             if self._record.is_promoted(held.version):
@@ -155,11 +171,6 @@ class Canary:
             self._num_yields[held.version] += 1
             self._is_leaving = True
         return held.version if self._is_leaving else 0
-
-    def keep(self, version: int, verdict: Verdict) -> None:
-        """The trial of this version has ended well: it is promoted, so all engines install it."""
-        self._record.promoted(version, verdict.reason, verdict.numbers)
-        self.give_up()
 
     def give_up(self) -> None:
         """This engine has no use for the slot any more; Redis is told at the next look."""
@@ -181,7 +192,7 @@ class Canary:
     def _release_owed(self) -> None:
         if self._to_release is not None:
             holder, forget_crashes = self._to_release
-            self._slots.release_canary(holder, forget_crashes=forget_crashes)
+            self._pointer.release_canary(holder, forget_crashes=forget_crashes)
             self._to_release = None
 
     def _learns_too_little(self, version: int, now_s: float) -> bool:
@@ -197,3 +208,89 @@ class Canary:
         self._record.bar(holder.version, "engines ended as they tried it", numbers)
         self._to_release = holder, True
         self._release_owed()
+
+
+class VersionRecord:
+    """One engine's notes on versions; used by one thread. `lifecycle` is None where there is no store to write to."""
+
+    def __init__(self, lifecycle: Lifecycle | None, pointer: Pointer, *, engine_id: str) -> None:
+        self._lifecycle, self._pointer, self._actor = lifecycle, pointer, f"engine:{engine_id}"
+        self._owed: deque[Callable[[], object]] = deque(maxlen=_MOST_OWED)
+
+    def may_serve(self, version: int) -> bool:
+        """Raises StoreError: what is to be installed is read from the store anyway."""
+        return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE
+
+    def is_promoted(self, version: int) -> bool:
+        """Raises StoreError."""
+        return self._lifecycle is not None and self._lifecycle.state(version) is State.PROMOTED
+
+    def is_barred(self, version: int) -> bool:
+        """False also where the store cannot be read: what is in service then stays."""
+        try:
+            return self._lifecycle is not None and self._lifecycle.state(version) in BARRED
+        except StoreError as error:
+            log.warning("state of draft version %d not read: %s", version, error)
+            return False
+
+    def last_good(self, *, other_than: int) -> int | None:
+        """None also where the store cannot be read."""
+        try:
+            return self._lifecycle.last_good(other_than=other_than) if self._lifecycle is not None else None
+        except StoreError as error:
+            log.warning("last good draft version not read: %s", error)
+            return None
+
+    def live(self, version: int) -> None:
+        if (states := self._lifecycle) is not None:
+            self._owe(lambda: states.move(version, State.LIVE, actor=self._actor, reason="in service"))
+
+    def promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
+        if (states := self._lifecycle) is None:
+            return
+
+        def write() -> None:
+            # What is owed since a full disk may still be missing.
+            if states.state(version) is State.SCORED:
+                states.move(version, State.LIVE, actor=self._actor, reason="in service")
+            # Another engine may have promoted it, and another version after it.
+            if states.state(version) is State.LIVE:
+                states.move(version, State.PROMOTED, actor=self._actor, reason=reason, numbers=numbers)
+
+        self._owe(write)
+
+    def barred(self, version: int, good: int, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
+        """The version is to serve nowhere, and the good one is published in its place; done already is done."""
+        self._owe(lambda: self.bar(version, reason, numbers))
+        was_barred = self.is_barred(version)
+
+        def move_pointer() -> None:
+            # An operator may release the version, and publish it again, while this engine cannot reach Redis.
+            if not was_barred or not self.may_serve(version):
+                self._pointer.replace(version, good)
+
+        self._owe(move_pointer)
+
+    def bar(self, version: int, reason: str, numbers: Mapping[str, Number] | None) -> None:
+        """The version is to serve nowhere; the pointer stays. Raises StoreError, and nothing is owed then."""
+        if self._lifecycle is not None:
+            self._lifecycle.bar(version, actor=self._actor, reason=reason, numbers=numbers)
+
+    def flush(self) -> None:
+        """Write what is owed, in its order; what fails stays owed."""
+        owed, self._owed = self._owed, deque(maxlen=_MOST_OWED)
+        self._owed.extend(write for write in owed if not self._try(write))
+
+    def _owe(self, write: Callable[[], object]) -> None:
+        self._owed.append(write)
+        self.flush()
+
+    def _try(self, write: Callable[[], object]) -> bool:
+        try:
+            write()
+        except LifecycleError as error:
+            log.warning("not noted: %s", error)
+        except (StoreError, StreamError) as error:
+            log.warning("not noted yet, tried again: %s", error)
+            return False
+        return True

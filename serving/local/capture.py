@@ -20,13 +20,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.capture.trace_header import make_header
+from serving.capture.recorder import make_header
 from serving.local.config import LocalEngineConfig
 from serving.local.request import Generation, RoundRecord, TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
-from speculator.trace.schema import Trace, VerifyRounds
+from speculator.trace import Trace, VerifyRounds
 from speculator.tracing import record
 
 log = structlog.get_logger(__name__)

@@ -17,9 +17,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
+from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.hotswap.breaker import WatchedRound
 from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.decode.observers import RoundObserver
@@ -36,11 +35,11 @@ from serving.local.text import AnswerText
 from serving.metrics import EngineMetrics
 from serving.speedup import PlannedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.engine_load import EngineLoad
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.trace.schema import Trace
+from speculator.redis.control_plane import EngineLoad
+from speculator.trace import Trace
 from speculator.tracing import current, span
 
 log = structlog.get_logger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serving.engine import GenerateRequest
-from serving.group_cache.redis_store import GroupKey
 from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import GroupKey
 from serving.metrics import EngineMetrics
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
 

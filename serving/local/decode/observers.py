@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound
+from serving.engine import Proposed, Stratum, Verification, WatchedRound
 from serving.local.decode.rounds import RoundReport
 from serving.local.request import Generation
 from serving.metrics import EngineMetrics

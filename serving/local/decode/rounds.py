@@ -21,7 +21,7 @@ from serving.local.target.model import Target
 from speculator.draft.verification import emit, served_logprobs
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import Plan, RoundPlanner
-from speculator.trace.schema import NO_DRAFT
+from speculator.trace import NO_DRAFT
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from serving.local.suffix_text import RecentTexts
 from serving.local.target.model import StagedTarget, Target
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, HeadArm, HeadSwitch
-from speculator.engine_load import EngineLoad
 from speculator.errors import EngineDeadError
 from speculator.proposals.planner import RoundPlanner
+from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import record
 
 _ALONE_EVERY = 8

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from serving.local.kernels.layers import KernelLinear
 from serving.local.kernels.library import Kernels
-from speculator.draft import precision
+from speculator.draft.eagle3 import is_fast
 
 Parents = Sequence[int] | None
 """Of the new tokens of a slot, where they are a tree: of each the place in the window of the one that it follows, which
@@ -230,4 +230,4 @@ def pack_linears(model: nn.Module, *, kernels: Kernels | None) -> None:
 
 def can_pack() -> bool:
     """Whether this CPU multiplies packed bfloat16."""
-    return precision.is_fast(torch.device("cpu"))
+    return is_fast(torch.device("cpu"))

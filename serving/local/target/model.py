@@ -27,7 +27,7 @@ from serving.local.kernels.library import Kernels
 from serving.local.target.forward import Decoder, KernelDecoder, RMSNorm, fits_kernels, fuse, fusible
 from serving.local.target.layers import KVSlots, Parents, Replaced, SlotWindow, pack_linears
 from serving.local.target.loading import load_model
-from serving.target.weights import read_layout, read_weights
+from serving.target import read_layout, read_weights
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.errors import ConfigError, TargetError
 from speculator.target_folder import reason_of

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, serve
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -24,7 +24,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.errors import ConfigError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago, bearer
 from tests.serving.gateway.passage import passing

@@ -13,7 +13,7 @@ import httpx
 from serving.gateway import telemetry
 from serving.gateway.openai import generation
 from serving.gateway.server import serve
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, gateway
 
 KINDS = (telemetry.Exchange, generation.Generation, asyncio.Task, asyncio.Timeout, types.CoroutineType)

@@ -18,7 +18,7 @@ from serving.local.config import LocalEngineConfig
 from serving.local.request import TopK
 from serving.local.target.model import Ranking
 from serving.metrics import EngineMetrics
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 VOCAB, KEPT = 11, 4
 

@@ -19,8 +19,8 @@ from speculator.draft.checkpoint import apply_state, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel
-from tests.emitting import emitted
-from tests.toy import make_toy_model, random_draft
+from tests.fixtures.decoding import emitted
+from tests.fixtures.toy import make_toy_model, random_draft
 
 SLOTS, LENGTH = 8, 64
 # First slot, and by request how many pairs each reading has.

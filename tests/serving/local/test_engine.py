@@ -18,22 +18,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving.engine import CapturePolicy, Chunk
-from serving.hotswap.breaker import Verification
+from serving.engine import CapturePolicy, Chunk, Verification
 from serving.local.request import Generation, TopK
 from serving.local.target.layers import can_pack, pack, pack_linears
+from speculator.draft.checkpoint import apply_state, draft_state
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.proposals.planner import HeadVerdict, Plan
 from speculator.proposals.suffix_drafter import SuffixRequest
-from speculator.trace.codec import decode_trace, encode_trace
-from speculator.trace.schema import NO_DRAFT, Trace
-from tests.moved import moved_model
-from tests.planners import FixedPlanner, WholeTrees
+from speculator.trace import NO_DRAFT, Trace, decode_trace, encode_trace
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
+from tests.fixtures.toy import SPECIAL, make_toy_model, moved_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Answer, Harness, Row, WatchedTarget, fixed_engine, toy_engine
-from tests.toy import SPECIAL, make_toy_model, random_draft
-from tests.waiting import wait_until
 from trainer.learning.labels import make_verdicts
 
 
@@ -458,6 +456,7 @@ def test_a_sample_of_a_group_takes_nothing_that_old_weights_have_read(
     """Its text and proposals are those of the new weights alone, as if it had no sibling."""
     prompt, policy = "a prompt that old weights have read", CapturePolicy(group_id="g")
     new, new_dir = random_draft(model_dir, seed=2), moved_model(model_dir, tmp_path / "1")
+    apply_state(new, draft_state(new))  # to what a file holds
     target, is_over = WatchedTarget(model_dir, dtype=torch.float64), threading.Event()
 
     async def answer_after_a_change(harness: Harness) -> None:

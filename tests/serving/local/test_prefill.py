@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from serving.engine import CapturePolicy
-from serving.hotswap.breaker import WatchedRound
+from serving.engine import CapturePolicy, WatchedRound
 from serving.local.kernels.build import available
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner
-from speculator.trace.schema import Trace
-from tests.moved import moved_model
-from tests.planners import WholeTrees
+from speculator.trace import Trace
+from tests.fixtures.decoding import WholeTrees
+from tests.fixtures.toy import make_toy_model, moved_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import GREEDY, Answer, Harness, Row, WatchedTarget, fixed_engine
-from tests.toy import make_toy_model, random_draft
-from tests.waiting import wait_until
 
 needs_kernels = pytest.mark.skipif(shutil.which("g++") is None or not available(), reason="no kernels on this machine")
 PROMPTS = [f"a prompt of several pieces, each of which is read on its own, number {number}" for number in range(6)]

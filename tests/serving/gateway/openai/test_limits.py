@@ -28,7 +28,7 @@ from serving.gateway.openai import stream
 from serving.gateway.server import GatewayServer, make_room, serve
 from serving.gateway.telemetry import Exchange, Telemetry
 from speculator.errors import ConfigError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, events, gateway, openai_client, post, running
 from tests.serving.gateway.keyfile import KeyFile

@@ -33,11 +33,10 @@ from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, c
 from serving.local.target.layers import PackedLinear, can_pack
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
-from tests.moved import moved_model
-from tests.planners import FixedPlanner, WholeTrees
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
+from tests.fixtures.toy import make_toy_model, moved_model, random_draft, set_every_bias_and_norm
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import GREEDY, run_pass, takes_branches, toy_engine
-from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
-from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),

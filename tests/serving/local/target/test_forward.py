@@ -16,8 +16,8 @@ from serving.local.target.forward import FusedLayer
 from serving.local.target.layers import Replaced, can_pack
 from serving.local.target.model import Target
 from speculator.draft.eagle3 import aux_layer_ids
+from tests.fixtures.toy import make_toy_model, set_every_bias_and_norm
 from tests.serving.local.harness import run_pass, toy_engine
-from tests.toy import make_toy_model, set_every_bias_and_norm
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 # Batch, new tokens, first slot, starts.

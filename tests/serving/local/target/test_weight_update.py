@@ -17,10 +17,9 @@ from serving.engine import TargetReport
 from serving.local.target.model import StagedTarget, Target
 from speculator.errors import EngineDeadError, RequestError, TargetError
 from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
-from tests.moved import WEIGHTS, moved_model
+from tests.fixtures.toy import WEIGHTS, make_toy_model, moved_model
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Harness, WatchedTarget, fixed_engine, run_pass, toy_engine
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
 
 PROMPTS = ("hello", "a b c", "some longer prompt than one chunk")
 
