@@ -62,13 +62,6 @@ class Piece:
     start: int
     tokens: list[int]
 
-    @classmethod
-    def next_of(cls, generation: Generation, slot: int, num_tokens: int) -> Piece:
-        """Up to so many, from where its prompt has been read to."""
-        start = generation.num_prefilled
-        end = min(start + num_tokens, generation.num_prompt_tokens)
-        return cls(generation, slot, start, generation.tokens[start:end])
-
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)

@@ -126,16 +126,17 @@ class DecodeLoop:
         return TargetReport(version=version, previous=previous, stall_ms=1000 * (time.perf_counter() - started))
 
     def _admit(self) -> None:
-        while self._slots.can_admit:
-            if (generation := self._inbox.next_request()) is None:
-                return
+        while self._slots.can_admit and (generation := self._inbox.next_request()) is not None:
             # It has its place before anything can fail, or nobody would tell its client.
             self._slots.admit(generation)
             generation.suffix = self._texts.begin(generation.request)
 
     def _next_piece(self) -> Piece | None:
-        generation = self._slots.prefilling
-        return None if generation is None else Piece.next_of(generation, self.num_running, self._prefill_chunk)
+        if (generation := self._slots.prefilling) is None:
+            return None
+        start = generation.num_prefilled
+        end = min(start + self._prefill_chunk, generation.num_prompt_tokens)
+        return Piece(generation, self.num_running, start, generation.tokens[start:end])
 
     def _reads_in_round(self, piece: Piece) -> bool:
         """Whether it is read in a round's pass, where the weights are read once for both. Not one in eight, nor where a
