@@ -460,11 +460,14 @@ def test_a_sample_of_a_group_takes_nothing_that_old_weights_have_read(
     target, is_over = WatchedTarget(model_dir, dtype=torch.float64), threading.Event()
 
     async def answer_after_a_change(harness: Harness) -> None:
-        engine, inbox = harness.engine, harness.inbox
+        engine, inbox, is_reading = harness.engine, harness.inbox, False
 
         def wait_for_company(rows: list[Row]) -> None:
             """The first request decodes only while others are there, or wait, and so is there as long as they are."""
-            if len(rows) == 1 and rows[0].start >= len(prompt):
+            nonlocal is_reading
+            if rows[-1].start < len(prompt):
+                is_reading = rows[-1].start + len(rows[-1].tokens) < len(prompt)
+            elif len(rows) == 1 and not is_reading:
                 wait_until(lambda: is_over.is_set() or inbox.num_waiting or inbox.num_tasks)
 
         target.on_pass = wait_for_company
