@@ -108,7 +108,7 @@ class DoubleEngine:
         try:
             chunks = self._chunks(request)
             for index, chunk in enumerate(chunks):
-                await self._misbehave(index)
+                await self.misbehave(index)
                 has_ended = index == len(chunks) - 1
                 yield chunk
             self.finished.append(request.request_id)
@@ -117,7 +117,7 @@ class DoubleEngine:
                 self.aborted.append(request.request_id)
                 self.abort_seen.set()
 
-    async def _misbehave(self, index: int) -> None:
+    async def misbehave(self, index: int) -> None:
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if index == self.hold_at:

@@ -33,7 +33,7 @@ class Upstream:
     """
 
     def __init__(self, *urls: str, max_connections: int = 400) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        self.urls = [url.rstrip("/") for url in urls]
         self._max_connections = max_connections
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
@@ -65,15 +65,15 @@ class Upstream:
     async def _send(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
         """Never twice: the next address is asked only where no connection to the one before could be made."""
         failure: httpx.TransportError | None = None
-        for url in tuple(self._urls):
+        for url in tuple(self.urls):
             request = self._client.build_request("POST", url + path, content=body, headers=headers)
             try:
                 return await self._client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as unreachable:
                 failure = unreachable
                 # Several requests may find out at once, each with the order that it began with.
-                self._urls.remove(url)
-                self._urls.append(url)
+                self.urls.remove(url)
+                self.urls.append(url)
         raise EngineDeadError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
 
     async def close(self) -> None:

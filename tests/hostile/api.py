@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import APIOperation, Case, GenerationMode
 
-from serving.gateway.server import serve
 from tests.hostile.bodies import Body
 from tests.hostile.judge import DEADLINE_S, FailureError, Outcome, Tally
+from tests.serving.gateway.client import serve
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
@@ -46,7 +46,7 @@ def running(app: FastAPI, *keys: str) -> Iterator[Site]:
     url: list[str] = []
 
     async def run() -> None:
-        async with serve(app, port=0, grace_s=1) as server:
+        async with serve(app, grace_s=1) as server:
             url.append(server.url)
             started.set()
             await asyncio.to_thread(ending.wait)

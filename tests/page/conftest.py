@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, serve
+from serving.gateway.server import GatewayServer
 from serving.metrics import ServingCollector
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.client import connect
@@ -32,6 +32,7 @@ from speculator.versions.lifecycle import State
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 from tests.drafts import CONFIG, make_draft
+from tests.serving.gateway.client import serve
 from tests.serving.local.harness import toy_engine
 from tests.toy import make_toy_model, random_draft
 

@@ -13,6 +13,8 @@ from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, mode
 
 from serving.engine import CapturePolicy
 from serving.gateway.body import CANNOT, UNKNOWN, Neutral, Strict, asked_fields, changes_nothing, invalid, without_nulls
+from serving.gateway.telemetry import Exchange
+from speculator.draft.sampling_params import SamplingParams
 
 MAX_STOP = 4
 MAX_STOP_CHARS = 1000
@@ -211,20 +213,24 @@ class StreamOptions(Strict):
 
 
 class Capture(Strict):
-    """The `slipstream` object: how this request may be used for training."""
+    """How a request may be used for training."""
 
     capture: bool = True
-    group_id: str = Field(default="", max_length=256)
     domain: str = Field(default="", max_length=64)
 
-    def policy(self, *, tenant: str, may_capture: bool) -> CapturePolicy:
+    def policy(self, exchange: Exchange, group_id: str) -> CapturePolicy:
         """The key says whose request it is, and its no to capture stands."""
-        return CapturePolicy(
-            capture=self.capture and may_capture, tenant=tenant, group_id=self.group_id, domain=self.domain
-        )
+        capture = self.capture and exchange.may_capture
+        return CapturePolicy(capture=capture, tenant=exchange.tenant, group_id=group_id, domain=self.domain)
 
 
-class Extension(Capture):
+class GroupCapture(Capture):
+    """The `slipstream` object of a request that may belong to a prompt group."""
+
+    group_id: str = Field(default="", max_length=256)
+
+
+class Extension(GroupCapture):
     """The same where the gateway makes the stream's events itself."""
 
     tokens: bool = False
@@ -252,37 +258,42 @@ class Message(Strict):
         return message if self.name is None else {**message, "name": self.name}
 
 
-class GenerationBody(Strict):
-    """What both generating endpoints accept."""
+class SamplingBody(Strict):
+    """How tokens are drawn, and where an answer ends."""
 
-    model: str
     max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    """The newer name of the same."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: TopK = 0
+    stop: Stop = ()
+    ignore_eos: bool = False
+    """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+class GenerationBody(SamplingBody):
+    """What both generating endpoints accept."""
+
+    model: str
+    max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`."""
     n: Count = 1
     """Samples of each prompt."""
     best_of: Count | None = None
     logit_bias: NoBias = None
-    stop: Stop = ()
     seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    ignore_eos: bool = False
-    """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     """Of no effect on an answer that is not streamed."""
     slipstream: Extension = Extension()
 
     @model_validator(mode="after")
-    def _tokens_need_a_stream(self) -> Self:
+    def _check_together(self) -> Self:
         if self.slipstream.tokens and not self.stream:
             raise invalid("tokens", "only allowed where 'stream' is true", "slipstream", "tokens")
-        return self
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             message = "give 'max_completion_tokens' or its old name 'max_tokens', not another number for each"
             raise invalid("max_tokens", message, "max_tokens")
@@ -294,11 +305,6 @@ class GenerationBody(Strict):
     def limit(self) -> int | None:
         """Tokens of an answer at most; None where the client names no limit."""
         return self.max_tokens or self.max_completion_tokens
-
-    @property
-    def counts_usage_on(self) -> bool:
-        """Whether each event of the stream has the usage so far."""
-        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
 
 class ChatBody(GenerationBody):

@@ -8,7 +8,6 @@ that a broken stream can look like.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class EventStream(Response):
         """By the limit of the whole request, or because the server's grace period is over."""
         limit = self._exchange.limit
         if limit is not None and limit.expired():
-            return too_late(round(time.perf_counter() - self._exchange.started_s))
+            return too_late(round(self._exchange.elapsed_s))
         return unavailable("The server is shutting down.", code="shutting_down")
 
     async def _run(self, send: Send) -> None:

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 import msgspec
 import structlog
@@ -50,7 +49,6 @@ class RolloutBook:
         self,
         engines: Sequence[RolloutEngine],
         settings: GatewaySettings,
-        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._clock = settings, clock
@@ -88,10 +86,6 @@ class RolloutBook:
         return not self.driver.has_engine and self._clock() - self._last_engine_s > ENGINE_GRACE_S
 
     # -- what clients ask for -----------------------------------------------------------------------------------------
-
-    @staticmethod
-    def new_key() -> str:
-        return uuid4().hex
 
     def check_size(self, num_samples: int, num_tokens: int = 0) -> None:
         """Raises RequestError for what has never room; the tokens that it may come to hold are known later."""
@@ -283,9 +277,6 @@ class Rollout:
         number = result.sample_id.number
         self.lines.append(msgspec.json.encode(self._document(name, result)))
         self.ends[name, number] = result.state
-        self.tell()
-
-    def tell(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 

@@ -12,10 +12,11 @@ import httpx
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, serve
+from serving.gateway.server import GatewayServer, bind
 from tests.doubles import DoubleEngine
 
 CHAT = "/v1/chat/completions"
@@ -23,6 +24,19 @@ COMPLETIONS = "/v1/completions"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 T = TypeVar("T")
+
+
+@asynccontextmanager
+async def serve(
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, grace_s: int = 10
+) -> AsyncIterator[GatewayServer]:
+    """`async with serve(app) as server:` accepts requests inside the block; raises ConfigError for a busy port."""
+    server = GatewayServer(app, bind(host, port), grace_s=grace_s)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 def gateway(engine: DoubleEngine, registry: CollectorRegistry | None = None, **settings: int) -> FastAPI:

@@ -21,11 +21,10 @@ from structlog.testing import capture_logs
 from serving.gateway.access import ACCESS, Access
 from serving.gateway.app import create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.errors import ConfigError
 from tests.doubles import DoubleEngine
-from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
+from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago, bearer
 from tests.serving.gateway.passage import passing
 from tests.serving.gateway.test_admin import DeskDouble, TargetsDouble
@@ -332,7 +331,7 @@ def test_the_openai_client_raises_what_it_should(keys: KeyFile) -> None:
     keys.add("slow", requests_per_minute=1)
 
     async def run() -> None:
-        async with serve(local_app(keys), port=0, grace_s=1) as server:
+        async with serve(local_app(keys), grace_s=1) as server:
 
             async def talk(secret: str) -> Any:
                 async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
@@ -357,7 +356,7 @@ def test_the_openai_client_raises_what_it_should(keys: KeyFile) -> None:
 def test_a_refusal_reaches_a_client_with_a_large_body(keys: KeyFile) -> None:
     async def run() -> None:
         async with (
-            serve(local_app(keys), port=0, grace_s=1) as server,
+            serve(local_app(keys), grace_s=1) as server,
             AsyncOpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
         ):
             for _ in range(5):

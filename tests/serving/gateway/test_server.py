@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from serving.gateway.server import GatewayServer, bind, serve
+from serving.gateway.server import GatewayServer, bind
 from speculator.errors import ConfigError
 from tests.doubles import DoubleEngine
-from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, running
+from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, running, serve
 
 BODY = {"model": "double", "messages": HELLO, "max_tokens": 40}
 
@@ -136,7 +136,7 @@ def test_ipv6() -> None:
         pytest.skip("this machine has no IPv6")
 
     async def run() -> None:
-        async with serve(gateway(DoubleEngine()), host="::1", port=0) as server, httpx.AsyncClient() as client:
+        async with serve(gateway(DoubleEngine()), host="::1") as server, httpx.AsyncClient() as client:
             assert server.url.startswith("http://[::1]:")
             assert (await client.get(f"{server.url}/health")).status_code == 200
 

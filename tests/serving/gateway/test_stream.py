@@ -96,8 +96,8 @@ def test_failure_mid_stream_ends_with_an_error_event() -> None:
 
 def test_one_failing_sample_aborts_the_others() -> None:
     class OneFails(DoubleEngine):
-        async def _misbehave(self, index: int) -> None:
-            await super()._misbehave(index)
+        async def misbehave(self, index: int) -> None:
+            await super().misbehave(index)
             if index == 3 and self.failure is None:
                 self.failure, self.fail_at = RuntimeError("boom"), 3
                 raise self.failure

@@ -19,13 +19,12 @@ from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.live.live import HISTORY_POINTS, Board, Live
-from serving.gateway.server import serve
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, SpeedupMeter
 from speculator.errors import StoreError
 from tests.doubles import DoubleEngine
 from tests.serving.gateway import passage
-from tests.serving.gateway.client import ask, error_of, gateway
+from tests.serving.gateway.client import ask, error_of, gateway, serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
 
 PAGE = Path(__file__).parents[4] / "serving/gateway/live/page"
@@ -176,7 +175,7 @@ def test_a_counter_that_begins_anew_is_no_rate() -> None:
 
 def test_the_server_reads_on_by_itself_and_tells_only_what_is_new() -> None:
     async def run() -> None:
-        async with serve(Served().app(), port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with serve(Served().app()) as server, httpx.AsyncClient(base_url=server.url) as client:
             seen: list[Any] = []
             while len(seen) < 3:
                 since = seen[-1][0] if seen else 0

@@ -122,7 +122,7 @@ def test_client_that_does_not_read_holds_back_its_own_engine_stream() -> None:
         num_chunks = 0
 
         class Counting(DoubleEngine):
-            async def _misbehave(self, index: int) -> None:
+            async def misbehave(self, index: int) -> None:
                 nonlocal num_chunks
                 num_chunks += 1
 

@@ -20,12 +20,11 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.schema import MAX_GROUPS
-from serving.gateway.server import serve
 from serving.rollout.nouns import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
 from speculator.redis.reward_stream import GroupRewards
 from tests.doubles import DoubleEngine, says
-from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
+from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.test_admin import KEY, KEYS
 from tests.serving.rollout.engines import SeededEngine, work
@@ -53,7 +52,7 @@ def talk(app: FastAPI, with_client: Callable[[httpx.AsyncClient], Awaitable[None
 
     async def run() -> None:
         async with (
-            serve(app, port=0, grace_s=grace_s) as server,
+            serve(app, grace_s=grace_s) as server,
             httpx.AsyncClient(base_url=server.url, timeout=20) as client,
         ):
             await with_client(client)
@@ -335,7 +334,7 @@ def test_a_server_that_stops_tells_the_stream_so() -> None:
 
     async def run() -> str:
         async with httpx.AsyncClient(timeout=20) as client:
-            async with serve(app_of(engine), port=0, grace_s=0) as server:
+            async with serve(app_of(engine), grace_s=0) as server:
                 sending = client.stream("POST", server.url + ROLLOUTS, json=body())
                 response = await sending.__aenter__()
                 await engine.holding.wait()
