@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
@@ -14,6 +15,7 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
+from serving.engine import EngineHealth
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, bind
@@ -37,6 +39,13 @@ async def serve(
         yield server
     finally:
         await server.stop()
+
+
+class FullEngine(DoubleEngine):
+    """Its queue has no room."""
+
+    def health(self) -> EngineHealth:
+        return replace(super().health(), is_full=True)
 
 
 def gateway(engine: DoubleEngine, registry: CollectorRegistry | None = None, **settings: int) -> FastAPI:

@@ -61,13 +61,7 @@ def passthrough_app(keys: KeyFile) -> FastAPI:
 
 
 def routes() -> list[tuple[str, str]]:
-    found = create_app(
-        DoubleEngine(),
-        settings=GatewaySettings(),
-        registry=CollectorRegistry(),
-        drafts=DeskDouble(),
-        targets=TargetsDouble(),
-    ).routes
+    found = local_app(None).routes
     assert all(isinstance(route, Route) for route in found)
     return sorted((method, route.path) for route in found for method in route.methods or () if method != "HEAD")
 
@@ -86,27 +80,15 @@ def keys(tmp_path: Path) -> KeyFile:
     return file
 
 
+PLACES = {"{version}": "7", "{a}": "7", "{b}": "8", "{model:path}": "double", "{name}": "main.js"}
+
+
 def answer(app: FastAPI, method: str, path: str, headers: Any) -> httpx.Response:
-    for name, value in {
-        "{version}": "7",
-        "{a}": "7",
-        "{b}": "8",
-        "{model:path}": "double",
-        "{name}": "main.js",
-    }.items():
+    for name, value in PLACES.items():
         path = path.replace(name, value)
-    body = (
-        {"reason": "r"}
-        if path.startswith("/admin")
-        else {"version": 2}
-        if path == "/v1/target-version"
-        else CHAT_BODY
-        if path == CHAT
-        else {"model": "double", "prompt": "p"}
-    )
-    return ask(
-        app, lambda client: client.request(method, path, headers=headers, json=body if method == "POST" else None)
-    )
+    bodies = {CHAT: CHAT_BODY, "/v1/target-version": {"version": 2}, "/admin/drafts/rollback": {"reason": "r"}}
+    body = bodies.get(path, {"model": "double", "prompt": "p"}) if method == "POST" else None
+    return ask(app, lambda client: client.request(method, path, headers=headers, json=body))
 
 
 def test_the_table_has_every_route_and_no_other() -> None:

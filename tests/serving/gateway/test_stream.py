@@ -75,12 +75,6 @@ def test_stream_says_what_the_whole_answer_says() -> None:
         assert deltas(chunks, index)[-1] == {}
 
 
-def test_failure_before_the_first_chunk_is_an_ordinary_error() -> None:
-    response = chat(DoubleEngine(failure=RuntimeError("boom")), stream=True)
-    assert response.status_code == 500
-    assert error_of(response)["code"] == "internal_error"
-
-
 def test_failure_mid_stream_ends_with_an_error_event() -> None:
     for ask in (chat, complete):
         engine = DoubleEngine(failure=RuntimeError("boom"), fail_at=2)

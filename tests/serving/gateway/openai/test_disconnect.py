@@ -48,19 +48,6 @@ def test_closed_socket_aborts_the_generation(hold_at: int, stream: bool, n: int)
     asyncio.run(run())
 
 
-def test_client_that_stops_mid_stream_over_httpx() -> None:
-    async def run() -> None:
-        engine = DoubleEngine(hold_at=3)
-        async with running(engine) as server, httpx.AsyncClient() as client:
-            async with client.stream("POST", server.url + CHAT, json={**LONG, "stream": True}) as response:
-                await anext(response.aiter_lines())
-            async with asyncio.timeout(5):
-                await engine.abort_seen.wait()
-        assert len(engine.aborted) == 1
-
-    asyncio.run(run())
-
-
 class BareClient:
     """One request spoken in ASGI itself, to leave or to stop reading at an exact point."""
 

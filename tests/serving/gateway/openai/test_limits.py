@@ -7,7 +7,6 @@ import json
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.routing import Route
 
-from serving.engine import Chunk, EngineHealth, GenerateRequest
+from serving.engine import Chunk, GenerateRequest
 from serving.gateway.access import AccessControl, Quota
 from serving.gateway.app import create_app
 from serving.gateway.body import read_json
@@ -35,10 +34,10 @@ from tests.serving.gateway import passage
 from tests.serving.gateway.client import (
     CHAT,
     HELLO,
+    FullEngine,
     ask,
     error_of,
     events,
-    gateway,
     openai_client,
     post,
     running,
@@ -426,11 +425,6 @@ def test_a_stream_that_takes_too_long_to_leave_says_so() -> None:
     assert b"shutting_down" not in events_sent[-1]
 
 
-class FullEngine(DoubleEngine):
-    def health(self) -> EngineHealth:
-        return replace(super().health(), is_full=True)
-
-
 def test_while_the_engine_is_full_no_body_is_read() -> None:
     engine, registry = FullEngine(), CollectorRegistry()
     app = create_app(engine, settings=GatewaySettings(), registry=registry)
@@ -472,10 +466,3 @@ def test_headers_that_do_not_end_are_refused() -> None:
             return refused
 
     assert asyncio.run(run()).startswith(b"HTTP/1.1 400 ")
-
-
-def test_deeply_nested_json_is_refused() -> None:
-    nested = b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    headers = {"content-type": "application/json"}
-    refused = ask(gateway(DoubleEngine()), lambda client: client.post(CHAT, content=nested, headers=headers))
-    assert refused.status_code == 400

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from serving.engine import EngineHealth, TargetReport
+from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts.book import RolloutBook
@@ -24,7 +23,7 @@ from serving.rollout.nouns import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
 from speculator.redis.reward_stream import GroupRewards
 from tests.doubles import DoubleEngine, says
-from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, serve
+from tests.serving.gateway.client import CHAT, HELLO, FullEngine, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.test_admin import KEY, KEYS
 from tests.serving.rollout.engines import SeededEngine, work
@@ -417,13 +416,6 @@ def test_a_keys_limits_hold(tmp_path: Path) -> None:
         assert (refused.status_code, error_of(refused)["code"]) == (403, "key_is_read_only")
 
     ask(app_of(DoubleEngine(), keys_file=keys.path), with_client)
-
-
-class FullEngine(DoubleEngine):
-    """Interactive requests fill its queue."""
-
-    def health(self) -> EngineHealth:
-        return replace(super().health(), is_full=True)
 
 
 def test_what_was_begun_is_looked_after_whatever_the_limits_and_the_queue(tmp_path: Path) -> None:
