@@ -26,7 +26,7 @@ from benchmarks.faults.loop import STREAM_MAX_BYTES, Loop
 from slipstream.demo.report import host
 from slipstream.models import resolve_model
 from speculator.errors import SlipstreamError
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 Seen = dict[str, Observed | str]
 """What was observed of a fault, or what went wrong with it."""

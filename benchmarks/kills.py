@@ -43,8 +43,8 @@ from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace, encode_trace
-from tests.toy import make_toy_model
+from speculator.trace import decode_trace, encode_trace
+from tests.fixtures.toy import make_toy_model
 
 VICTIMS = ("trainer", "trainer", "redis", "redis", "engine")
 LONGEST_PAUSE_S = 3.0
@@ -115,6 +115,11 @@ class Scene:
         for service in (self.engine, self.trainer):
             if not service.is_alive:
                 service.start()
+
+    def answers_again(self) -> bool:
+        """Whether something was answered in the last seconds; meanwhile what ends is started again."""
+        self.revive()
+        return bool(self.load.last(2).outcomes[OK])
 
     def stop_asking(self) -> None:
         self.load.stop()
@@ -207,7 +212,7 @@ def run(folder: Path, *, num_kills: int, fsync: str, seed: int) -> Outcome:
             if scene.kill(victim):
                 victims[victim] += 1
             scene.revive()
-        wait(lambda: scene.revive() is None and bool(scene.load.last(2).outcomes[OK]), "answers after the last kill")
+        wait(scene.answers_again, "answers after the last kill")
         scene.stop_asking()
         settled_s = wait(scene.is_settled, "everything to be settled", timeout_s=600)
         scene.trainer.end(signal.SIGTERM)

@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
 from benchmarks.common.drafts import add_first, add_version, as_examples, trained
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.replayed import DEPTH, MIN_CONFIDENCE, Answer, Costs, ReplayEngine, Table
+from benchmarks.replayed import DEPTH, Answer, Costs, ReplayEngine, Table
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from slipstream.models import resolve_model
@@ -52,18 +52,18 @@ from speculator.draft.initialization import fresh_draft
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import load_draft
+from speculator.trace import Trace
 from speculator.versions.lifecycle import State, Transition
+from speculator.versions.lineage import load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
+from trainer.release.acceptance import predict_acceptance
 from trainer.release.live_review import ACTOR, Review
-from trainer.release.offline_scoring import predict_acceptance
-from trainer.replay.provenance import Stored, provenance_of
+from trainer.replay.memory import Stored, provenance_of
 
 POLL_S = 0.5
 """Virtual seconds between two looks of the follower: its default."""
@@ -115,7 +115,7 @@ def subtly_worse(
     def length(state: dict[str, Tensor]) -> float:
         copy = Eagle3Draft(draft.config, draft.embed, draft.d2t)
         apply_state(copy, state)
-        return predict_acceptance(copy, examples, depths=[DEPTH], min_confidence=MIN_CONFIDENCE)[DEPTH].length
+        return predict_acceptance(copy, examples, depths=[DEPTH])[DEPTH].length
 
     good = length(draft_state(draft))
     low, high = 0.0, 2.0

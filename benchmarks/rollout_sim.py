@@ -38,8 +38,8 @@ from typing import Any
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
 from benchmarks.rollout_model import Costs, Drafting, Outcome, Setup, simulate
-from serving.rollout.nouns import GroupRequest, Sample, SampleId
 from serving.rollout.order import ContextAware, Fifo, Rank, urgency
+from serving.rollout.samples import GroupRequest, Sample, SampleId
 from serving.rollout.scheduler import Policy
 
 TABLE = Path(__file__).with_name("rollout_costs.json")

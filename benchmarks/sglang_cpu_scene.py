@@ -21,7 +21,7 @@ from speculator.draft.initialization import fresh_draft
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer, speculative_flags
 

@@ -46,17 +46,15 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Child, Sample, running_child
 from slipstream.models import resolve_model
-from slipstream.start.processes import Child, running_child
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
-from speculator.redis.client import connect
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 from trainer.config import ENV_PREFIX
 
 MIB = 1024 * 1024

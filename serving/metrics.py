@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serving.capture.recorder import DROP_REASONS, RecorderStats
-from serving.hotswap.installer import SwapLog
+from serving.hotswap.follower import SwapLog
 from serving.speedup import BASELINE, PLAN_MODEL, Group, Speedup, SpeedupMeter
 
 # Names and help texts of what both engines have, each counting for itself.

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from structlog.typing import EventDict, Processor
 
 from speculator.errors import SlipstreamError
-from speculator.settings import unusable
+from speculator.host import unusable
 
 ENV_PREFIX = "SLIPSTREAM_LOG_"
 

@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from speculator.draft.checkpoint import read_target_tensor, target_fingerprint
-from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.initialization import fresh_draft
-from speculator.draft.precision import autocast
 from speculator.errors import ConfigError, TraceError
-from speculator.trace.recording import RecordingReader
-from speculator.versions.bootstrap import check_lineage, load_draft
+from speculator.recording import RecordingReader
+from speculator.versions.lineage import check_lineage, load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, Window, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.losses import LossMix
 from trainer.learning.optimizer_step import Learner
-from trainer.release.acceptance import Acceptance, recorded_rounds
-from trainer.release.offline_scoring import predict_acceptance
+from trainer.release.acceptance import predict_acceptance, recorded_rounds
+from trainer.statistics import Acceptance
 
 HELD_OUT_SHARE = 0.2
 PASSES = 4
@@ -55,7 +54,6 @@ class ReplayOptions:
     loss: str | None = None
     num_steps: int | None = None
     seed: int = 0
-    min_confidence: float = 0.0
     num_points: int = 8
     """Points of the curve, the one before the first step not counted."""
     draft_vocab_size: int | None = None
@@ -121,7 +119,6 @@ def replay(
         "loss": str(LossMix.parse(config.loss)),
         "seed": options.seed,
         "depth": max(options.depths),
-        "min_confidence": options.min_confidence,
         "steps": num_steps,
         "skipped_steps": num_skipped,
         "learnt_traces": len(split.learnt),
@@ -239,7 +236,7 @@ class Feed:
 
 @contextmanager
 def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
-    """Matrices are multiplied as the gate does it (trainer/release/offline_scoring.py), by default in bfloat16 where
+    """Matrices are multiplied as the gate does it (trainer/release/gate.py), by default in bfloat16 where
     that is fast."""
     # Autocast converts each weight once, and not for every answer, where it might have a gradient.
     draft.requires_grad_(True)
@@ -267,7 +264,6 @@ def _point(
                 draft,
                 [example for example in split.held_out if example.domain == domain],
                 depths=options.depths,
-                min_confidence=options.min_confidence,
             )
             for domain in dict.fromkeys(example.domain for example in split.held_out)
         }

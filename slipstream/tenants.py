@@ -18,17 +18,15 @@ from typing import Any
 
 import redis
 
-from serving.group_cache.redis_store import GroupTexts
+from serving.group_cache.texts import GroupTexts
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.reward_stream import RewardStream
-from speculator.redis.trace_deletion import Remover, remove_from_recording
-from speculator.trace.codec import read_header
-from speculator.trace.schema import TraceHeader
+from speculator.redis.trace_deletion import Erasures, Remover, remove_from_recording
+from speculator.redis.trace_stream import RewardStream
+from speculator.trace import TraceHeader, read_header
+from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import counts_of
-from trainer.ingest.disk_cache import TEMPORARY, shelf_folder
+from trainer.replay.trace_source import TEMPORARY, shelf_folder
 
 _POLL_S = 0.2
 _WRITTEN_S = 5.0

@@ -13,14 +13,13 @@ import numpy as np
 import redis
 
 from speculator.errors import TraceError
-from speculator.json_lines import json_line
-from speculator.redis.client import redis_errors
-from speculator.redis.keys import RedisKeys
+from speculator.files import json_line
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.trace_deletion import remove_from_recording
-from speculator.trace.codec import decode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from speculator.trace import Trace, decode_trace
+from trainer.release.acceptance import recorded_rounds
+from trainer.statistics import Acceptance
 
 _POLL_MS = 500
 _CHUNK = 16

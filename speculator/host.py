@@ -1,4 +1,4 @@
-"""What this machine has: its clock, the CPU cores of this process, a folder for caches, free loopback ports."""
+"""What a process gets from its machine: settings, secrets, clock, CPU cores, a cache folder, free loopback ports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import socket
 import time
 from pathlib import Path
+
+from pydantic import ValidationError
+
+from speculator.errors import ConfigError
 
 
 def now_ms() -> int:
@@ -51,3 +55,24 @@ def free_port() -> int:
             continue
         return port
     raise OSError(f"no port of {_LOWEST} to {_HIGHEST} is free")
+
+
+def unusable(prefix: str, invalid: ValidationError) -> ConfigError:
+    """The first fault of a settings class with that `env_prefix`, under its variable's name and without its value."""
+    first = invalid.errors(include_url=False)[0]
+    variable = prefix + "_".join(str(part) for part in first["loc"]).upper()
+    return ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it")
+
+
+def read_secret(path: Path, variable: str) -> str:
+    """The text of a file that `variable` names, without the end of its line; raises ConfigError naming the variable."""
+    try:
+        secret = path.read_text("utf-8-sig").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = type(error).__name__
+        raise ConfigError(
+            f"{variable} names {path}, which cannot be read ({reason}): check path and permissions"
+        ) from None
+    if not secret:
+        raise ConfigError(f"{variable} names {path}, which is empty: write the secret into it")
+    return secret

@@ -16,11 +16,11 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
-from tests.small_disk import filled, small_disk
-from tests.toy import make_toy_model, random_draft
-from tests.traces import make_trace
-from tests.waiting import wait_until
-from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
+from tests.fixtures.faults import filled, small_disk
+from tests.fixtures.toy import make_toy_model, random_draft
+from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
+from trainer.session import Progress, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture

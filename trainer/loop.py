@@ -1,25 +1,43 @@
 """The training loop, one screen: read → train → checkpoint → ack → gate, checkpoint and publish → rest.
 
-`Trainer` has the verbs of the loop; trainer/wiring.py puts together what they act on.
+`train_until` is the loop. `Trainer` has its verbs, and puts together what they act on.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_deletion import Erasures, Remover
+from speculator.redis.trace_stream import RewardStream, TraceStream
 from speculator.tracing import prefixed, span
+from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig
+from trainer.learning.batch import make_example
+from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.optimizer_step import Learner
-from trainer.learning.schedule import tokens_owed, training_pressure
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.wiring import assemble, reason_to_forget_golden
+from trainer.release.candidate import Candidates
+from trainer.release.gate import Decide, Gate, decide
+from trainer.release.live_review import Review
+from trainer.replay.admission import Forgetting, Intake
+from trainer.replay.buffer import Replay, RewardWeights
+from trainer.replay.eval_sets import HeldOut, golden_set
+from trainer.replay.trace_source import Shelf, TraceSource, consumer_name, shelf_folder
+from trainer.schedule import Throttle, tokens_owed, training_pressure
+from trainer.session import Progress, Training, joined, save_checkpoint, share_of
 
 
 class _Stock(NamedTuple):
@@ -46,28 +64,98 @@ class Trainer:
         ranks: Ranks | None = None,
         device: torch.device | None = None,
         clock: Callable[[], float] = time.time,
+        decide: Decide = decide,
     ) -> None:
         """Resumes the last checkpoint, or starts from the newest version of the store, or from a fresh draft.
 
         A store without a version gets the fresh draft as its first, so that engines can start. The draft is trained on
-        `device`, by default the CPU. `clock` gives seconds since the epoch.
+        `device`, by default the CPU. `clock` gives seconds since the epoch. `decide` is the gate's rule.
         Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError.
         """
-        self._config, self.ranks = config, ranks or Ranks()
+        self.config, self.ranks = config, ranks or Ranks()
         self.metrics = TrainerMetrics(registry)
-        parts = assemble(config, self.ranks, self.metrics, device=device or torch.device("cpu"), clock=clock)
-        self._redis, self._rewards, self._replay = parts.client, parts.rewards, parts.replay
-        self._training, self._forgetting, self._shelf = parts.training, parts.forgetting, parts.shelf
-        self._source, self.intake = parts.source, parts.intake
-        self._candidates, self._saver, self.throttle = parts.candidates, parts.saver, parts.throttle
-        self.metrics.healthy.set(self._training.guard.healthy)
-        self._source.observe_lag()
+        self._fingerprint = target_fingerprint(config.model_dir)
+        self._redis = connect(config.redis_url)
+        self._rewards = RewardWeights(
+            RewardStream(self._redis, config.model_key), bound=config.max_reward_weight, metrics=self.metrics
+        )
+        rng = random.Random(config.seed + self.ranks.rank)
+        self.replay = Replay(
+            max_bytes=config.replay_max_bytes,
+            max_waiting=config.max_waiting_traces,
+            recent_share=config.replay_recent_share,
+            max_tenant_share=config.max_tenant_share,
+            max_draft_lag=config.max_draft_lag,
+            max_target_lag=config.max_target_lag,
+            rng=rng,
+            seed=config.seed,
+            reward_weight=self._rewards.weight,
+        )
+        store = DraftStore(config.store_dir)
+        self.training = Training(
+            config,
+            self.ranks,
+            store,
+            self.replay,
+            self.metrics,
+            target_fingerprint=self._fingerprint,
+            device=device or torch.device("cpu"),
+            rng=rng,
+        )
+        progress = self.training.resume()
+        self._forgetting = Forgetting(
+            Erasures(self._redis, config.model_key),
+            Remover(self._redis, config.model_key),
+            name=consumer_name(self.ranks.rank),
+            ttl_s=self._ttl_s,
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self._forgetting.look()
+        draft = self.learner.draft
+        self._to_example = partial(
+            make_example,
+            draft_ids_V=draft_ids_by_target_id(draft.d2t.cpu(), draft.config.vocab_size),
+            feature_width=draft.fc.in_features,
+            window=draft.config.max_position_embeddings,
+        )
+        self._shelf = Shelf(shelf_folder(config.state_dir))
+        self.source = self._open_source(progress)
+        self.intake = self._open_intake(progress)
+        pointer = DraftPointer(self._redis, config.model_key)
+        self.review = Review(
+            store.lifecycle,
+            pointer,
+            config,
+            self.metrics,
+            self.ranks,
+            load_draft=self.training.load_draft,
+            clock=clock,
+        )
+        held_out, golden = self.intake.held_out, self.intake.golden
+        self.candidates = Candidates(
+            self.training,
+            self.intake,
+            Gate(held_out, golden, config, self.ranks, load_draft=self.training.load_draft, decide=decide),
+            store,
+            pointer,
+            config,
+            self.metrics,
+            self.ranks,
+            target_fingerprint=self._fingerprint,
+            vetoed_since_s=progress.vetoed_since_s,
+            clock=clock,
+        )
+        self.throttle = Throttle(pointer.engines, self.ranks, self.metrics, busy_share=config.busy_share)
+        self._saved_s, self._saved_steps = time.monotonic(), self.learner.num_steps
+        self.metrics.healthy.set(self.training.guard.healthy)
+        self.source.observe_lag()
         self._forgetting.report()
         self._survey()
 
     @property
     def learner(self) -> Learner:
-        return self._training.learner
+        return self.training.learner
 
     def read(self, *, block_ms: int) -> None:
         """Take new traces into the replay, as many as it has room for, after forgetting what is to be forgotten."""
@@ -78,36 +166,36 @@ class Trainer:
         newest = self.intake.target_version
         if newest > previous:
             self.learner.target_moved()
-        self._candidates.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
+        self.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
         num_news, num_repeated_tokens = self.ranks.sum([arrivals.is_news, arrivals.num_repeated_tokens])
-        repeated = int(self._config.max_passes * num_repeated_tokens)
-        since_news = max(self._training.tokens_since_news - repeated, 0)
-        self._training.tokens_since_news = 0 if num_news else since_news
+        repeated = int(self.config.max_passes * num_repeated_tokens)
+        since_news = max(self.training.tokens_since_news - repeated, 0)
+        self.training.tokens_since_news = 0 if num_news else since_news
         self._survey()
         self.metrics.pressure.set(self.pressure if self.has_work else 0.0)
 
     @property
     def pressure(self) -> float:
-        """From 0 to 1: how much more training is worth its compute (trainer/learning/schedule.py)."""
-        return training_pressure(alarm=self._stock.num_alarms > 0, gain=self._training.curve.gain)
+        """From 0 to 1: how much more training is worth its compute (trainer/schedule.py)."""
+        return training_pressure(alarm=self._stock.num_alarms > 0, gain=self.training.curve.gain)
 
     @property
     def has_work(self) -> bool:
         """A new trace waits, or the old ones were not yet learnt from as often as the pressure asks for."""
         owed = tokens_owed(
             pressure=self.pressure,
-            max_passes=self._config.max_passes,
+            max_passes=self.config.max_passes,
             replay_tokens=self._stock.num_tokens,
-            tokens_since_news=self._training.tokens_since_news,
+            tokens_since_news=self.training.tokens_since_news,
         )
         return self._stock.num_waiting > 0 or owed > 0
 
     def step(self) -> None:
         """One optimiser step on a batch from the replay of every rank."""
         start_s = time.perf_counter()
-        draw = self._replay.draw(self._config.batch_tokens, published=self._training.version)
+        draw = self.replay.draw(self.config.batch_tokens, published=self.training.version)
         with span("train_step") as learning:
-            report = self._training.step(draw.batch)
+            report = self.training.step(draw.batch)
             learning.set_attributes(
                 prefixed(
                     loss=report.loss,
@@ -117,56 +205,69 @@ class Trainer:
                     step=self.learner.num_steps,
                 )
             )
-        self._source.mark_used([drawn.stored for drawn in draw.batch] + draw.passed_over)
+        self.source.mark_used([drawn.stored for drawn in draw.batch] + draw.passed_over)
         self._survey()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
         proposal_weight = sum(drawn.proposal_weight for drawn in draw.batch) / max(len(draw.batch), 1)
         self.metrics.proposal_weight.set(proposal_weight)
-        self.metrics.observe_step(report, time.perf_counter() - start_s)
-        self.metrics.observe_replay(self._replay)
-        self.metrics.healthy.set(self._training.guard.healthy)
+        self.metrics.observe_step(
+            applied=report.applied,
+            num_tokens=report.num_bases,
+            loss=report.loss,
+            accept_length=report.accept_length,
+            seconds=time.perf_counter() - start_s,
+        )
+        self.metrics.observe_replay(
+            num_traces=len(self.replay),
+            num_waiting=self.replay.num_waiting,
+            num_evicted=self.replay.num_evicted,
+            bytes_by_domain=self.replay.num_bytes_by_domain(),
+        )
+        self.metrics.healthy.set(self.training.guard.healthy)
 
     @property
     def checkpoint_due(self) -> bool:
-        return self._saver.is_due
+        waited_s = time.monotonic() - self._saved_s
+        changed = self.learner.num_steps != self._saved_steps or self.source.has_used
+        return self.ranks.any(changed and waited_s >= self.config.checkpoint_interval_s)
 
     def checkpoint(self) -> None:
-        """Make the steps so far durable. Raises StoreError: a trainer that cannot save must not go on acking."""
-        self._saver.save()
+        """Make the steps so far durable: rank 0 writes what all ranks know, and all wait until it is on disk.
+
+        Raises StoreError: a trainer that cannot save must not go on acking.
+        """
+        start_s = time.monotonic()
+        self.training.ensure_finite()
+        # Perhaps another learner by now: with the last good weights.
+        learner, progress = self.learner, self._progress()
+        self._shelf.sync(progress.trace_ids)
+        parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
+        state = {name: tensor.cpu() for name, tensor in {**learner.state(), "d2t": learner.draft.d2t}.items()}
+        self.ranks.lead(lambda: save_checkpoint(self.config.state_dir, state, joined(parts)))
+        self._shelf.keep({*progress.trace_ids, *self.source.trace_ids_in_hand})
+        self._saved_s, self._saved_steps = time.monotonic(), learner.num_steps
+        self.metrics.checkpoint_seconds.set(self._saved_s - start_s)
 
     def ack(self) -> None:
         """Tell Redis about the traces that the last checkpoint lists."""
-        self._source.ack_used()
-
-    @property
-    def is_reviewing(self) -> bool:
-        """Traces wait here to be decoded by the versions that are compared on them."""
-        return self._candidates.review.has_work
-
-    def review(self) -> None:
-        """Look once more at a version that came into service, on a few of the traces that arrived since."""
-        self._candidates.review.take_turn()
+        self.source.ack_used()
 
     def heed_rollbacks(self) -> None:
         """Start again from the last good version where the one in training was rolled back or barred."""
-        if self._candidates.heed_rollbacks():
+        if self.candidates.heed_rollbacks():
             # The checkpoint on disk still has the weights that were given up.
             self.checkpoint()
             self.ack()
 
-    @property
-    def publish_due(self) -> bool:
-        return self._candidates.due
-
     def publish(self) -> None:
         """Judge the averaged draft, and offer it to the engines where it is fit."""
         with span("publish") as publishing:
-            published = self._candidates.publish()
+            published = self.candidates.publish()
             if published:
                 # Before the engines hear of it: a trainer that is killed would not know what its weights became.
                 self.checkpoint()
-                self._candidates.announce()
-            publishing.set_attributes(prefixed(published=published, version=self._training.version))
+                self.candidates.announce()
+            publishing.set_attributes(prefixed(published=published, version=self.training.version))
         if published:
             self.ack()
 
@@ -174,21 +275,95 @@ class Trainer:
         self._forgetting.close()
         self._redis.close()
 
+    @property
+    def _ttl_s(self) -> float:
+        return 3600 * self.config.trace_ttl_hours
+
+    def _open_source(self, progress: Progress) -> TraceSource:
+        config, consumer = self.config, consumer_name(self.ranks.rank)
+        stream = TraceStream(
+            self._redis, config.model_key, max_bytes=config.stream_max_bytes, consumer=consumer, ttl_s=self._ttl_s
+        )
+        source = TraceSource(
+            stream,
+            self._to_example,
+            target_fingerprint=self._fingerprint,
+            used_trace_ids=progress.used_trace_ids,
+            shelf=self._shelf,
+            metrics=self.metrics,
+            max_known=config.max_known_traces,
+            reason_to_forget=self._forgetting.reason,
+            has_refused=self._forgetting.may_have_orders,
+        )
+
+        def tidy() -> None:
+            """Before any rank reads: what processes had that are gone for good is found again, or removed."""
+            source.take_over()
+            self._shelf.sweep(progress.trace_ids)
+
+        self.ranks.lead(tidy)
+        return source
+
+    def _open_intake(self, progress: Progress) -> Intake:
+        config = self.config
+        held_out = HeldOut(
+            share=config.holdout_share,
+            max_traces=config.holdout_traces,
+            max_bytes=config.holdout_share * config.replay_max_bytes,
+            max_tenant_share=config.max_tenant_share,
+            seed=config.seed,
+        )
+        golden = golden_set(
+            config,
+            self._to_example,
+            self.ranks,
+            target_fingerprint=self._fingerprint,
+            is_gone=self._forgetting.reason_in_recording,
+        )
+        share = share_of(progress, self.ranks.rank)
+        return Intake(self.source, self.replay, held_out, golden, config, self.metrics, share, self.ranks)
+
+    def _progress(self) -> Progress:
+        """What this rank knows."""
+        training, intake = self.training, self.intake
+        num_traces, new_tokens = intake.settled
+        return Progress(
+            target_fingerprint=self._fingerprint,
+            learnt_tokens=training.learnt_tokens,
+            new_tokens=new_tokens,
+            num_traces=num_traces,
+            used_trace_ids=self.source.used_trace_ids,
+            replay=self.replay.members,
+            domains=intake.domains.known,
+            drift=intake.drift.states,
+            curve=training.curve.points,
+            tokens_since_news=training.tokens_since_news,
+            num_repeated=intake.num_repeated,
+            version=training.version,
+            held_out=intake.held_out_trace_ids,
+            golden=intake.golden_trace_ids,
+            tenants=training.tenants,
+            vetoed_since_s=self.candidates.vetoed_since_s,
+            target_version=intake.target_version,
+        )
+
     def _forget(self) -> None:
         if not self._forgetting.look():
             return
-        if self._source.has_refused and self._forgetting.sweep():
-            self._source.swept()
-        is_golden_gone = reason_to_forget_golden(self._config, self._forgetting)
+        if self.source.has_refused and self._forgetting.sweep():
+            self.source.swept()
+        # Whoever chose an operator's recording chose its age, too.
+        is_recording = self.config.golden is not None
+        is_golden_gone = self._forgetting.reason_in_recording if is_recording else self._forgetting.reason
         gone = self.intake.forget(self._forgetting.reason, is_golden_gone=is_golden_gone)
-        self._candidates.review.forget(self._forgetting.reason)
+        self.review.forget(self._forgetting.reason)
         self._shelf.remove(stored.trace_id for stored in gone)
         self._forgetting.removed(gone)
         self._forgetting.report()
 
     def _survey(self) -> None:
         """Look over all replays: what is in them decides whether all ranks go on."""
-        counts = (self._replay.num_waiting, self._replay.num_tokens, self.intake.drift.alarm)
+        counts = (self.replay.num_waiting, self.replay.num_tokens, self.intake.drift.alarm)
         self._stock = _Stock(*map(int, self.ranks.sum(counts)))
 
 
@@ -199,7 +374,7 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
     """Learn until `stop` is set, then put everything in order.
 
     Waits for: new traces, and only when nothing is to be gained from the old ones (`Trainer.has_work`): then it sleeps
-    in Redis, up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/throttle.py).
+    in Redis, up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/schedule.py).
     Unblocked by: the next trace, or `stop`.
     When behind: it reads no more than `Replay.room` traces, so the backlog stays in Redis under the stream's byte cap,
     which drops and counts the oldest; batches are then made of new traces only.
@@ -208,16 +383,16 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
     Under several ranks each turn is made by all of them: one that has work, or is told to stop, takes the others along.
     """
     while not trainer.ranks.any(stop.is_set()):
-        trainer.read(block_ms=0 if trainer.has_work or trainer.is_reviewing else IDLE_BLOCK_MS)
+        trainer.read(block_ms=0 if trainer.has_work or trainer.review.has_work else IDLE_BLOCK_MS)
         began_s = time.monotonic()
         if trainer.has_work:
             trainer.step()
         if trainer.checkpoint_due:
             trainer.checkpoint()
             trainer.ack()
-        trainer.review()
+        trainer.review.take_turn()
         trainer.heed_rollbacks()
-        if trainer.publish_due:
+        if trainer.candidates.due:
             trainer.publish()
         trainer.throttle.rest(time.monotonic() - began_s, stop)
     trainer.checkpoint()

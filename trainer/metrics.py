@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from speculator.redis.stream_accounting import StreamLag
-from trainer.learning.drift import ALL, AcceptanceSeries
-from trainer.learning.optimizer_step import StepReport
-from trainer.release.gate import Comparison, GateDecision, Outcome
-from trainer.replay.buffer import Admission, Replay
+from trainer.statistics import Comparison
 
 _AGE_BUCKETS_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
+_ADMISSIONS = (
+    *("new", "held_out", "golden", "repeated", "refused", "no_room", "old_target"),
+    "passed_over",
+)
 _STREAM_STATES = (
     *("undelivered", "pending", "acked", "lost", "dead_lettered", "erased", "expired"),
     *("skipped", "redelivered", "foreign"),
@@ -29,7 +31,7 @@ class TrainerMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+        self.registry = registry
         self._domains_with_bytes: set[str] = set()
         self._num_evicted = 0
         self._declare_arrivals(registry)
@@ -244,36 +246,42 @@ class TrainerMetrics:
 
     def serve(self, host: str, port: int) -> None:
         """Expose the registry on an address of this machine, from a daemon thread."""
-        start_http_server(port, host, self._registry)
+        start_http_server(port, host, self.registry)
 
     def observe_arrival(self, num_tokens: int, created_ms: int) -> None:
         self.traces.labels("admitted").inc()
         self.new_tokens.inc(num_tokens)
         self.trace_age.observe(max(time.time() - created_ms / 1000, 0.0))
 
-    def observe_step(self, report: StepReport, seconds: float) -> None:
-        self.steps.labels("applied" if report.applied else "skipped").inc()
+    def observe_step(
+        self, *, applied: bool, num_tokens: int, loss: float, accept_length: float, seconds: float
+    ) -> None:
+        self.steps.labels("applied" if applied else "skipped").inc()
         self.step_seconds.observe(seconds)
-        if report.applied:
-            self.learnt_tokens.inc(report.num_bases)
-            self.loss.set(report.loss)
-            self.accept_length.set(report.accept_length)
+        if applied:
+            self.learnt_tokens.inc(num_tokens)
+            self.loss.set(loss)
+            self.accept_length.set(accept_length)
 
-    def observe_replay(self, replay: Replay) -> None:
-        self.replay_bytes.set(replay.num_bytes)
-        self.replay_traces.set(len(replay))
-        self.waiting_traces.set(replay.num_waiting)
-        self.evictions.inc(replay.num_evicted - self._num_evicted)
-        self._num_evicted = replay.num_evicted
-        sizes = replay.num_bytes_by_domain()
-        for domain in self._domains_with_bytes | sizes.keys():
-            self.domain_bytes.labels(domain).set(sizes.get(domain, 0))
-        self._domains_with_bytes |= sizes.keys()
+    def observe_replay(
+        self, *, num_traces: int, num_waiting: int, num_evicted: int, bytes_by_domain: Mapping[str, int]
+    ) -> None:
+        """`num_evicted` counts since the start of the process."""
+        self.replay_bytes.set(sum(bytes_by_domain.values()))
+        self.replay_traces.set(num_traces)
+        self.waiting_traces.set(num_waiting)
+        self.evictions.inc(num_evicted - self._num_evicted)
+        self._num_evicted = num_evicted
+        for domain in self._domains_with_bytes | bytes_by_domain.keys():
+            self.domain_bytes.labels(domain).set(bytes_by_domain.get(domain, 0))
+        self._domains_with_bytes |= bytes_by_domain.keys()
 
-    def observe_gate(self, decision: GateDecision) -> None:
-        self.gate_decisions.labels(decision.outcome.value).inc()
-        self.gate_seconds.set(decision.seconds)
-        for name, found in (("held_out", decision.fresh), ("golden", decision.golden)):
+    def observe_gate(
+        self, outcome: str, seconds: float, *, fresh: Comparison | None, golden: Comparison | None
+    ) -> None:
+        self.gate_decisions.labels(outcome).inc()
+        self.gate_seconds.set(seconds)
+        for name, found in (("held_out", fresh), ("golden", golden)):
             if found is not None:
                 for bound, value in _bounds(found):
                     self.gate_change.labels(name, bound).set(value)
@@ -287,12 +295,13 @@ class TrainerMetrics:
         self.review_traces.inc(num_traces)
         self.review_seconds.inc(seconds)
 
-    def observe_drift(self, domain: str, series: AcceptanceSeries) -> None:
-        self.acceptance.labels(domain, "short").set(series.short)
-        if series.state.num_long:
-            self.acceptance.labels(domain, "long").set(series.long)
-        self.drift_alarm.labels(domain).set(series.alarm)
-        self.drift_margin.labels(domain).set(min(series.margin, 1.0))
+    def observe_drift(self, domain: str, *, short: float, long: float | None, margin: float, alarm: bool) -> None:
+        """`long` is None until it is known."""
+        self.acceptance.labels(domain, "short").set(short)
+        if long is not None:
+            self.acceptance.labels(domain, "long").set(long)
+        self.drift_alarm.labels(domain).set(alarm)
+        self.drift_margin.labels(domain).set(min(margin, 1.0))
 
     def observe_lag(self, lag: StreamLag) -> None:
         for state in _STREAM_STATES:
@@ -306,11 +315,11 @@ class TrainerMetrics:
             (self.forgotten, ("erased", "expired")),
             (self.stream_errors, ("read", "ack", "lag", "recent", "take_over", "dead_letter", "erasures", "rewards")),
             (self.steps, ("applied", "skipped")),
-            (self.admissions, (*Admission, "passed_over")),
-            (self.gate_decisions, (outcome.value for outcome in Outcome)),
+            (self.admissions, _ADMISSIONS),
+            (self.gate_decisions, ("promote", "refuse", "hold")),
             (self.reviews, ("rolled_back", "kept", "undecided", "withdrawn")),
-            (self.drift_alarm, (ALL,)),
-            (self.drift_alarms, (ALL,)),
+            (self.drift_alarm, ("all",)),
+            (self.drift_alarms, ("all",)),
             (self.held_out_traces, ("held_out", "golden")),
         ):
             for label in labels:

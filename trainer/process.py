@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import structlog
 import torch
@@ -15,15 +16,18 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from trainer.config import LOWEST, TrainerConfig, choose_device, local_rank
 from trainer.loop import Trainer, train_until
 from trainer.ranks import Ranks, join_ranks
-from trainer.throttle import give_way_as_a_session, give_way_in_the_kernel
 
 log = structlog.get_logger()
 
 # oneDNN keeps compiled kernels for the last 1,024 shapes, 0.7 MB each, and steps have fewer that come again
-# (trainer/learning/ttt_unroll.py). Read when the first matrix is multiplied, so it is in time here.
+# (trainer/learning/ttt.py). Read when the first matrix is multiplied, so it is in time here.
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
+_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_AUTOGROUP = Path("/proc/self/autogroup")
+_AUTOGROUPS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 def run_trainer(config: TrainerConfig) -> None:
@@ -35,7 +39,7 @@ def run_trainer(config: TrainerConfig) -> None:
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
     takes more from the engine beside it than training does. It also sets MALLOC_MMAP_THRESHOLD_ and
     MALLOC_TRIM_THRESHOLD_, so that glibc keeps the memory that the next step allocates again
-    (slipstream/start/processes.py). Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError
+    (slipstream/demo/servers.py). Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError
     when it cannot start, and StoreError when it cannot save its checkpoint.
     """
     os.environ.setdefault(*_KERNEL_CACHE)
@@ -99,3 +103,63 @@ def _end_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def give_way_in_the_kernel() -> None:
+    """Let this thread, and those that it starts, run where no other wants the core; for good. Only Linux can."""
+    if not hasattr(os, "SCHED_IDLE"):
+        return
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError as error:
+        log.warning("this system refuses SCHED_IDLE: the trainer stays at its niceness", error=str(error))
+
+
+def give_way_as_a_session(nice: int) -> None:
+    """Tell the kernel, or whoever runs this process, that an engine's need of a core goes first.
+
+    Linux weighs a control group with a CPU weight of its own, a container's or a service's, as a whole: niceness counts
+    within it. Elsewhere, with `sched_autogroup_enabled`, it weighs sessions alike: a trainer at 19 takes half of the
+    core that an engine of another session wants. A session that this process leads is its own, and is made as nice as
+    it is, `nice`; another has more processes in it, and stays.
+    """
+    if nice <= 0 or not hasattr(os, "getsid"):
+        return
+    if _has_cpu_share():
+        log.info(
+            "niceness counts within this container or service alone: give it less of the CPU than the engine "
+            "(cpu_shares in compose, CPUWeight= in systemd, CPU requests in Kubernetes)"
+        )
+        return
+    if not _has_autogroups():
+        return
+    if os.getsid(0) != os.getpid():
+        log.info("niceness counts within this session alone: start the trainer with setsid beside an engine elsewhere")
+        return
+    try:
+        _AUTOGROUP.write_text(str(nice))
+    except OSError as error:
+        log.warning("this session's share of a core stays as it is", error=str(error))
+
+
+def _has_cpu_share() -> bool:
+    """Whether this process is in a control group, of either version, for which the kernel shares the CPU by weights."""
+    try:
+        groups = [line.split(":", 2) for line in _CGROUPS.read_text().splitlines()]
+    except OSError:
+        return False
+    for _, controllers, group in groups:
+        if "cpu" in controllers.split(","):
+            return group != "/"
+        if not controllers:
+            # Only the root has no weight; a container may see its own group as the root's path.
+            folder = _CGROUP_ROOT / group.strip("/")
+            return any((each / "cpu.weight").exists() for each in (folder, *folder.parents))
+    return False
+
+
+def _has_autogroups() -> bool:
+    try:
+        return _AUTOGROUP.exists() and _AUTOGROUPS_ENABLED.read_text().strip() == "1"
+    except OSError:
+        return False

@@ -11,8 +11,8 @@ from torch import Tensor
 from speculator.draft.checkpoint import draft_config_json, draft_state, target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import admit, begin, load_draft
+from speculator.trace import Trace
+from speculator.versions.lineage import admit, begin, load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import load_config
 from trainer.learning.batch import Example, cut, make_example, pack

@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.faults.load import Load, Window
-from slipstream.demo.scrape import Sample
-from slipstream.start.processes import Child
+from slipstream.demo.servers import Child, Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import connect
@@ -23,7 +22,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
-from tests.small_disk import small_disk
+from tests.fixtures.faults import small_disk
 
 MODEL = "toy"
 STREAM_MAX_BYTES = 16 << 20

@@ -10,7 +10,7 @@ from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.load import BROKEN, CHANGED, CUT, OK
 from benchmarks.faults.loop import Loop
 from speculator.errors import SlipstreamError
-from tests.small_disk import filled
+from tests.fixtures.faults import filled
 
 GRACE_S = 30.0
 

@@ -12,7 +12,7 @@ from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.load import Window
 from benchmarks.faults.loop import Books, Loop
 from speculator.redis.client import connect
-from tests.small_disk import filled
+from tests.fixtures.faults import filled
 
 AWAY_S = 4.0
 _PROMISE = "serving goes on; nothing acknowledged is lost; both sides resume"

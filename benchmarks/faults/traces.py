@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.loop import Loop
-from speculator.trace.codec import decode_trace, encode_trace
+from speculator.trace import decode_trace, encode_trace
 
 OF_EACH = 20
 

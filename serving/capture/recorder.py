@@ -1,4 +1,4 @@
-"""Hop 4: from a finished generation into the trace stream, without ever holding serving up.
+"""The recorder: from a finished generation into the trace stream, without ever holding serving up.
 
 `submit` only queues. A thread of its own encodes and appends. While Redis is away the queue grows up to a bound in
 bytes, the thread tries again with growing pauses, and the newest traces are dropped and counted.
@@ -10,20 +10,21 @@ import collections
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.capture.filter import REASONS as FILTER_REASONS
+from serving.capture.privacy import REASONS as FILTER_REASONS
 from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
 from serving.capture.sampling import REASONS as SAMPLING_REASONS
+from serving.engine import CapturePolicy
+from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
-from speculator.trace.codec import Features, encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Features, Trace, TraceHeader, encode_trace
 
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
-
 DROP_REASONS = (
     "buffer_full",
     "too_large",
@@ -39,7 +40,6 @@ DROP_REASONS = (
 expired that it is too old, those of sampling that Redis or the trainer cannot take everything, and the rest are of the
 operator's filter.
 """
-
 log = logging.getLogger(__name__)
 
 
@@ -272,3 +272,35 @@ def memory_bytes(trace: Trace) -> int:
         rounds.draft_version,
     )
     return trace.aux_hidden.nbytes + sum(array.nbytes for array in arrays)
+
+
+def make_header(
+    *,
+    request_id: str,
+    policy: CapturePolicy,
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    first_position: int,
+    engine_id: str,
+    target_fingerprint: str,
+    target_version: int,
+    created_ms: int,
+) -> TraceHeader:
+    """A header with a new trace id; `first_position` is the absolute one of the span's first token.
+
+    `created_ms` is when the request came: an order to erase a tenant then covers answers under way, too.
+    """
+    return TraceHeader(
+        trace_id=uuid.uuid4().hex,
+        request_id=request_id,
+        engine_id=engine_id,
+        target_fingerprint=target_fingerprint,
+        target_version=target_version,
+        num_prompt_tokens=num_prompt_tokens,
+        first_position=first_position,
+        created_ms=created_ms,
+        sampling=sampling,
+        tenant=policy.tenant,
+        group_id=policy.group_id,
+        domain=policy.domain,
+    )

@@ -117,7 +117,7 @@ def _number(text: str, name: str) -> int:
 
 
 class Targets(Protocol):
-    """What the endpoint needs of `serving.target.updates.TargetDesk`."""
+    """What the endpoint needs of `serving.target.TargetDesk`."""
 
     def announce(self, version: int, path: str | None) -> TargetReport: ...
 

@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
-from speculator.settings import read_secret, unusable
+from speculator.host import read_secret, unusable
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 _SPARE_CONNECTIONS = 200

@@ -1,6 +1,6 @@
 """Grouped drafting across engines: what one has committed of a prompt group, the others may propose from.
 
-    decode thread ── publish ──▶ bounded queue ──▶ this thread ──▶ Redis (serving/group_cache/redis_store.py)
+    decode thread ── publish ──▶ bounded queue ──▶ this thread ──▶ Redis (serving/group_cache/texts.py)
     decode thread ◀── take, a little each step ── bounded queue ◀── this thread ◀──┘
 
 Seer (arXiv 2511.14617) has a server of its own for this; here a string in Redis does. The decode thread only queues and
@@ -22,8 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from serving.group_cache.redis_store import GroupKey, GroupTexts, Place
-from serving.group_cache.wire_format import MAX_PIECE_TOKENS, Piece, decode_pieces, encode_piece
+from serving.group_cache.texts import MAX_PIECE_TOKENS, GroupKey, GroupTexts, Piece, Place, decode_pieces, encode_piece
 from serving.metrics import GroupTextMetrics
 from speculator.errors import GroupTextError, StreamError, type_and_place
 from speculator.host import now_ms

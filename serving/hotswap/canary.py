@@ -13,6 +13,11 @@ forgiven. After the second one the next engine that takes the slot bars the vers
 gives the slot back in order, or runs the version for `PROBATION_S`, is not counted.
 
 While Redis is away the canary goes on, and its trial may end: states of versions are in the store.
+
+The engine acts first and writes afterwards (`VersionRecord`): a rollback must not wait for a disk or for Redis. What
+cannot be written is kept and tried again at the next look. After a crash the states tell as much as was written, and
+each of them is safe: a version that is live, or scored, comes into service by the same way again; one that was rolled
+back never does.
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from serving.hotswap.breaker import LiveWatch, Verdict
-from serving.hotswap.installer import Installer
-from serving.hotswap.lifecycle_writer import VersionRecord
+from speculator.errors import LifecycleError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
+from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +50,6 @@ verifications in each such period. The period doubles each time the engine gave 
 ENOUGH = 300
 YIELD_S = 60.0
 """An engine that gave the slot back without a verdict leaves it to others for this time."""
-
 _MOST_DOUBLINGS = 5
 
 
@@ -66,15 +70,15 @@ class Canary:
     def __init__(
         self,
         slots: HoldsCanarySlot,
-        installer: Installer,
         record: VersionRecord,
         watch: LiveWatch | None,
+        in_service: Callable[[], int],
         *,
         engine_id: str,
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots, self._installer, self._record, self._watch = slots, installer, record, watch
+        self._slots, self._record, self._watch, self._in_service = slots, record, watch, in_service
         self._engine_id, self._look_s, self._clock = engine_id, look_s, clock
         self._process = secrets.token_hex(8)
         self._held: CanaryHolder | None = None
@@ -127,7 +131,7 @@ class Canary:
     def look(self) -> int:
         """Renew the slot; returns the version that this engine has to leave, or 0. Raises StreamError or StoreError."""
         held, now_s = self._held, self._clock()
-        is_installed = held is not None and self._installer.in_service == held.version
+        is_installed = held is not None and self._in_service() == held.version
         if held is not None and not is_installed and now_s - self._held_since_s >= INSTALL_S:
             self._is_leaving = True
             self.give_up()
@@ -197,3 +201,117 @@ class Canary:
         self._record.bar(holder.version, "engines ended as they tried it", numbers)
         self._to_release = holder, True
         self._release_owed()
+
+
+_MOST_OWED = 100
+
+
+class Replaces(Protocol):
+    """The part of the pointer that takes a version back; see `speculator.redis.control_plane.DraftPointer`."""
+
+    def replace(self, old: int, new: int) -> bool: ...
+
+
+class VersionRecord:
+    """One engine's notes on versions; used by one thread. `lifecycle` is None where there is no store to write to."""
+
+    def __init__(self, lifecycle: Lifecycle | None, pointer: Replaces, *, engine_id: str) -> None:
+        self._lifecycle, self._pointer, self._actor = lifecycle, pointer, f"engine:{engine_id}"
+        self._owed: deque[Callable[[], object]] = deque(maxlen=_MOST_OWED)
+
+    def may_serve(self, version: int) -> bool:
+        """Raises StoreError: what is to be installed is read from the store anyway."""
+        return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE
+
+    def is_promoted(self, version: int) -> bool:
+        """Raises StoreError."""
+        return self._lifecycle is not None and self._lifecycle.state(version) is State.PROMOTED
+
+    def is_on_trial(self, version: int) -> bool:
+        """Whether it may serve and nothing confirms it yet. Raises StoreError."""
+        return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE - {State.PROMOTED}
+
+    def is_barred(self, version: int) -> bool:
+        """False also where the store cannot be read: what is in service then stays."""
+        try:
+            return self._lifecycle is not None and self._lifecycle.state(version) in BARRED
+        except StoreError as error:
+            log.warning("state of draft version %d not read: %s", version, error)
+            return False
+
+    def last_good(self, *, other_than: int) -> int | None:
+        """None also where the store cannot be read."""
+        try:
+            return self._lifecycle.last_good(other_than=other_than) if self._lifecycle is not None else None
+        except StoreError as error:
+            log.warning("last good draft version not read: %s", error)
+            return None
+
+    def live(self, version: int) -> None:
+        self._note(lambda states: self._move(states, version, State.LIVE, "in service"))
+
+    def promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
+        def write(states: Lifecycle) -> None:
+            # What is owed since a full disk may still be missing.
+            if states.state(version) is State.SCORED:
+                self._move(states, version, State.LIVE, "in service")
+            # Another engine may have promoted it, and another version after it.
+            if states.state(version) is State.LIVE:
+                self._move(states, version, State.PROMOTED, reason, numbers)
+
+        self._note(write)
+
+    def barred(
+        self,
+        version: int,
+        good: int,
+        reason: str,
+        numbers: Mapping[str, Number] | None = None,
+    ) -> None:
+        """The version is to serve nowhere, and the good one is published in its place; done already is done."""
+        self._note(lambda states: self._bar(states, version, reason, numbers))
+        self._owe(lambda: self._pointer.replace(version, good))
+
+    def bar(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
+        """The version is to serve nowhere; the pointer stays. Raises StoreError, and nothing is owed then."""
+        if self._lifecycle is not None:
+            self._bar(self._lifecycle, version, reason, numbers)
+
+    def flush(self) -> None:
+        """Write what is owed, in its order; what fails stays owed."""
+        owed, self._owed = self._owed, deque(maxlen=_MOST_OWED)
+        self._owed.extend(write for write in owed if not self._try(write))
+
+    def _note(self, write: Callable[[Lifecycle], object]) -> None:
+        states = self._lifecycle
+        if states is not None:
+            self._owe(lambda: write(states))
+
+    def _owe(self, write: Callable[[], object]) -> None:
+        self._owed.append(write)
+        self.flush()
+
+    def _try(self, write: Callable[[], object]) -> bool:
+        try:
+            write()
+        except LifecycleError as error:
+            log.warning("not noted: %s", error)
+        except (StoreError, StreamError) as error:
+            log.warning("not noted yet, tried again: %s", error)
+            return False
+        return True
+
+    def _bar(self, states: Lifecycle, version: int, reason: str, numbers: Mapping[str, Number] | None) -> None:
+        if states.state(version) is None:
+            self._move(states, version, State.WRITTEN, "unknown to the store")
+        states.bar(version, actor=self._actor, reason=reason, numbers=numbers)
+
+    def _move(
+        self,
+        states: Lifecycle,
+        version: int,
+        state: State,
+        reason: str,
+        numbers: Mapping[str, Number] | None = None,
+    ) -> None:
+        states.move(version, state, actor=self._actor, reason=reason, numbers=numbers)

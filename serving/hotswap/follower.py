@@ -14,7 +14,7 @@ the operator has pinned, or that is promoted already, is taken at once and not t
 is in service is left at once. A version whose file is refused is quarantined, remembered and not tried again. An engine
 that has missed the version promoted last takes it before it tries another.
 
-Here is where the way leads; the trial and its end are in trial.py, a single installation in installer.py.
+`DraftFollower` decides what comes next, `Trials` begins and ends trials, `Installer` brings one version into service.
 
 What an engine says about itself: at once after an attempt to change its version, now and then otherwise.
 """
@@ -25,17 +25,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from serving.hotswap.breaker import LiveWatch
-from serving.hotswap.canary import Canary, HoldsCanarySlot
-from serving.hotswap.installer import Installer, SwapsDrafts
-from serving.hotswap.lifecycle_writer import Replaces, VersionRecord
-from serving.hotswap.trial import Trials
-from speculator.errors import SlipstreamError, StreamError, type_and_place
+from serving.engine import SwapReport
+from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
+from serving.hotswap.canary import Canary, HoldsCanarySlot, Replaces, VersionRecord
+from speculator.errors import DraftError, EngineBusyError, SlipstreamError, StreamError, type_and_place
+from speculator.tracing import prefixed, span
 from speculator.versions.lifecycle import Lifecycle
 
-Status = Mapping[str, str | int | float]
+log = logging.getLogger(__name__)
+_LONGEST_PAUSE_S = 10.0
+_REPORT_EVERY_POLLS = 4
+_LOOK_S = 2.0
+"""Between two looks at the canary's slot, which expires otherwise."""
 
 
 class TakesReports(Protocol):
@@ -44,67 +48,21 @@ class TakesReports(Protocol):
     def report_engine(self, engine_id: str, status: Status) -> None: ...
 
 
-class Reporter:
-    """Used by the follower's thread; `more` adds to what is said."""
-
-    def __init__(
-        self,
-        pointer: TakesReports,
-        installer: Installer,
-        watch: LiveWatch | None,
-        canary: Canary,
-        *,
-        engine_id: str,
-        every_s: float,
-        more: Callable[[], Status],
-    ) -> None:
-        self._pointer, self._installer, self._watch, self._canary = pointer, installer, watch, canary
-        self._engine_id, self._every_s, self._more = engine_id, every_s, more
-        self._sent_s, self._num_attempts_told = float("-inf"), 0
-
-    @property
-    def is_due(self) -> bool:
-        is_news = self._installer.num_attempts > self._num_attempts_told
-        return is_news or time.monotonic() - self._sent_s >= self._every_s
-
-    def send(self) -> None:
-        """Raises StreamError; it is then still due."""
-        num_attempts, log = self._installer.num_attempts, self._installer.log
-        refused = ",".join(map(str, sorted(log.refused)))
-        status = {"version": self._installer.in_service, "refused": refused, **self._trial(), **self._more()}
-        self._pointer.report_engine(self._engine_id, status)
-        self._sent_s, self._num_attempts_told = time.monotonic(), num_attempts
-
-    def _trial(self) -> dict[str, str | int | float]:
-        log = self._installer.log
-        status: dict[str, str | int | float] = {
-            "watched": log.watched,
-            "verdicts": ",".join(f"{outcome}={count}" for outcome, count in log.verdicts.items()),
-            "last_verdict": log.last_verdict,
-        }
-        if self._watch is not None:
-            log.role = status["role"] = self._canary.role
-            status["baseline_verifications"] = self._watch.baseline_verifications
-            log.accept_length = self._watch.accept_length
-            if log.accept_length is not None:
-                status["draft_accept_length"] = round(log.accept_length, 4)
-        return status
-
-
-log = logging.getLogger(__name__)
-
-_LONGEST_PAUSE_S = 10.0
-_REPORT_EVERY_POLLS = 4
-_LOOK_S = 2.0
-"""Between two looks at the canary's slot, which expires otherwise."""
-
-
 class Pointer(Replaces, TakesReports, HoldsCanarySlot, Protocol):
     """Where the desired version stands and engines report theirs; implemented by `speculator.redis.control_plane`."""
 
     def desired(self) -> int | None: ...
 
     def pinned(self) -> int | None: ...
+
+
+class SwapsDrafts(Protocol):
+    """What the follower needs of an engine; see `serving.engine.Engine`."""
+
+    @property
+    def draft_version(self) -> int: ...
+
+    def install_draft(self, version: int) -> SwapReport: ...
 
 
 class DraftFollower:
@@ -131,7 +89,13 @@ class DraftFollower:
         self._record = record = VersionRecord(lifecycle, pointer, engine_id=engine_id)
         self._installer = Installer(engine, record)
         self._canary = Canary(
-            pointer, self._installer, record, watch, engine_id=engine_id, look_s=min(every_s, _LOOK_S), clock=clock
+            pointer,
+            record,
+            watch,
+            lambda: engine.draft_version,
+            engine_id=engine_id,
+            look_s=min(every_s, _LOOK_S),
+            clock=clock,
         )
         self._trials = Trials(self._installer, watch, record, self._canary)
         self._reporter = Reporter(
@@ -239,3 +203,251 @@ class DraftFollower:
         if self._record.is_barred(version):
             good = self._record.last_good(other_than=version) or self._installer.in_service
             self._record.barred(version, good, "barred before it came into service")
+
+
+@dataclass
+class SwapLog:
+    """What the follower did, for the status of this engine."""
+
+    installed: list[tuple[float, SwapReport]] = field(default_factory=list)
+    """(unix time in seconds, report), oldest first; the last 100."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Versions that can never be installed here, with the reason."""
+    num_installed: int = 0
+    num_failed: int = 0
+    """Attempts that left the version before in service: refused files, and files or engines that could not be used."""
+    verdicts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("promoted", "rolled_back", "withdrawn"), 0))
+    """How trials ended; withdrawn are those that an operator, or another engine, has ended."""
+    last_verdict: str = ""
+    watched: int = 0
+    """The version on trial; 0 where none is."""
+    role: str = ""
+    """canary, waiting, settled; empty where versions are not tried."""
+    accept_length: float | None = None
+    """Tokens a verification of the version in service, lately."""
+
+    def add(self, report: SwapReport) -> None:
+        self.num_installed += 1
+        self.installed.append((time.time(), report))
+        del self.installed[:-100]
+
+    def end_trial(self, version: int, outcome: str, reason: str) -> None:
+        # One assignment: another thread may be reading it.
+        self.verdicts = {**self.verdicts, outcome: self.verdicts[outcome] + 1}
+        self.last_verdict = f"version {version} {outcome}: {reason}"
+        self.watched = 0
+
+
+class Installer:
+    """Used by the follower's thread; any thread may read `log`."""
+
+    def __init__(self, engine: SwapsDrafts, record: VersionRecord) -> None:
+        self._engine, self._record = engine, record
+        self.num_attempts = 0
+        self.log = SwapLog()
+
+    @property
+    def in_service(self) -> int:
+        return self._engine.draft_version
+
+    def install(self, version: int) -> bool:
+        """Whether the version is in service now; False where its file is refused, for good.
+
+        Raises StoreError, EngineError, or whatever loading it raises, when a later attempt may succeed.
+        """
+        self.num_attempts += 1
+        try:
+            with span("swap", version=version) as swap:
+                report = self._engine.install_draft(version)
+                swap.set_attributes(prefixed(previous=report.previous, stall_ms=report.stall_ms, step=report.step))
+        except DraftError as error:
+            self.log.num_failed += 1
+            self._refuse(version, str(error))
+            return False
+        except EngineBusyError:
+            raise
+        except Exception:
+            self.log.num_failed += 1
+            raise
+        self.log.add(report)
+        log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
+        return True
+
+    def _refuse(self, version: int, reason: str) -> None:
+        self.log.refused[version] = reason
+        log.error("draft version %d refused, %d stays in service: %s", version, self.in_service, reason)
+        self._record.barred(version, self.in_service, reason)
+
+
+class Trials:
+    """One engine's trials; used by the follower's thread. Without a `watch` every version is taken as it comes.
+
+    What installs a version raises StoreError or EngineError when a later attempt may succeed.
+    """
+
+    def __init__(self, installer: Installer, watch: LiveWatch | None, record: VersionRecord, canary: Canary) -> None:
+        self._installer, self._watch, self._record, self._canary = installer, watch, record, canary
+        self._log = installer.log
+        self._incumbent = installer.in_service
+        self._verdict: Verdict | None = None
+        """A rollback that has been decided and not yet been carried out."""
+
+    @property
+    def are_held(self) -> bool:
+        return self._watch is not None
+
+    def look(self, pinned: int | None) -> None:
+        """At the trial, if there is one; `pinned` is the version that the operator wants whatever it shows."""
+        watch = self._watch
+        if watch is None:
+            return
+        while watch.target_moved():
+            self._withdraw("the target has moved")
+        version = watch.watched
+        if version is None:
+            return
+        if version == pinned:
+            self._withdraw("pinned by the operator")
+            watch.restart(version)
+            return
+        verdict = self._verdict or watch.judge()
+        if verdict.outcome is Outcome.PROMOTED:
+            watch.settle(verdict)
+            self._log.end_trial(version, "promoted", verdict.reason)
+            self._canary.keep(version, verdict)
+            log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
+        elif verdict.outcome is Outcome.ROLLED_BACK:
+            self._verdict = verdict
+            self._roll_back(watch, version, verdict)
+
+    def is_ready(self) -> bool:
+        """Whether another version, which waits, can be tried now: nothing is on trial, and the incumbent is known."""
+        if self._watch is None:
+            return False
+        self._watch.expect()
+        return self._watch.watched is None and self._watch.is_ready()
+
+    def begin(self, version: int) -> None:
+        assert self._watch is not None
+        self._incumbent = self._installer.in_service
+        if self._installer.install(version):
+            self._watch.begin(version)
+            self._log.watched = version
+            self._record.live(version)
+        else:
+            self._canary.give_up()
+
+    def take(self, version: int) -> None:
+        """Without a trial."""
+        if self._installer.install(version):
+            self._taken(version, f"version {version} taken in its place")
+
+    def go_back(self, version: int, why: str) -> bool:
+        """From a version that this engine may not run any more; False where no other can be installed."""
+        good = self._fallback(version)
+        if good is None or not self._installer.install(good):
+            return False
+        if self._watch is not None and self._watch.watched == version and good == self._incumbent:
+            self._withdraw(why)
+            self._watch.give_up()
+        else:
+            self._taken(good, why)
+        return True
+
+    def _roll_back(self, watch: LiveWatch, version: int, verdict: Verdict) -> None:
+        good = self._fallback(version)
+        numbers = {**verdict.numbers, "back_to": good or 0}
+        try:
+            is_back = good is not None and self._installer.install(good)
+        except Exception:
+            # It is tried again, and may take long: no other engine is to try this version meanwhile.
+            if good is not None and not self._record.is_barred(version):
+                self._record.barred(version, good, verdict.reason, numbers)
+            raise
+        if good is None or not is_back:
+            log.error("draft version %d %s, and no other can be installed", version, verdict.reason)
+            return
+        self._verdict = None
+        log.warning("draft version %d rolled back, %d in service: %s", version, good, verdict.reason)
+        if good == self._incumbent:
+            watch.settle(verdict)
+        else:
+            watch.restart(good)
+        self._log.end_trial(version, "rolled_back", verdict.reason)
+        self._canary.give_up()
+        self._record.barred(version, good, verdict.reason, numbers)
+
+    def _fallback(self, bad: int) -> int | None:
+        """The version before, else the last good one."""
+        for version in (self._incumbent, self._record.last_good(other_than=bad)):
+            if version is None or version == bad or version in self._log.refused or self._record.is_barred(version):
+                continue
+            return version
+        return None
+
+    def _taken(self, version: int, why: str) -> None:
+        """A version is in service without a trial."""
+        self._withdraw(why)
+        if self._watch is not None:
+            self._incumbent = version
+            self._watch.restart(version)
+            return
+        self._record.live(version)
+        self._record.promoted(version, "in service without a watch", {})
+
+    def _withdraw(self, why: str) -> None:
+        if self._log.watched:
+            self._verdict = None
+            self._log.end_trial(self._log.watched, "withdrawn", why)
+        # Also where the trial has ended well: the verdict was about another target, or another engine tries it.
+        self._canary.give_up()
+
+
+class Reporter:
+    """Used by the follower's thread; `more` adds to what is said."""
+
+    def __init__(
+        self,
+        pointer: TakesReports,
+        installer: Installer,
+        watch: LiveWatch | None,
+        canary: Canary,
+        *,
+        engine_id: str,
+        every_s: float,
+        more: Callable[[], Status],
+    ) -> None:
+        self._pointer, self._installer, self._watch, self._canary = pointer, installer, watch, canary
+        self._engine_id, self._every_s, self._more = engine_id, every_s, more
+        self._sent_s, self._num_attempts_told = float("-inf"), 0
+
+    @property
+    def is_due(self) -> bool:
+        is_news = self._installer.num_attempts > self._num_attempts_told
+        return is_news or time.monotonic() - self._sent_s >= self._every_s
+
+    def send(self) -> None:
+        """Raises StreamError; it is then still due."""
+        num_attempts, log = self._installer.num_attempts, self._installer.log
+        refused = ",".join(map(str, sorted(log.refused)))
+        status = {"version": self._installer.in_service, "refused": refused, **self._trial(), **self._more()}
+        self._pointer.report_engine(self._engine_id, status)
+        self._sent_s, self._num_attempts_told = time.monotonic(), num_attempts
+
+    def _trial(self) -> dict[str, str | int | float]:
+        log = self._installer.log
+        status: dict[str, str | int | float] = {
+            "watched": log.watched,
+            "verdicts": ",".join(f"{outcome}={count}" for outcome, count in log.verdicts.items()),
+            "last_verdict": log.last_verdict,
+        }
+        if self._watch is not None:
+            log.role = status["role"] = self._canary.role
+            status["baseline_verifications"] = self._watch.baseline_verifications
+            log.accept_length = self._watch.accept_length
+            if log.accept_length is not None:
+                status["draft_accept_length"] = round(log.accept_length, 4)
+        return status
+
+
+Status = Mapping[str, str | int | float]

@@ -1,6 +1,5 @@
-"""The embedded engine: any Llama-like Hugging Face model on CPU or one GPU.
+"""The embedded engine: any Llama-like Hugging Face model on a CPU or one GPU; small before fast.
 
-The reference of how speculation, capture and swap work; small before fast. Read in this order: `target.py` and
-`draft.py` (the two networks and their caches), `generation.py` (one request), `rounds.py` (draft → verify → commit),
-`engine.py` (the loop around them).
+Read in this order: `target/model.py` and `draft.py` (the two networks and their caches), `request.py` (one request),
+`decode/rounds.py` (draft, verify, commit), `scheduler/step_loop.py` (the loop around them), `engine.py` (the whole).
 """

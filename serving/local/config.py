@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from speculator.host import num_cores
+
 DtypeName = Literal["bfloat16", "float32", "float64"]
 
 
@@ -48,3 +50,8 @@ class LocalEngineConfig:
         return max(self.max_depth, self.suffix_depth) + 1
 
     engine_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+
+
+def spare_cores() -> int:
+    """All cores that this process may use, but one."""
+    return max(1, num_cores() - 1)

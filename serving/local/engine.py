@@ -14,34 +14,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
+import torch
 from torch import Tensor
 
-from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
+from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.hotswap.breaker import WatchedRound
-from serving.local.capture.assembler import TraceAssembler
-from serving.local.capture.capture import Capture
-from serving.local.config import LocalEngineConfig
+from serving.local.capture import Capture, TraceAssembler
+from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.decode.observers import RoundTeller
 from serving.local.decode.rounds import RoundRunner
-from serving.local.draft.draft import ServingDraft
+from serving.local.draft import ServingDraft
+from serving.local.kernels.library import compute_with
 from serving.local.request import Generation
-from serving.local.scheduler.inbox import Errand, Inbox
-from serving.local.scheduler.outbox import Arrived, Outbox
+from serving.local.scheduler.inbox import Arrived, Inbox, Outbox
 from serving.local.scheduler.step_loop import DecodeLoop
-from serving.local.suffix_text.texts import RecentTexts
+from serving.local.suffix_text import Errand, RecentTexts
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from serving.local.text import AnswerText, LocalTokenizer
-from serving.local.threads import use_threads
 from serving.metrics import EngineMetrics
 from serving.speedup import PlannedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.engine_load import EngineLoad
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.trace.schema import Trace
+from speculator.redis.control_plane import EngineLoad
+from speculator.trace import Trace
 from speculator.tracing import current, span
 
 log = structlog.get_logger(__name__)
@@ -213,7 +211,10 @@ class LocalEngine:
         self._assembler.close()
 
     def _run(self) -> None:
-        use_threads(self._config.num_threads, own_kernels=self._target.takes_windows)
+        num_threads = self._config.num_threads or spare_cores()
+        compute_with(num_threads)
+        # What PyTorch does between two passes of our kernels is too small to be worth waking another thread.
+        torch.set_num_threads(1 if self._target.takes_windows else num_threads)
         try:
             self._loop.run()
         except BaseException as error:

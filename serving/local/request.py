@@ -10,16 +10,17 @@ Position bookkeeping, for a request with n committed tokens x₀ … xₙ₋₁:
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.engine import Chunk, FinishReason, GenerateRequest, Source
-from serving.hotswap.breaker import Stratum, stratum_of
-from serving.local.draft.draft import DraftSource
+from serving.engine import Chunk, FinishReason, GenerateRequest, Source, Stratum, stratum_of
 from serving.local.text import AnswerText
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import draws
 from speculator.host import now_ms
 from speculator.proposals.draft_tree import DraftTree
 from speculator.proposals.suffix_drafter import SuffixRequest
@@ -34,7 +35,7 @@ class RoundRecord:
     tree: DraftTree
     num_accepted: int
     draft_version: int
-    """`speculator.trace.schema.NO_DRAFT` for proposals from a suffix."""
+    """`speculator.trace.NO_DRAFT` for proposals from a suffix."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ class TopK:
     def before(self, end: int) -> TopK:
         """Its rows of positions before `end`; they are the same arrays."""
         return TopK(self.position, self.ids[: end - self.position], self.logprobs[: end - self.position])
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """How one request draws its proposals: its sampling parameters and the seed of its noise."""
+
+    sampling: SamplingParams
+    seed: int
 
 
 @dataclass
@@ -166,3 +175,14 @@ class Generation:
                 logprobs=tuple(logprobs[: len(taken)]),
             )
         )
+
+
+@functools.lru_cache(maxsize=64)  # what eight requests need in a round with five proposals; 25 MB for 49,152 tokens
+def shared_draws(seed: int, position: int, size: int) -> np.ndarray:
+    """The uniform numbers that the noise of a position is made of (`draws`), read-only: drawn once for the draft that
+    proposes there and for its verification, in a tenth of a millisecond for 49,152 tokens. Their logarithms take as
+    long again: both take those of the tokens that they need.
+    """
+    found = draws(seed, position, size)
+    found.flags.writeable = False
+    return found

@@ -21,8 +21,7 @@ import structlog
 
 from serving.engine import Chunk, GenerateRequest
 from serving.rollout.engines import RolloutEngine
-from serving.rollout.nouns import Ended, Lease, SampleId, State
-from serving.rollout.results import Answer, GroupWork, SampleResult
+from serving.rollout.samples import Answer, Ended, GroupWork, Lease, SampleId, SampleResult, State
 from serving.rollout.scheduler import Policy, Scheduler
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 

@@ -1,15 +1,28 @@
-"""Engines as the driver of rollouts sees them: slots, memory, and answers from token ids.
+"""Engines as rollouts see them: slots, memory and answers from token ids; what runs there, and what memory that takes.
 
-An adapter is all that another kind of engine needs. What it must keep: noise by (seed, position), or a sample that
-moves is another sample than it would have been; and `GenerateRequest.num_answered`, or its text breaks where it moved.
+An adapter (`RolloutEngine`) is all that another kind of engine needs. What it must keep: noise by (seed, position), or
+a sample that moves is another sample than it would have been; and `GenerateRequest.num_answered`, or its text breaks
+where it moved.
+
+A sample runs in chunks (divided rollout, Seer, arXiv 2511.14617). Seer's engines share a pool of keys and values; here
+an engine's cache is its own, so to go on elsewhere costs reading the prompt and all tokens again. A sample therefore
+stays where it is unless it makes room for one that is more urgent (`Order.displaces`).
+
+Memory is promised by the chunk, not by the limit: many samples can start, and none has to be thrown out in the middle
+of one. A sample whose next chunk does not fit waits, and is read again later; so that this is rare, a sample starts
+beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
+half is what they have added on average.)
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.engine import Chunk, Engine, GenerateRequest
+from serving.rollout.order import Order
+from serving.rollout.samples import Sample, SampleId
 
 
 class RolloutEngine(Protocol):
@@ -74,3 +87,69 @@ class InProcessEngine:
 
     def drop(self, tenant: str, group_id: str) -> None:
         self._engine.drop(tenant, group_id)
+
+
+_GROWTH = 0.5
+
+
+@dataclass(kw_only=True)
+class Host:
+    order: Order
+    chunk_tokens: int
+    running: dict[SampleId, Sample] = field(default_factory=dict)
+    free_slots: int = 0
+    free_tokens: int = 0
+    """Neither held nor promised, as last reported and as changed since."""
+
+    def end_of_chunk(self, sample: Sample) -> int:
+        """Tokens at which a chunk ends that begins now."""
+        return min(len(sample.tokens) + self.chunk_tokens, sample.group.request.max_tokens)
+
+    def promise(self, sample: Sample) -> int:
+        """Memory of a running sample, to the end of its chunk."""
+        return sample.context + max(sample.chunk_end - len(sample.tokens), 0)
+
+    def room(self) -> int:
+        """Tokens of memory left if all that runs grows as expected."""
+        promises = [(sample, self.promise(sample)) for sample in self.running.values()]
+        return self.free_tokens - sum(self._outlook(sample, promise) - promise for sample, promise in promises)
+
+    def fits(self, sample: Sample, room: int) -> bool:
+        """For now and, where others run beside it, for as long as all are expected to run."""
+        need = self._need(sample)
+        return need <= self.free_tokens and (not self.running or self._outlook(sample, need) <= room)
+
+    def could_hold(self, sample: Sample) -> bool:
+        """If nothing else ran."""
+        held = sum(self.promise(running) for running in self.running.values())
+        return self._need(sample) <= self.free_tokens + held
+
+    def add(self, sample: Sample) -> None:
+        self.free_slots -= 1
+        self.free_tokens -= self._need(sample)
+        sample.chunk_end = self.end_of_chunk(sample)
+        self.running[sample.sample_id] = sample
+
+    def extend(self, sample: Sample) -> bool:
+        """Promise a running sample its next chunk, if there is room for it and for what it got beyond the last."""
+        end = self.end_of_chunk(sample)
+        more = end - sample.chunk_end
+        if more > self.free_tokens:
+            return False
+        sample.chunk_end = end
+        self.free_tokens -= more
+        return True
+
+    def remove(self, sample: Sample) -> None:
+        del self.running[sample.sample_id]
+        self.free_slots += 1
+        beyond = max(len(sample.tokens) - sample.chunk_end, 0)
+        self.free_tokens += self.promise(sample) - beyond
+
+    def _need(self, sample: Sample) -> int:
+        """Memory to take a sample and run its next chunk."""
+        return sample.context + self.end_of_chunk(sample) - len(sample.tokens)
+
+    def _outlook(self, sample: Sample, promised: int) -> int:
+        """Memory that a sample will hold on average until it ends."""
+        return max(promised, sample.context + round(_GROWTH * self.order.remaining(sample)))

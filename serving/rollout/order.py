@@ -1,10 +1,16 @@
 """Which sample goes first: in the order of submission, or by what is known of its length.
 
-Context-aware (Seer, arXiv 2511.14617): the first sample of each group is its probe. Probes go before all others, those
-with the fewest tokens so far first, so that short groups are known soon. The others go by expected remaining length,
-the longest first: with known lengths such a schedule ends at most 4/3 − 1/(3m) times as late as the best one on m
-machines (Graham, SIAM J. Appl. Math. 17(2), 1969), and what is short fills the gaps at the end. A group whose length is
-not known counts as long as its limit.
+Samples of one prompt resemble each other in length, so Seer (arXiv 2511.14617, context-aware scheduling) takes the
+longest finished sample L_g of a group as the estimate for its others, and the limit while none has finished: to take a
+long sample for a short one costs the tail of the rollout, the other mistake costs little.
+
+    expected = limit    while nothing has finished, or the sample is already longer than L_g
+             = L_g      otherwise
+
+The first sample of each group is its probe. Probes go before all others, those with the fewest tokens so far first, so
+that short groups are known soon. The others go by expected remaining length, the longest first: with known lengths such
+a schedule ends at most 4/3 − 1/(3m) times as late as the best one on m machines (Graham, SIAM J. Appl. Math. 17(2),
+1969), and what is short fills the gaps at the end.
 
 A higher priority goes before a lower one whatever the order, and an earlier deadline before a later one.
 """
@@ -14,8 +20,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from serving.rollout.lengths import expected_remaining
-from serving.rollout.nouns import Sample
+from serving.rollout.samples import Sample
 
 Rank = tuple[float, ...]
 
@@ -72,3 +77,15 @@ def urgency(sample: Sample) -> Rank:
     """Of the group's request: lower is more urgent."""
     request = sample.group.request
     return (-request.priority, math.inf if request.deadline_s is None else request.deadline_s)
+
+
+def expected_length(sample: Sample) -> int:
+    """Tokens of the whole answer."""
+    longest = sample.group.longest_finished
+    if longest is None or len(sample.tokens) >= longest:
+        return sample.group.request.max_tokens
+    return longest
+
+
+def expected_remaining(sample: Sample) -> int:
+    return expected_length(sample) - len(sample.tokens)

@@ -12,8 +12,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from serving.capture.sampling import DEFAULT_FLOOR
 from speculator.errors import ConfigError
-from speculator.settings import unusable
-from speculator.trace.codec import Features
+from speculator.host import unusable
+from speculator.trace import Features
 
 PREFIX = "SLIPSTREAM_"
 

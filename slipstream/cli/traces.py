@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli.effects import PRUNE, check_options
 from slipstream.cli.options import AsJson, Model, RedisUrl, check_output, finite
 from slipstream.models import resolve_model
-from slipstream.start.effects import PRUNE, check_options
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import counting, print_json, say
 from speculator.errors import ConfigError
 from speculator.host import now_ms
@@ -33,8 +33,8 @@ def record(
     """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
     from slipstream import traces
     from speculator.draft.checkpoint import model_key, model_name, target_fingerprint
+    from speculator.recording import RecordingHeader
     from speculator.redis.client import connect
-    from speculator.trace.recording import RecordingHeader
 
     check_output(out)
     model_dir = resolve_model(model)

@@ -9,9 +9,9 @@ from pathlib import Path
 from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.keys import read_keys
 from speculator.errors import ConfigError
+from speculator.host import read_secret
 from speculator.redis.client import PASSWORD_FILE_VARIABLE
 from speculator.redis.url import RedisUrl
-from speculator.settings import read_secret
 
 _ADMIN_KEY = f"{ENV_PREFIX}ADMIN_KEY"
 _LEAST_DISTINCT = 6

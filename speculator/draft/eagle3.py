@@ -21,7 +21,6 @@ from speculator.errors import DraftMismatchError
 
 # (query [B, H, T, h], key [B, G, T, h], value [B, G, T, h]) -> [B, H, T, h]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 NUM_AUX_LAYERS = 3
 
 
@@ -190,3 +189,18 @@ class Eagle3Draft(nn.Module):
     def logits(self, feature: Tensor) -> Tensor:
         """Logits over the draft vocabulary [..., D] from the layer's output [..., d]."""
         return self.lm_head(self.norm(feature))  # type: ignore[no-any-return]
+
+
+def is_fast(device: torch.device) -> bool:
+    """On a CPU oneDNN has to have it, which wants AVX-512 or AVX-NE-CONVERT: PyTorch's own loop takes several times as
+    long as float32 does.
+    """
+    if device.type != "cpu":
+        return True
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def autocast(device: torch.device, *, is_wanted: bool) -> torch.autocast:
+    """Matrices in bfloat16 where that is wanted and fast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_wanted and is_fast(device))

@@ -1,10 +1,10 @@
-"""Take traces out of a stream, with the books of stream_accounting.py kept, or out of a recording.
+"""Erase a tenant: orders that every trainer carries out, and removal of traces from the stream or from a recording.
 
 Redis deletes by id. Where an entry has a node of its own in the stream's tree its bytes are free at once: so is every
 entry of 4 KiB or more, and every entry where `stream-node-max-entries` is 1, as our Redis servers have it. What Redis
-has on disk still holds the entry until its append-only file is written anew (`compact`).
+has on disk still holds the entry until its append-only file is rewritten (`compact`).
 
-A recording is written anew beside the old one, without those traces, and put in its place.
+A recording is rewritten beside the old one, without those traces, and put in its place.
 """
 
 from __future__ import annotations
@@ -16,21 +16,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import redis
 from redis.exceptions import ResponseError
 
-from speculator.durable_files import sync
-from speculator.errors import ConfigError, TraceError
-from speculator.redis.client import redis_errors
-from speculator.redis.keys import RedisKeys
+from speculator.errors import ConfigError, StreamError, TraceError
+from speculator.files import sync
+from speculator.host import now_ms
+from speculator.recording import RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.stream_accounting import LAST_ID, Ledger, LedgerKeys, index_of, member_of, size_member
-from speculator.trace.codec import read_header
-from speculator.trace.recording import RecordingReader, RecordingWriter
-from speculator.trace.schema import TraceHeader
+from speculator.trace import TraceHeader, read_header
+
+TRAINER_TTL_S = 120.0
+"""A trainer that has not reported for so long is taken to have stopped; a step, or a gate, takes less."""
+
+
+class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer process says about itself."""
+
+    at_ms: int
+    erased_ms: int
+    """Time of the newest order that it has carried out; 0 for none."""
+    removed: dict[str, int] = {}
+    """Traces that it has removed for orders since its start, by tenant."""
+
+
+class Erasures:
+    """One model's orders."""
+
+    def __init__(self, client: redis.Redis, model_key: str) -> None:
+        self._redis: Any = client
+        keys = RedisKeys(model_key=model_key)
+        self._orders, self._trainers = keys.erasures, keys.trainers
+
+    @redis_errors
+    def order(self, tenant: str) -> int:
+        """From now on everything of this tenant up to now is to be forgotten; returns the order's time, unique."""
+        newest = max(self.orders().values(), default=0)
+        at_ms = max(now_ms(), newest + 1)
+        self._redis.hset(self._orders, tenant, at_ms)
+        return at_ms
+
+    @redis_errors
+    def orders(self) -> dict[str, int]:
+        """Time of the order in milliseconds by tenant."""
+        try:
+            return {tenant.decode(): int(at_ms) for tenant, at_ms in self._redis.hgetall(self._orders).items()}
+        except ValueError as error:
+            raise _none_of_ours(self._orders, error) from error
+
+    @redis_errors
+    def report(self, trainer: str, report: TrainerReport) -> None:
+        self._redis.hset(self._trainers, trainer, msgspec.json.encode(report))
+
+    @redis_errors
+    def leave(self, trainer: str) -> None:
+        """The trainer has stopped."""
+        self._redis.hdel(self._trainers, trainer)
+
+    @redis_errors
+    def trainers(self) -> dict[str, TrainerReport]:
+        """Those that run, as far as can be told."""
+        since_ms = now_ms() - int(1000 * TRAINER_TTL_S)
+        try:
+            found = {
+                name.decode(): msgspec.json.decode(report, type=TrainerReport)
+                for name, report in self._redis.hgetall(self._trainers).items()
+            }
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise _none_of_ours(self._trainers, error) from error
+        return {name: report for name, report in found.items() if report.at_ms >= since_ms}
+
+
+def _none_of_ours(key: str, error: Exception) -> StreamError:
+    return StreamError(f"somebody else has written to {key} in Redis ({error}): remove what is none of ours")
+
+
+def covers(orders: Mapping[str, int], tenant: str, created_ms: int) -> bool:
+    """Whether a trace is one of those to be forgotten."""
+    return created_ms <= orders.get(tenant, -1)
+
 
 _CHUNK = 8
 _COMPACT_TIMEOUT_S = 120.0
-
 Chosen = Callable[[TraceHeader], bool]
 
 

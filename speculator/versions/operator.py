@@ -19,8 +19,8 @@ from torch import Tensor
 from speculator.draft.checkpoint import check_can_write, config_from_json, expected_shapes, write_folder
 from speculator.errors import ConfigError, DraftFileError, LifecycleError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.bootstrap import admit
 from speculator.versions.lifecycle import BARRED, SERVABLE, Event, State, Transition
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore, Manifest
 
 

@@ -18,6 +18,30 @@ _PICTURE = "─▶"
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 
 
+PARSED = {
+    "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/start/test_sglang.py starts it on a stand-in",
+    "slipstream sglang": "needs SGLang; tests/deploy/test_services_gpu.py starts it on a stand-in",
+    "slipstream gateway": "needs SGLang; tests/deploy/test_services_gpu.py starts it in front of a stand-in",
+    "sglang-router": "not installed here; tests/sglang/test_pool.py checks its flags, and runs one",
+    "slipstream demo": "takes minutes; tests/slipstream/test_loop.py runs it on the toy model",
+    "slipstream doctor --engine sglang": "needs SGLang and a GPU",
+    "slipstream --install-completion": "changes the user's shell; tests/slipstream/cli/test_main.py asks what",
+    "torchrun": "two processes; tests/trainer/test_ranks.py runs them",
+    "make": "sets up environments, runs for minutes, or is what runs this test",
+    "docker": "no container engine here; tests/deploy checks the files and starts what it can of their commands",
+    "python": "benchmarks take minutes to hours; their own tests run them small",
+    "pip": "installs packages",
+    "git": "needs the network",
+    "cd": "no program",
+    "cp": "prepares a file of the reader's",
+    "export": "no program",
+    "redis-cli": "not in the wheel that brings the server",
+    "kubectl": "no cluster here; tests/deploy holds the manifests against the schemas and against the programs",
+    "secrets.sh": "tests/deploy/test_kubernetes.py runs it",
+}
+"""What only parses, and why. Everything else runs."""
+
+
 @dataclass(frozen=True)
 class Command:
     """`environment` are the assignments before it; `words` begin with the program's bare name."""
@@ -40,6 +64,11 @@ def fenced() -> list[Command]:
 def mentioned() -> list[Command]:
     """Commands with arguments within a sentence, `…` and all."""
     return [_command(page, span) for page in PAGES for span in _SPAN.findall(_FENCE.sub("", page.read_text()))]
+
+
+def only_parses(command: Command) -> bool:
+    line = " ".join(command.words)
+    return any(line == start or line.startswith(f"{start} ") for start in PARSED)
 
 
 def _in_blocks(page: Path) -> Iterator[Command]:

@@ -1,4 +1,4 @@
-"""Every command that the documentation shows: it runs on the toy model, or, where it cannot run here, it parses."""
+"""Every command of the documentation parses. tests/slipstream/test_documented_commands.py runs those that can run."""
 
 from __future__ import annotations
 
@@ -14,50 +14,17 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from slipstream.cli.main import app
-from slipstream.settings import commands, known_variables
+from slipstream.settings import known_variables
 from tests.deploy.compose import GPU, load
-from tests.docs.commands import PAGES, ROOT, Command, fenced, mentioned
+from tests.docs.commands import PAGES, PARSED, ROOT, Command, fenced, mentioned, only_parses
 from tests.docs.kubectl import parse_kubectl
-from tests.docs.workshop import Workshop
-
-PARSED = {
-    "slipstream serve --engine sglang": "needs SGLang; tests/slipstream/start/test_sglang.py starts it on a stand-in",
-    "slipstream sglang": "needs SGLang; tests/deploy/test_services_gpu.py starts it on a stand-in",
-    "slipstream gateway": "needs SGLang; tests/deploy/test_services_gpu.py starts it in front of a stand-in",
-    "sglang-router": "not installed here; tests/sglang/test_pool.py checks its flags, and runs one",
-    "slipstream demo": "takes minutes; tests/slipstream/test_loop.py runs it on the toy model",
-    "slipstream doctor --engine sglang": "needs SGLang and a GPU",
-    "slipstream --install-completion": "changes the user's shell; tests/slipstream/cli/test_main.py asks what",
-    "torchrun": "two processes; tests/trainer/test_ranks.py runs them",
-    "make": "sets up environments, runs for minutes, or is what runs this test",
-    "docker": "no container engine here; tests/deploy checks the files and starts what it can of their commands",
-    "python": "benchmarks take minutes to hours; their own tests run them small",
-    "pip": "installs packages",
-    "git": "needs the network",
-    "cd": "no program",
-    "cp": "prepares a file of the reader's",
-    "export": "no program",
-    "redis-cli": "not in the wheel that brings the server",
-    "kubectl": "no cluster here; tests/deploy holds the manifests against the schemas and against the programs",
-    "secrets.sh": "tests/deploy/test_kubernetes.py runs it",
-}
-"""What only parses, and why. Everything else runs."""
+from tests.fixtures.command_line import check_slipstream
 
 FENCED = fenced()
 _VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
 
 
-def _only_parses(command: Command) -> bool:
-    line = " ".join(command.words)
-    return any(line == start or line.startswith(f"{start} ") for start in PARSED)
-
-
-@pytest.mark.parametrize("command", [each for each in FENCED if not _only_parses(each)], ids=str)
-def test_it_runs(command: Command, workshop: Workshop) -> None:
-    workshop.run(command)
-
-
-@pytest.mark.parametrize("command", [each for each in FENCED if _only_parses(each)], ids=str)
+@pytest.mark.parametrize("command", [each for each in FENCED if only_parses(each)], ids=str)
 def test_it_parses(command: Command) -> None:
     parse(command)
 
@@ -106,18 +73,18 @@ def parse(command: Command, *, whole: bool = True) -> None:
     program, *rest = command.words
     match program:
         case "slipstream":
-            _parse_slipstream(rest, whole=whole)
+            check_slipstream(rest, whole=whole)
         case "make":
             _parse_make(rest)
         case "torchrun":
             parsed = get_args_parser().parse_args([word for word in rest if whole or word != "…"])
             assert parsed.module
             assert parsed.training_script == "slipstream"
-            _parse_slipstream(parsed.training_script_args, whole=whole)
+            check_slipstream(parsed.training_script_args, whole=whole)
         case "python":
             assert rest[0] == "-m"
             if rest[1] == "slipstream":
-                _parse_slipstream(rest[2:], whole=whole)
+                check_slipstream(rest[2:], whole=whole)
             else:
                 assert importlib.util.find_spec(rest[1]) is not None, rest[1]
         case "docker" if rest[0] == "build":
@@ -129,7 +96,7 @@ def parse(command: Command, *, whole: bool = True) -> None:
         case "kubectl":
             inside = parse_kubectl(rest)
             if inside[:3] == ["python", "-m", "slipstream"]:
-                _parse_slipstream(inside[3:], whole=whole)
+                check_slipstream(inside[3:], whole=whole)
             else:
                 assert inside[:1] in ([], ["tar"]), inside
         case "pip":
@@ -148,33 +115,6 @@ def parse(command: Command, *, whole: bool = True) -> None:
             raise AssertionError(f"{program} is not a command that these pages may show")
 
 
-_COMMANDS = dict(commands(app))
-
-
-def _parse_slipstream(words: Sequence[str], *, whole: bool) -> None:
-    """Longest match of a command's name, then every option by the command's own parser."""
-    words = [word for word in words if whole or word != "…"]
-    if words[:1] in (["--install-completion"], ["--show-completion"], ["--help"]):
-        return
-    length = next((n for n in (2, 1) if " ".join(["slipstream", *words[:n]]) in _COMMANDS and len(words) >= n), 0)
-    if not length and not whole and any(name.startswith(" ".join(["slipstream", *words]) + " ") for name in _COMMANDS):
-        return  # a group of commands, mentioned as a whole
-    assert length, f"slipstream {' '.join(words)} is no command"
-    name = " ".join(["slipstream", *words[:length]])
-    command, rest = _COMMANDS[name], words[length:]
-    if "--help" in rest:
-        return
-    if whole:
-        try:
-            command.make_context(name, list(rest))
-        except Exception as error:  # typer keeps the names of its usage errors to itself
-            raise AssertionError(f"{name} does not take {shlex.join(rest)}: {error}") from error
-        return
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for word in rest:
-        assert not word.startswith("--") or word in known or word == "--", f"{name} has no {word}"
-
-
 def _parse_make(words: Sequence[str]) -> None:
     # Without what the make that runs these tests was given.
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "ARGS")}
@@ -182,7 +122,7 @@ def _parse_make(words: Sequence[str]) -> None:
     assert shown.returncode == 0, shown.stderr
     for line in shown.stdout.splitlines():
         if match := re.search(r"-m slipstream (.*)", line):
-            _parse_slipstream(shlex.split(match[1]), whole=True)
+            check_slipstream(shlex.split(match[1]), whole=True)
 
 
 def _parse_compose(words: Sequence[str]) -> None:
@@ -199,4 +139,4 @@ def _parse_compose(words: Sequence[str]) -> None:
         named = [word for word in after if not word.startswith("-")]
         assert not named or named[0] in services, named
     if "slipstream" in after:
-        _parse_slipstream(after[after.index("slipstream") + 1 :], whole=True)
+        check_slipstream(after[after.index("slipstream") + 1 :], whole=True)

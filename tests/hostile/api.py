@@ -1,4 +1,7 @@
-"""The gateway as a stranger meets it: every documented operation with generated requests, and every other path."""
+"""The gateway as a stranger meets it: every documented operation with generated requests, and every other path.
+
+The app is whole: the double engine, a real store with versions in it, a real Redis.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,49 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import redis
 import requests
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 from schemathesis import APIOperation, Case, GenerationMode
 
+from serving.engine import Engine
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.keys import ApiKey, change_keys, digest
+from speculator.draft.checkpoint import draft_config_json, draft_state
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import State
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.drafts import CONFIG, make_draft
 from tests.hostile.bodies import Body
+from tests.hostile.drafts import FINGERPRINT
 from tests.hostile.judge import DEADLINE_S, FailureError, Outcome, Tally
 from tests.serving.gateway.client import serve
 
+ADMIN_KEY = "admin-key-of-the-hostile-tests"
+API_KEY = "sk-slipstream-of-the-hostile-tests"
+KEYS = (API_KEY, ADMIN_KEY)
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
+Operation = APIOperation[Any, Any, Any, Any]
+
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "FOO")
-_HEADER_NAMES = ("accept", "accept-encoding", "content-encoding", "content-type", "origin", "traceparent", "x-a")
-_HEADER_NAMES += ("authorization", "host", "range", "if-none-match", "x-forwarded-for", "x-request-id", "connection")
+_HEADER_NAMES = (
+    *("accept", "accept-encoding", "content-encoding", "content-type", "origin", "traceparent", "x-a", "authorization"),
+    *("host", "range", "if-none-match", "x-forwarded-for", "x-request-id", "connection"),
+)
 _VISIBLE = st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"), min_size=1)
 
 
@@ -37,6 +63,36 @@ class Site:
     url: str
     keys: tuple[str, ...]
     openapi: dict[str, Any]
+
+
+def full_app(folder: Path, client: redis.Redis, engine: DoubleEngine | None = None) -> FastAPI:
+    """Three versions: one promoted, one on its way, one barred."""
+    store = DraftStore(folder)
+    for number in range(3):
+        store.write(
+            draft_state(make_draft(number)),
+            draft_config_json(CONFIG),
+            parent=number or None,
+            target_fingerprint=FINGERPRINT,
+            info={},
+        )
+    for state in (State.VALIDATED, State.SCORED, State.LIVE, State.PROMOTED):
+        store.lifecycle.move(1, state, actor="test")
+    store.lifecycle.move(2, State.VALIDATED, actor="test")
+    store.lifecycle.move(3, State.QUARANTINED, actor="test", reason="test")
+    pointer = DraftPointer(client, "hostile")
+    pointer.publish(1)
+    desk = DraftDesk(store, lambda: pointer, target_fingerprint=FINGERPRINT)
+    keys_file = folder / "keys.json"
+    change_keys(keys_file, lambda _: [ApiKey(name="stranger", sha256=digest(API_KEY.encode()))])
+    settings = GatewaySettings(admin_key=SecretStr(ADMIN_KEY), keys_file=keys_file)
+    return create_app(engine or DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
+
+
+def open_app(engine: Engine) -> FastAPI:
+    """Without keys, so that every request gets as far as it can; a toy model takes long over none."""
+    settings = GatewaySettings(max_samples=8, rollout_max_samples=32, rollout_max_tokens=1024)
+    return create_app(engine, settings=settings, registry=CollectorRegistry())
 
 
 @contextmanager
@@ -61,8 +117,9 @@ def running(app: FastAPI, *keys: str) -> Iterator[Site]:
         thread.join()
 
 
-def operations(site: Site) -> list[APIOperation[Any, Any, Any]]:
-    return [found.ok() for found in schemathesis.openapi.from_dict(site.openapi).get_all_operations()]
+def operations(site: Site) -> list[Operation]:
+    found = schemathesis.openapi.from_dict(site.openapi).get_all_operations()
+    return [each.ok() for each in found]  # type: ignore[union-attr]  # an invalid document has no `ok`
 
 
 def authorisations(site: Site) -> st.SearchStrategy[str | None]:
@@ -82,7 +139,7 @@ def fuzz_operations(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0
 
 
 def _fuzz(
-    operation: APIOperation[Any, Any, Any],
+    operation: Operation,
     mode: GenerationMode,
     site: Site,
     session: requests.Session,
@@ -94,7 +151,7 @@ def _fuzz(
     @seed(fixed_seed)
     @_quietly(count)
     @given(case=operation.as_strategy(generation_mode=mode), key=authorisations(site))
-    def one(case: Case, key: str | None) -> None:
+    def one(case: Case[Any], key: str | None) -> None:
         headers = {} if key is None else {"authorization": key.encode("latin-1")}
 
         def attempt() -> Outcome:
@@ -132,7 +189,7 @@ def fuzz_paths(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> 
             keyed = {} if key is None else {"authorization": key}
 
             def attempt() -> Outcome:
-                raw = {name: value.encode("latin-1") for name, value in {**sent, **keyed}.items()}
+                raw = [(name.encode(), value.encode("latin-1")) for name, value in {**sent, **keyed}.items()]
                 try:
                     request = client.build_request(method, site.url + path, headers=raw, content=body)
                     response = client.send(request)

@@ -31,10 +31,10 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import State
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.drafts import CONFIG, make_draft
+from tests.fixtures.toy import make_toy_model, random_draft
 from tests.serving.gateway.client import serve
 from tests.serving.local.harness import toy_engine
-from tests.toy import make_toy_model, random_draft
 
 KEY = "xyzzy-canary-of-the-admin-key"
 GATE = {

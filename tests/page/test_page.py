@@ -19,7 +19,7 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer
 from speculator.redis.control_plane import DraftPointer
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.page.conftest import KEY, Gateway, Watched
 from tests.serving.gateway.client import serve
 from tests.serving.gateway.keyfile import KeyFile

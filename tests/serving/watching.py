@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from serving.hotswap.breaker import LiveWatch, Outcome, Proposed, Stratum, Verdict, Verification, WatchedRound
+from serving.engine import Proposed, Stratum, Verification, WatchedRound
+from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
 
 CHAT, CODE = Stratum("chat", "t0.7"), Stratum("code", "greedy")
 DEPTH = 4

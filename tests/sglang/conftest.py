@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.checkpoint import target_fingerprint
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
 _RUN_WITHOUT_SGLANG = {"test_ops.py"}

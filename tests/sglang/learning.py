@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, read_target_tensor
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import admit, load_draft
+from speculator.trace import Trace
+from speculator.versions.lineage import admit, load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig
 from trainer.learning.batch import cut, make_example, pack

@@ -15,8 +15,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from speculator.host import free_port
-from tests.collector import collecting
+from tests.fixtures.telemetry import collecting
 from tests.sglang.server import cpu_environment, dtype_flags
 
 

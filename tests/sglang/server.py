@@ -17,9 +17,9 @@ from typing import IO, Any, Self
 import httpx
 import torch
 
-from speculator.draft.precision import is_fast
+from speculator.draft.eagle3 import is_fast
+from speculator.files import split_lines
 from speculator.host import free_port
-from speculator.json_lines import split_lines
 
 OPS_DIR = Path(__file__).parent / "ops"
 CPU_FLAGS = (

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.host import now_ms
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import load_draft
+from speculator.trace import Trace
+from speculator.versions.lineage import load_draft
 from speculator.versions.store import DraftStore
 from tests.sglang.plugged import Plugged, plugged_server
 from trainer.learning.batch import cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
-from trainer.learning.ttt_unroll import unroll
+from trainer.learning.ttt import unroll
 
 QUESTIONS = (
     "What is the capital of France?",

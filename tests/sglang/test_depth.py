@@ -12,7 +12,7 @@ import pytest
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.checkpoint import draft_state
 from speculator.draft.initialization import fresh_draft
-from speculator.versions.bootstrap import admit
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import ENGINE_ID, Plugged, plugged_server

@@ -15,19 +15,18 @@ import httpx
 import pytest
 
 from serving.request_metadata import OTHER_TARGET, TARGET_KEY, Marks
-from serving.sglang.outside.router import check_routers
+from serving.sglang.outside.pool import check_routers
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import TraceHeader
-from speculator.versions.bootstrap import admit
+from speculator.trace import TraceHeader, decode_trace
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
+from tests.fixtures.waiting import wait_until
 from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_router() is None, reason="no sglang-router: make test-sglang installs it")
 

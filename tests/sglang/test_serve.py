@@ -20,13 +20,13 @@ from speculator.draft.initialization import fresh_draft
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.versions.bootstrap import admit
+from speculator.trace import decode_trace
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
+from tests.fixtures.telemetry import SGLANG, answers, prometheus, questions
+from tests.fixtures.waiting import wait_until
 from tests.page.conftest import Watched, browser, watched
-from tests.prometheus import SGLANG, answers, prometheus, questions
 from tests.sglang.served import Served, serving
-from tests.waiting import wait_until
 
 __all__ = ["browser", "watched"]
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculator.draft.checkpoint import target_fingerprint
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.sglang.server import ServerEndedError, SglangServer, speculative_flags
 

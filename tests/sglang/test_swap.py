@@ -28,7 +28,7 @@ from serving.gateway.upstream import Upstream
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import serve
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import Plugged, plugged_server

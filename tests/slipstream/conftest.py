@@ -14,8 +14,8 @@ import pytest
 
 from slipstream.cli.main import main
 from speculator.host import free_port
-from tests.prometheus import prometheus
-from tests.toy import make_toy_model
+from tests.fixtures.telemetry import prometheus
+from tests.fixtures.toy import make_toy_model
 
 TRAINER_ENV = {
     "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "50",

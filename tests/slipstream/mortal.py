@@ -32,8 +32,7 @@ import serving.local.engine
 import slipstream.start.local
 import trainer.loop
 import trainer.process
-import trainer.release.offline_scoring
-import trainer.release.rollback_backoff
+import trainer.release.live_review
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, bind, serve_until_signal
@@ -42,16 +41,17 @@ from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
-from slipstream.start.local_site import ServeOptions
+from slipstream.start.local import ServeOptions
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
-from tests.planners import FixedPlanner
+from tests.fixtures.decoding import FixedPlanner
+from tests.fixtures.doubles import DoubleEngine
 from tests.trainer.examples import config_for, promote
+from trainer.loop import Trainer
 from trainer.process import run_trainer
 from trainer.session import Training
 
@@ -186,9 +186,9 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
         train_until(*args)
 
     trainer.process.train_until = told
-    trainer.release.offline_scoring.decide = promote
+    trainer.process.Trainer = functools.partial(Trainer, decide=promote)  # type: ignore[misc,assignment]
     trainer.loop.IDLE_BLOCK_MS = 20
-    trainer.release.rollback_backoff.LOOK_INTERVAL_S = 0.02
+    trainer.release.live_review.LOOK_INTERVAL_S = 0.02
     model_dir = Path(order.model_dir)
     run_trainer(
         config_for(

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import redis
 
-from tests.waiting import url_in
+from tests.fixtures.waiting import url_in
 
 
 def test_without_the_option_no_request_leaves_a_trace(

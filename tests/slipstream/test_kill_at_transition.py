@@ -37,17 +37,16 @@ from speculator.draft.checkpoint import (
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
-from speculator.versions.bootstrap import version_to_serve
+from speculator.trace import Trace, encode_trace
 from speculator.versions.lifecycle import ALLOWED, BARRED, State
+from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.toy import random_draft
+from tests.fixtures.waiting import wait_until
 from tests.slipstream.mortal import KEY, Order
-from tests.toy import random_draft
 from tests.trainer.answers import answer_traces
-from tests.waiting import wait_until
-from trainer.checkpoint import load_checkpoint
+from trainer.session import load_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 

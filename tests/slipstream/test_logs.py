@@ -19,7 +19,7 @@ import structlog
 
 from slipstream.logs import HANDLER, configure_logs
 from speculator.errors import ConfigError
-from tests.waiting import url_in, wait_until
+from tests.fixtures.waiting import url_in, wait_until
 
 MARKER = "xyzzyprompt"
 

@@ -16,17 +16,17 @@ import httpx
 import openai
 import pytest
 
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.erasure_requests import Erasures
+from speculator.redis.trace_deletion import Erasures
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
-from tests.moved import moved_model
-from tests.prometheus import LIVE, answers, last_time_up, query, questions, recorded, rules
+from tests.fixtures.telemetry import LIVE, answers, last_time_up, query, questions, recorded, rules
+from tests.fixtures.toy import moved_model
+from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
-from tests.waiting import url_in, wait_until
 
 
 @contextlib.contextmanager

@@ -16,17 +16,17 @@ from slipstream.traces import summary
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace, check_trace
-from speculator.versions.bootstrap import ensure_lineage
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.trace import Trace, check_trace, encode_trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.traces import make_trace
 from tests.slipstream.conftest import RunCli
-from tests.traces import make_trace
 from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses import DEFAULT_LOSS, LossMix
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from trainer.release.acceptance import recorded_rounds
+from trainer.statistics import Acceptance
 
 RECORDING = Path(__file__).parent.parent / "data" / "smollm2.rec"
 SMALL_VOCAB = 2048

@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from speculator.draft.checkpoint import target_fingerprint
-from speculator.redis.reward_stream import RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
+from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.trace import encode_trace
 from tests.serving.gateway.client import ask
 from tests.serving.local.harness import fixed_engine
 from tests.trainer.examples import config_for
@@ -54,7 +53,7 @@ def test_what_is_rewarded_is_learnt_from_more_often(
     trainer.step()
     drawn: Counter[str] = Counter()
     for _ in range(1000):
-        (one,) = trainer._replay.draw(1, published=1).batch
+        (one,) = trainer.replay.draw(1, published=1).batch
         drawn[one.stored.provenance.request_id[-1]] += 1
     trainer.close()
     assert 750 < drawn["1"] < 850, "weights 2 and 1/2: four times as often"

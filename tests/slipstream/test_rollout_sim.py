@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.rollout_model import Chain, Costs, Drafting, Outcome, Setup, simulate
 from benchmarks.rollout_sim import TABLE, Oracle, Way, Workload, main, options, ways
-from serving.rollout.nouns import GroupRequest, SampleId
 from serving.rollout.order import Fifo
+from serving.rollout.samples import GroupRequest, SampleId
 from serving.rollout.scheduler import Policy
 
 PLENTY = 10_000

@@ -11,7 +11,7 @@ from benchmarks.common.workloads import Work
 from benchmarks.equal_cost import Round
 from benchmarks.serving import Rates, useless, windows
 from benchmarks.ways import Run
-from tests.toy import random_draft
+from tests.fixtures.toy import random_draft
 
 
 def test_windows_are_of_the_other_engines_time() -> None:

@@ -27,13 +27,13 @@ from serving.gateway.config import GatewaySettings
 from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 from speculator.draft.checkpoint import draft_config_json, draft_state
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.stream_accounting import LedgerKeys
-from speculator.trace.codec import encode_trace
+from speculator.trace import encode_trace
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
-from tests.drafts import CONFIG, make_draft
-from tests.traces import make_trace
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.drafts import CONFIG, make_draft
+from tests.fixtures.traces import make_trace
 
 SURFACE = Path(__file__).parent / "surface.txt"
 ROOT = Path(__file__).parents[2]

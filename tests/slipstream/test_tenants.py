@@ -17,31 +17,28 @@ import redis
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.capture.recorder import TraceRecorder
-from serving.group_cache.redis_store import GroupKey, GroupTexts
+from serving.group_cache.texts import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
-from speculator.redis.client import connect
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.erasure_requests import Erasures
-from speculator.redis.keys import RedisKeys
-from speculator.redis.reward_stream import GroupRewards, RewardStream
-from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStream
+from speculator.trace import Trace, encode_trace
+from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from speculator.versions.training_tenants import counts_of
-from tests.traces import with_header
+from tests.fixtures.traces import with_header
+from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
-from tests.waiting import wait_until
-from trainer.ingest.disk_cache import shelf_folder
 from trainer.loop import Trainer, train_until
+from trainer.replay.trace_source import shelf_folder
 
 ANNA, BO = "anna", "bo"
 
@@ -87,7 +84,7 @@ class Deployment:
             publish_min_tokens=1,
             **changes,
         )
-        return Trainer(config, CollectorRegistry())
+        return Trainer(config, CollectorRegistry(), decide=promote)
 
     def erase(self, tenant: str, *more: object) -> tuple[int, dict[str, Any]]:
         words = ["tenants", "erase", tenant, "--model", self.model, "--redis-url", self.server.url, "--store"]
@@ -147,9 +144,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     deployment: Deployment,
     running: Callable[[Trainer], None],
     traces: list[Trace],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.offline_scoring.decide", promote)
     for trace in traces:
         deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     # Cut off: the trainer sets it aside, and its header still says whose it is.
@@ -279,7 +274,7 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
     trainer = deployment.trainer()
     for _ in range(2):  # first what was pending
         trainer.read(block_ms=0)
-    kept = {*trainer._replay.members, *trainer._replay.waiting_trace_ids}
+    kept = {*trainer.replay.members, *trainer.replay.waiting_trace_ids}
     assert kept == {*(trace.header.trace_id for trace in of(traces[:8], BO)), "after the order"}
     assert len(list(shelf.glob("*.trace"))) == 5
     trainer.close()

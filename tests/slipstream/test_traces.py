@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import now_ms
+from speculator.recording import RecordingReader
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingReader
-from speculator.trace.schema import Trace
-from tests.traces import make_trace
-from trainer.release.acceptance import Acceptance, recorded_rounds
+from speculator.trace import Trace, encode_trace
+from tests.fixtures.traces import make_trace
+from trainer.release.acceptance import recorded_rounds
+from trainer.statistics import Acceptance
 
 Refused = Callable[..., str]
 

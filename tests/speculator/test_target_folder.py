@@ -14,7 +14,7 @@ from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftMismatchError
 from speculator.target_folder import check_folder, reading, weight_files
-from tests.toy import make_toy_model
+from tests.fixtures.toy import make_toy_model
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace, TraceHeader, VerifyRounds
+from speculator.trace import Trace, TraceHeader, VerifyRounds
 
 PROMPT_TOKENS, ANSWER_TOKENS, TOP_K = 6, 40, 16
 

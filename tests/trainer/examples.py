@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.trace.codec import encode_trace
-from speculator.trace.recording import RecordingHeader, RecordingWriter
-from speculator.trace.schema import Trace
+from speculator.recording import RecordingHeader, RecordingWriter
+from speculator.trace import Trace, encode_trace
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.loop import Trainer
-from trainer.release.acceptance import Acceptance, expected_rounds
-from trainer.release.gate import Comparison, GateDecision, Outcome
-from trainer.release.offline_scoring import accept_probabilities
+from trainer.release.acceptance import accept_probabilities, expected_rounds
+from trainer.release.gate import GateDecision, GateOutcome
+from trainer.statistics import Acceptance, Comparison
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
@@ -34,9 +33,7 @@ def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Ac
     """Of greedy chains from every base on, those in the prompt included."""
     total = Acceptance()
     for trace in traces:
-        accept_NK, labelled_N = accept_probabilities(
-            draft, batch_of([trace], draft), depth=depth, min_confidence=0.0, greedy=True
-        )
+        accept_NK, labelled_N = accept_probabilities(draft, batch_of([trace], draft), depth=depth, greedy=True)
         total += expected_rounds(accept_NK, labelled_N, depth)
     return total
 
@@ -70,9 +67,9 @@ def record(path: Path, traces: Sequence[Trace]) -> Path:
 
 
 def promote(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
-    """A gate that is open, for tests of what lies behind it: in place of `trainer.release.offline_scoring.decide`."""
-    return GateDecision(outcome=Outcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)
+    """A gate that is open, for tests of what lies behind it: in place of `decide` of trainer/release/gate.py."""
+    return GateDecision(outcome=GateOutcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)
 
 
 def metric(trainer: Trainer, name: str, **labels: str) -> float | None:
-    return trainer.metrics._registry.get_sample_value(f"slipstream_trainer_{name}", labels)
+    return trainer.metrics.registry.get_sample_value(f"slipstream_trainer_{name}", labels)

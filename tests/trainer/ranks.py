@@ -25,11 +25,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.draft.initialization import fresh_draft
-from speculator.engine_load import machine_id
 from speculator.errors import ConfigError, StoreError, StreamError
+from speculator.redis.control_plane import machine_id
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, decode_trace
 from speculator.versions.lifecycle import Lifecycle, State
 from speculator.versions.store import DraftStore
 from tests.trainer.examples import batch_of, config_for, promote
@@ -41,10 +40,10 @@ from trainer.learning.optimizer_step import Learner
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
-from trainer.release.acceptance import Acceptance
 from trainer.release.live_review import Review
-from trainer.replay.provenance import Stored
-from trainer.throttle import Throttle
+from trainer.replay.memory import Stored
+from trainer.schedule import Throttle
+from trainer.statistics import Acceptance
 
 SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""
@@ -117,22 +116,21 @@ def sums(trainer: Trainer) -> list[float]:
 
 def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     """Two traces each, one of which is bad on rank 1, through a real stream."""
-    trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
+    trainer = Trainer(config, CollectorRegistry(), ranks=ranks, decide=promote)
     trainer.read(block_ms=0)
     if ranks.rank == 1:
-        trainer._replay._waiting[-1].stored.example.aux.fill_(float("nan"))
-    waiting = trainer._replay.num_waiting
+        trainer.replay.waiting[-1].example.aux.fill_(float("nan"))
+    waiting = trainer.replay.num_waiting
     trainer.step()
     skipped = trainer.learner.num_steps
-    kept = sorted(trainer._replay.members)
+    kept = sorted(trainer.replay.members)
     trainer.step()
     steps = [skipped, trainer.learner.num_steps]
     trainer.checkpoint()
     trainer.ack()
-    due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
-    with mock.patch("trainer.release.offline_scoring.decide", promote):
-        trainer.publish()
-    published = trainer._training.version
+    due = [trainer.candidates.due, trainer.checkpoint_due, trainer.has_work]
+    trainer.publish()
+    published = trainer.training.version
     weights = sums(trainer)
     if ranks.leads:
         for state in (State.LIVE, State.ROLLED_BACK):
@@ -147,7 +145,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
         "version": published,
         "weights": weights,
         "fallen_back": {
-            "version": trainer._training.version,
+            "version": trainer.training.version,
             "steps": trainer.learner.num_steps,
             "weights": sums(trainer),
         },
@@ -169,7 +167,7 @@ def hears_nothing(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
             trainer.checkpoint()
             trainer.ack()
     trainer.close()
-    return {"steps": trainer.learner.num_steps, "weights": sums(trainer), "kept": sorted(trainer._replay.members)}
+    return {"steps": trainer.learner.num_steps, "weights": sums(trainer), "kept": sorted(trainer.replay.members)}
 
 
 def became_two(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
@@ -180,7 +178,7 @@ def became_two(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer.checkpoint()
     trainer.ack()
     trainer.close()
-    return {"resumed": resumed, "weights": weights, "kept": sorted(trainer._replay.members)}
+    return {"resumed": resumed, "weights": weights, "kept": sorted(trainer.replay.members)}
 
 
 def left_alone(ranks: Ranks) -> dict[str, Any]:
@@ -204,6 +202,11 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for version, state in [*((1, one) for one in (*way, State.PROMOTED)), *((2, one) for one in way)]:
         ranks.lead(partial(states.move, version, state, actor="engine:0"))
     turns, decoded, versions = itertools.count(), [], []
+
+    def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
+        decoded.append(stored.trace_id)
+        return accepted(version, stored.trace_id, changes[version])
+
     review = Review(
         states,
         pointer,  # type: ignore[arg-type]
@@ -212,18 +215,13 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ranks,
         load_draft=lambda version: version,  # type: ignore[arg-type,return-value]
         clock=lambda: float(next(turns)),
+        score=score,  # type: ignore[arg-type]
     )
-
-    def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
-        decoded.append(stored.trace_id)
-        return accepted(version, stored.trace_id, changes[version])
-
-    with mock.patch("trainer.release.live_review.score", score):
-        for turn in range(30):
-            review.take_turn()
-            versions.append(review._newcomer.version)
-            if ranks.leads or turn % 2:
-                review.arrived([stored_of(f"{ranks.rank}-{turn}")])
+    for turn in range(30):
+        review.take_turn()
+        versions.append(review.version)
+        if ranks.leads or turn % 2:
+            review.arrived([stored_of(f"{ranks.rank}-{turn}")])
     return {"versions": versions, "decoded": len(decoded), "state": str(states.state(2)), "desired": pointer.version}
 
 

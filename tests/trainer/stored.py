@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.drafts import CONFIG, make_draft
-from tests.traces import make_trace
+from tests.fixtures.drafts import CONFIG, make_draft
+from tests.fixtures.traces import make_trace
 from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
-from trainer.replay.provenance import Provenance, Stored
+from trainer.replay.memory import Provenance, Stored
 
 
 @functools.cache

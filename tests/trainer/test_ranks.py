@@ -25,18 +25,17 @@ from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
 from speculator.versions.store import DraftStore
+from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for, record
 from tests.trainer.learning.test_batch import with_trees
 from tests.trainer.ranks import KEYS, NUM_STEPS, new_learner, read_traces, stream_config
-from tests.waiting import wait_until
-from trainer.checkpoint import Progress, joined, load_checkpoint, share_of
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.loop import Trainer
 from trainer.ranks import Ranks, join_ranks
+from trainer.session import Progress, joined, load_checkpoint, share_of
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "SLIPSTREAM_TRAINER_DEVICE": "cpu"}
@@ -330,7 +329,7 @@ def test_torchrun_learns_survives_a_killed_rank_ends_cleanly_and_one_process_goe
 
     resumed = Trainer(config, CollectorRegistry())
     assert resumed.learner.num_steps == int(state["num_steps"])
-    assert set(resumed._replay.members) == ids, "of both ranks"
+    assert set(resumed.replay.members) == ids, "of both ranks"
     resumed.step()
     resumed.checkpoint()
     resumed.close()

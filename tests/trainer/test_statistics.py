@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.release.gate import student_t_quantile
-from trainer.statistics import anytime_quantile
+from trainer.statistics import anytime_quantile, student_t_quantile
 
 LOOKS = 100
 

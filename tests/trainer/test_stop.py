@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 from trainer.process import stop_on_signals
 
 

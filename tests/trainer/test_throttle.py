@@ -14,19 +14,18 @@ import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from speculator.engine_load import machine_id
 from speculator.errors import StreamError
-from speculator.redis.control_plane import DraftPointer
+from speculator.redis.control_plane import DraftPointer, machine_id
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from speculator.trace.schema import Trace
+from speculator.trace import Trace, encode_trace
+from tests.fixtures.waiting import wait_until
 from tests.trainer.examples import config_for
-from tests.waiting import wait_until
 from trainer import process
 from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
+from trainer.process import give_way_as_a_session, give_way_in_the_kernel
 from trainer.ranks import Ranks
-from trainer.throttle import LONGEST_REST_S, Throttle, give_way_as_a_session, give_way_in_the_kernel
+from trainer.schedule import LONGEST_REST_S, Throttle
 
 Reports = dict[str, dict[str, str]]
 
@@ -189,11 +188,11 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
 def autogroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of this process, on a system that has them."""
     own, enabled = tmp_path / "autogroup", tmp_path / "enabled"
-    monkeypatch.setattr("trainer.throttle._CGROUPS", tmp_path / "none")
+    monkeypatch.setattr("trainer.process._CGROUPS", tmp_path / "none")
     own.write_text("/autogroup-1 nice 0\n")
     enabled.write_text("1\n")
-    monkeypatch.setattr("trainer.throttle._AUTOGROUP", own)
-    monkeypatch.setattr("trainer.throttle._AUTOGROUPS_ENABLED", enabled)
+    monkeypatch.setattr("trainer.process._AUTOGROUP", own)
+    monkeypatch.setattr("trainer.process._AUTOGROUPS_ENABLED", enabled)
     return own
 
 
@@ -238,8 +237,8 @@ def test_in_a_container_or_a_service_its_share_decides(
 ) -> None:
     """`setsid` would change nothing there."""
     (tmp_path / "cgroup").write_text(groups)
-    monkeypatch.setattr("trainer.throttle._CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr("trainer.throttle._CGROUP_ROOT", tmp_path / "cgroups")
+    monkeypatch.setattr("trainer.process._CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("trainer.process._CGROUP_ROOT", tmp_path / "cgroups")
     if weighed is not None:
         (tmp_path / "cgroups" / weighed).mkdir(parents=True)
         (tmp_path / "cgroups" / weighed / "cpu.weight").write_text("100\n")

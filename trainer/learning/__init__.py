@@ -1,1 +1,1 @@
-"""From a batch to new weights: labels, losses, training-time test, the optimizer step, and drift detection."""
+"""From a batch to new weights: labels, losses, training-time test and the optimizer step."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from trainer.learning.labels import Labels, Verdicts, make_labels, make_verdicts
 
 

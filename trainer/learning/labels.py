@@ -62,7 +62,7 @@ from torch import Tensor
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
-from speculator.trace.schema import NO_DRAFT, Trace
+from speculator.trace import NO_DRAFT, Trace
 
 GREEDY_LABEL_TEMPERATURE = 1.0
 """Temperature of the labels of greedy requests."""
@@ -111,8 +111,8 @@ class Verdicts:
 
     `bases` [J] int64 the base whose chain proposed, `steps` [J] int64 the proposal's place in the chain, `draft_ids`
     [J] int64, `logprobs` [J] float32 under the draft that proposed, at the request's temperature
-    (trainer/learning/offpolicy.py says what they mean), `accepted` [J] bool, `versions` [J] int64 of the draft that
-    proposed.
+    (`Correction` in trainer/learning/losses.py says what they mean), `accepted` [J] bool, `versions` [J] int64 of the
+    draft that proposed.
     """
 
     bases: Tensor

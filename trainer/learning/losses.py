@@ -5,7 +5,7 @@ q = softmax z. p is what is taught and s what is served (`Labels.probs`, `Labels
 target at temperature 1 and s its likeliest token alone; for a sampled one they are the same. `acceptance` and
 `log_acceptance` take p for greedy requests, too, on purpose: they are to teach more than the one token. Further,
 m = Σ_{x ∈ D} p(x), r is the mass of p below the kept tokens, x a proposal, ρ its importance ratio and w(ρ) the weight
-(trainer/learning/offpolicy.py).
+(`Correction`).
 
 On states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step from
 every position, as EAGLE-3 is published):
@@ -29,7 +29,7 @@ of its least price. Where A < 0, log q(x) would be lowered without end: it count
 
 Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]: `forward_kl=1,discard=λ`, times the rejections a state,
 since every term is summed over what it is about and divided by the batch's labelled positions
-(trainer/learning/ttt_loss.py).
+(trainer/learning/ttt.py).
 
 What the verdicts can add is small by construction. Verification that does not depend on the draft makes the emitted
 token, not the verdict, the target's answer, and the trace has the target's whole distribution there: at the rejection
@@ -50,7 +50,6 @@ from torch import Tensor
 
 from speculator.errors import ConfigError
 from trainer.learning.labels import Labels, Verdicts
-from trainer.learning.offpolicy import Correction
 
 DEFAULT_LOSS = "cross_entropy=1,log_acceptance=1,step_discount=1"
 # Reverse KL is infinite where q has mass and p has none; an overlap of nothing has no logarithm.
@@ -128,6 +127,78 @@ def discard(logits_JD: Tensor, draft_ids_JK: Tensor, probs_JK: Tensor, rejected_
     log_q_JF = chosen_JF.log_softmax(-1).masked_fill(p_JF == 0, 0.0)
     divergence_J: Tensor = (torch.special.xlogy(p_JF, p_JF) - p_JF * log_q_JF).sum(-1)
     return divergence_J
+
+
+CorrectionName = Literal["none", "tis", "cispo", "topr", "weighted_topr"]
+
+_DEFAULT_CLIPS: dict[CorrectionName, tuple[float, float]] = {
+    "none": (0.0, math.inf),
+    "tis": (0.0, 2.0),
+    "cispo": (0.0, 1.2),
+    "topr": (0.0, 1.0),
+    "weighted_topr": (0.0, 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Weights for terms on proposals, which an older draft made: q the draft in training, μ the draft that proposed.
+
+    A committed position is visited with the target's own distribution whatever the draft was, so terms on committed
+    text need no weight. A proposal is the draft's own action; its weight is a function of ρ = q(x) / μ(x), never
+    differentiated:
+
+        none           1
+        tis            min(ρ, high)                                    truncated importance sampling (Ionides, 2008)
+        cispo          min(ρ, high)                                    MiniMax-M1, arXiv 2506.13585: no lower bound
+        topr           1 where A ≥ 0, clip(ρ, low, high) where A < 0   tapered off-policy REINFORCE, 2503.14286
+        weighted_topr  topr, its two cases times `positive` and `negative`
+
+    (The set that ROLL Flash, arXiv 2510.11345, offers for asynchronous training.) A is the advantage; a rejected
+    proposal without one counts as A < 0. tis and cispo differ in their usual `high` alone. `low`, 0 unless it is set,
+    is a floor: with it a token that the draft has dropped goes on to count.
+
+    **What μ means here.** A trace records the proposing draft's own log-probability of the token, at the request's
+    temperature T. For T > 0 the proposal is argmax(log q_T + noise), which has exactly the distribution q_T: ρ is a
+    true ratio for functions of the proposal alone. Target and draft share the noise
+    (speculator/draft/verification.py), so whether a proposal is accepted depends on more, which ρ does not correct. At
+    T = 0, and in trees, the draft proposes its likeliest tokens: ρ then is the ratio of two *soft* policies. It says
+    how much the draft in training has moved at this token since: near 1 the verdict is fresh, far below 1 the draft has
+    already dropped the token. It is a measure of staleness, not an unbiased correction.
+
+    `low` and `high` bound ρ, by default as usual for the name. Raises ConfigError for values that make no sense.
+    """
+
+    name: CorrectionName = "none"
+    low: float | None = None
+    high: float | None = None
+    positive: float = 1.0
+    negative: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(CorrectionName):
+            raise ConfigError(f"unknown correction {self.name!r}: choose one of {', '.join(get_args(CorrectionName))}")
+        low, high = self.clip
+        if not 0 <= low <= high:
+            raise ConfigError(f"the clip bounds {low} and {high} of {self.name} are not 0 ≤ low ≤ high")
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        low, high = _DEFAULT_CLIPS[self.name]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    def weights(self, log_ratio_J: Tensor, positive_J: Tensor) -> Tensor:
+        """[J] float32 weights from log ρ; `positive_J` [J] bool is the advantage's sign, zero counting as positive."""
+        low, high = self.clip
+        clipped_J = log_ratio_J.detach().float().exp().clamp(low, high)
+        if self.name == "none":
+            return clipped_J.new_ones(clipped_J.shape)
+        if self.name in ("tis", "cispo"):
+            return clipped_J
+        weights_J = clipped_J.masked_fill(positive_J, 1.0)
+        if self.name == "topr":
+            return weights_J
+        return weights_J * positive_J.float().mul(self.positive - self.negative).add(self.negative)
 
 
 VerdictSource = Literal["recorded", "fresh"]

@@ -26,12 +26,11 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.precision import autocast
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch
 from trainer.learning.losses import LossMix
-from trainer.learning.ttt_loss import BatchLoss, Counts, ttt_loss
+from trainer.learning.ttt import BatchLoss, Counts, ttt_loss
 from trainer.ranks import Ranks
 
 GOOD_STEPS = 20

@@ -1,69 +1,41 @@
-"""How many tokens a verification commits: counted from recorded rounds, or expected from acceptance probabilities.
+"""How many tokens a verification commits: counted from recorded rounds, or predicted for any draft on a trace.
 
 Under drafter-invariant verification (speculator/draft/verification.py) the text is fixed whatever the draft proposes: a
-round at base n accepts proposals as long as they are the text's tokens. So a trace can be decoded again with any draft.
-For a greedy request each proposal then is accepted or not. For a sampled one the noise that target and draft shared is
-not in the trace, but the token y that it made the target emit is, and the probability that the draft proposes y under
-the same noise follows. With Gumbel noise on served p and drafted q both choose y with probability 1 / Σ_x
-max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling and the Jaccard index of probability
-distributions", arXiv 1809.04052), and the target alone chooses it with p(y), so
+round at base n accepts proposals as long as they are the text's tokens. So a trace can be decoded again with any draft
+(`predict_acceptance`): every answer position is asked for the probability that the draft's proposal there is accepted,
+and the rounds that follow from it are counted in expectation. Control rounds, which draft nothing, are no part of it.
+
+For a greedy request each proposal is accepted or not, and the expectation is the count itself. For a sampled one the
+noise that target and draft shared is not in the trace. The token y that it made the target emit is, and the probability
+that the draft proposes y under the same noise follows. With Gumbel noise on served p and drafted q both choose y with
+probability 1 / Σ_x max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling and the Jaccard index
+of probability distributions", arXiv 1809.04052), and the target alone chooses it with p(y), so
 
     P(accepted | y) = 1 / Σ_x max(p(x), q(x) · p(y) / q(y))
 
 Equal distributions give 1. Noise of different positions is independent, and a position's noise decides one accepted
 proposal or one rejection, never both: the probabilities along a chain multiply.
 
-Shape letters: N base positions, S states, K kept target tokens, D draft vocabulary.
+Shape letters: N base positions, S states, K kept target tokens or depth, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from speculator.trace.schema import Trace
+from speculator.draft.eagle3 import Eagle3Draft, autocast
+from speculator.trace import Trace
+from trainer.config import TrainerConfig
+from trainer.learning.batch import Batch, Example, Window, pack
 from trainer.learning.labels import Labels
+from trainer.learning.ttt import unroll
+from trainer.replay.memory import Stored
+from trainer.statistics import Acceptance
 
 _MAX_RATIO = 1e30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Acceptance:
-    """Verifications and what they committed; adds up over spans. Whole numbers where counted, not where expected.
-
-    `num_reaching[k]` is the number of rounds that accepted more than k proposals.
-    """
-
-    num_committed: float = 0
-    num_rounds: float = 0
-    num_reaching: tuple[float, ...] = ()
-
-    @property
-    def length(self) -> float:
-        """Committed tokens per verification, the bonus token included; 1.0 means that drafting never helped."""
-        return self.num_committed / self.num_rounds if self.num_rounds else 1.0
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """For each place k in the chain: the share of the rounds that accepted k proposals that also accept the next.
-
-        A chain that ends early, for lack of confidence or room, has not accepted the next.
-        """
-        before = (self.num_rounds, *self.num_reaching)
-        return tuple(
-            after / reached if reached else 0.0 for reached, after in zip(before, self.num_reaching, strict=False)
-        )
-
-    def __add__(self, other: Acceptance) -> Acceptance:
-        reaching = zip_longest(self.num_reaching, other.num_reaching, fillvalue=0)
-        return Acceptance(
-            num_committed=self.num_committed + other.num_committed,
-            num_rounds=self.num_rounds + other.num_rounds,
-            num_reaching=tuple(mine + theirs for mine, theirs in reaching),
-        )
 
 
 def expected_rounds(accept_NK: Tensor, labelled_N: Tensor, depth: int) -> Acceptance:
@@ -150,3 +122,64 @@ def coupled_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> T
     total_S = torch.maximum(p_SK, q_SK * ratio_S[:, None]).sum(-1) + outside_S + below_S
     possible_S = is_kept_S | ((tokens_S >= 0) & (labels.tail > 0))
     return torch.where(possible_S, total_S.reciprocal(), 0.0)
+
+
+_MAX_BASES = 512
+_ALL_CONTEXT = 1 << 31
+
+
+def predict_acceptance(
+    draft: Eagle3Draft, examples: Iterable[Example], *, depths: Sequence[int], max_bases: int = _MAX_BASES
+) -> dict[int, Acceptance]:
+    """Acceptance over the answers of `examples` with chains of each of the `depths`.
+
+    The draft reads the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases`
+    positions: attention grows with the square of a batch, and so does its mask.
+    """
+    totals = {depth: Acceptance() for depth in depths}
+    for example in examples:
+        greedy, most = example.sampling.temperature == 0, max(depths)
+        parts = [(torch.zeros(0, most, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))]
+        for start in range(example.answer_base, example.num_bases, max_bases):
+            window = Window(example=example, start=start, num_bases=min(example.num_bases - start, max_bases))
+            batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
+            parts.append(accept_probabilities(draft, batch, depth=most, greedy=greedy))
+        accept_NK, labelled_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        for depth in depths:
+            totals[depth] += expected_rounds(accept_NK, labelled_N, depth)
+    return totals
+
+
+@torch.no_grad()
+def accept_probabilities(draft: Eagle3Draft, batch: Batch, *, depth: int, greedy: bool) -> tuple[Tensor, Tensor]:
+    """([N, depth] float64 P(proposal k of the chain from base n is accepted, once those before it are), [N] bool the
+    base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled. What is not a number,
+    because weights or features overflow, accepts nothing.
+    """
+    num_bases, device = len(batch.rows), batch.rows.device
+    accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
+    labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
+    # A greedy chain is followed while it is right; a sampled one may be right anywhere.
+    wanted_NK = None if greedy else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
+    for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
+        labels = batch.labels[proposals.label_rows]
+        logits_SD = labels.tempered(proposals.logits)
+        text_S = batch.draft_ids[proposals.label_rows + 1]
+        accept_S = proposals.hits if greedy else coupled_acceptance(logits_SD, labels, text_S)
+        accept_NK[proposals.chains, proposals.step] = accept_S.double().nan_to_num(0.0, posinf=0.0)
+        if proposals.step == 0:
+            labelled_N[proposals.chains] = True
+    return accept_NK.cpu(), labelled_N.cpu()
+
+
+Score = Callable[[Eagle3Draft, Stored, TrainerConfig], Acceptance]
+
+
+def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
+    """What the draft would commit on one trace, with chains of `gate_depth`.
+
+    An engine decides in each round how deep it drafts, by what time costs there (speculator/proposals/planner.py); a
+    trace has no times. So drafts are compared at one depth, which treats both alike.
+    """
+    with autocast(draft.embed.device, is_wanted=config.autocast):
+        return predict_acceptance(draft, [stored.example], depths=[config.gate_depth])[config.gate_depth]

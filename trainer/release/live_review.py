@@ -1,15 +1,14 @@
-"""Behind hop 9: a version that came into service, against the one before it, on the traces that arrive from then on.
+"""Versions in service: a second look at a new one on the traces that arrive, and what rollbacks mean for training.
 
-An engine compares accept lengths of different requests (serving/hotswap/breaker.py), and requests differ more from each
-other than drafts do, so it takes back only what is clearly worse. Here both drafts decode the same traces again, as at
-the gate, so what a request is like falls out, and some twenty traces tell a tenth from nothing. The gate has judged
-most versions like that; this is about traffic that had no part in its judgement, and about versions that never came to
-it.
+**Second look.** An engine compares accept lengths of different requests (serving/hotswap/breaker.py), and requests
+differ more from each other than drafts do, so it takes back only what is clearly worse. Here both drafts decode the
+same traces again, as at the gate, and some twenty traces tell a tenth from nothing. The gate has judged most versions
+like that; this is about traffic that had no part in its judgement, and about versions that never came to it. It does
+not matter who published a version: this trainer, an operator, or whoever writes to the store.
 
-What is compared is the change of the accept length with its standard error (trainer/release/gate.py), after every
-trace, within bounds that hold over all looks together (trainer/statistics.py). Answers to one prompt count as one
-trace. With the ε of the gate, the narrow one also where the target has moved (what the gate had too few traces for
-comes here), the version is
+The change of the accept length is compared after every trace, within bounds that hold over all looks together
+(trainer/statistics.py). Answers to one prompt count as one trace. With the ε of the gate, the narrow one also where the
+target has moved, the version is
 
     rolled back   confidently worse by more than ε: barred as by an engine; engines and training go back
     kept          confidently not worse by ε, after `MIN_KEPT` traces at least
@@ -18,19 +17,24 @@ comes here), the version is
                   the two cannot be read any more
 
 It costs two decodings a trace, of at most `_TRACES_A_TURN` in a turn of the training loop; `_ANSWERS_A_PROMPT` answers
-to a prompt are decoded, and as many prompts as `review_traces`. Meanwhile both drafts are in memory. A text that comes
-again is not decoded again. A trainer that is killed begins anew with a version that is still on trial, and so does one
-whose incumbent is barred or removed: nobody goes back to it. What cannot be read or written is tried again; learning
-goes on.
+to a prompt are decoded, and as many prompts as `review_traces`. Meanwhile both drafts are in memory. A trainer that is
+killed begins anew with a version that is still on trial, and so does one whose incumbent is barred or removed: nobody
+goes back to it. What cannot be read or written is tried again; learning goes on.
 
-Which draft version has come into service last, and what it took the place of; the lifecycle beside the store says.
+**Rollbacks.** A version that was rolled back or barred is no base to go on from: the trainer starts again from the last
+good one. Two versions in a row that engines rolled back mean that the gate does not see what live traffic sees, so
+publishing pauses:
 
-It does not matter who published it: this trainer, an operator, or whoever writes to the store.
+    pause = publish_pause_s · 2^(n − 2), at most MAX_PAUSE_S, from the last of n ≥ 2 rollbacks in a row
+
+Then one version is published on trial, and the next one waits for what becomes of it, as long as the pause was:
+promoted, everything is as before; rolled back, the pause is twice as long. A promotion by an operator ends it at once.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,10 +51,9 @@ from speculator.versions.lifecycle import BARRED, Lifecycle, Number, State, Tran
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.gate import Answer, Comparison, Pair, by_prompt, compare
-from trainer.release.offline_scoring import score
-from trainer.replay.provenance import Provenance, Stored
-from trainer.statistics import anytime_quantile
+from trainer.release.acceptance import Score, score
+from trainer.replay.memory import Provenance, Stored
+from trainer.statistics import Comparison, PairedScores, PromptScores, anytime_quantile, by_prompt, compare
 
 _IN_SERVICE = frozenset({State.LIVE, State.PROMOTED})
 
@@ -103,7 +106,6 @@ def _came(history: Sequence[Transition]) -> int:
 
 
 log = structlog.get_logger()
-
 ACTOR = "trainer:review"
 ALPHA = 0.01
 """Of versions that are worse by just ε, the share that may be rolled back, and the share that may be kept: where what
@@ -120,20 +122,20 @@ _ANSWERS_A_PROMPT = 4
 _NOBODY = Newcomer(0, 0, 0)
 
 
-class Outcome(enum.Enum):
+class ReviewOutcome(enum.Enum):
     ROLLED_BACK = "rolled_back"
     KEPT = "kept"
     UNDECIDED = "undecided"
     WITHDRAWN = "withdrawn"
 
 
-def judge(found: Comparison, *, epsilon: float, is_last: bool) -> Outcome | None:
+def review_outcome(found: Comparison, *, epsilon: float, is_last: bool) -> ReviewOutcome | None:
     """None where it takes more traces."""
     if found.upper is not None and found.upper < -epsilon:
-        return Outcome.ROLLED_BACK
+        return ReviewOutcome.ROLLED_BACK
     if found.num_traces >= MIN_KEPT and found.lower is not None and found.lower > -epsilon:
-        return Outcome.KEPT
-    return Outcome.UNDECIDED if is_last else None
+        return ReviewOutcome.KEPT
+    return ReviewOutcome.UNDECIDED if is_last else None
 
 
 class Review:
@@ -149,8 +151,9 @@ class Review:
         *,
         load_draft: Callable[[int], Eagle3Draft],
         clock: Callable[[], float],
+        score: Score = score,
     ) -> None:
-        self._lifecycle, self._pointer, self._config = lifecycle, pointer, config
+        self._lifecycle, self._pointer, self._config, self._score = lifecycle, pointer, config, score
         self._metrics, self._ranks, self._load_draft, self._clock = metrics, ranks, load_draft, clock
         self._newcomers = Newcomers(lifecycle)
         self._newcomer = self._word = _NOBODY
@@ -162,13 +165,18 @@ class Review:
         self._texts: set[bytes] = set()
         self._prompts: Counter[bytes] = Counter()
         """How many of those texts are answers to a prompt."""
-        self._answers: list[Answer] = []
+        self._answers: list[PromptScores] = []
         """Those of all ranks, on rank 0."""
         self._is_gone = False
         """One of the drafts can never be loaded."""
-        self._verdict: tuple[Outcome, Comparison] | None = None
+        self._verdict: tuple[ReviewOutcome, Comparison] | None = None
         """That has been reached and not yet been carried out."""
         self._seconds = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version under review; 0 for none."""
+        return self._newcomer.version
 
     @property
     def has_work(self) -> bool:
@@ -204,9 +212,9 @@ class Review:
             return
         parts = self._ranks.gather(msgspec.json.encode(self._decode(traces)))
         if self._ranks.leads and self._verdict is None:
-            self._answers += [answer for part in parts for answer in msgspec.json.decode(part, type=list[Answer])]
+            self._answers += [answer for part in parts for answer in msgspec.json.decode(part, type=list[PromptScores])]
             if self._is_gone:
-                self._verdict = Outcome.WITHDRAWN, self._compare()
+                self._verdict = ReviewOutcome.WITHDRAWN, self._compare()
                 self._carry_out()
             else:
                 self._judge()
@@ -227,7 +235,7 @@ class Review:
             log.warning("the states of the drafts cannot be read", error=str(error))
             return
         if newcomer.sequence != self._word.sequence and self._answers:
-            self._verdict = Outcome.WITHDRAWN, self._compare()
+            self._verdict = ReviewOutcome.WITHDRAWN, self._compare()
             self._carry_out()
         else:
             # The same version with another incumbent, for the one before was barred, begins anew.
@@ -240,7 +248,7 @@ class Review:
         self._prompts.clear()
         self._answers.clear()
 
-    def _decode(self, traces: Sequence[Stored]) -> list[Answer]:
+    def _decode(self, traces: Sequence[Stored]) -> list[PromptScores]:
         start_s = time.monotonic()
         try:
             if traces and self._drafts is None:
@@ -251,11 +259,10 @@ class Review:
             self._texts.clear()
             self._prompts.clear()
             return []
-        drafts = self._drafts or ()
-        answers = [
-            (stored.provenance.prompt_hash, Pair(*(score(draft, stored, self._config) for draft in drafts)))
-            for stored in traces
-        ]
+        answers = []
+        for stored in traces:
+            scores = (self._score(draft, stored, self._config) for draft in self._drafts or ())
+            answers.append((stored.provenance.prompt_hash, PairedScores(*scores)))
         seconds = time.monotonic() - start_s
         self._seconds += seconds
         self._metrics.observe_decoded(len(answers), seconds)
@@ -268,7 +275,7 @@ class Review:
         num_prompts = len({prompt_hash for prompt_hash, _ in self._answers})
         found, is_last = self._compare(), num_prompts >= self._config.review_traces
         self._metrics.observe_review(found)
-        outcome = judge(found, epsilon=self._config.gate_epsilon, is_last=is_last)
+        outcome = review_outcome(found, epsilon=self._config.gate_epsilon, is_last=is_last)
         if outcome is not None:
             self._verdict = outcome, found
             self._carry_out()
@@ -278,8 +285,8 @@ class Review:
         assert self._verdict is not None
         outcome, found = self._verdict
         try:
-            if outcome is Outcome.ROLLED_BACK and not self._roll_back(found):
-                outcome = Outcome.WITHDRAWN
+            if outcome is ReviewOutcome.ROLLED_BACK and not self._roll_back(found):
+                outcome = ReviewOutcome.WITHDRAWN
             self._end(outcome, found)
         except (StoreError, StreamError) as error:
             log.warning("not carried out yet, tried again", outcome=outcome.value, error=str(error))
@@ -299,7 +306,7 @@ class Review:
             self._pointer.replace(version, good)
         return True
 
-    def _end(self, outcome: Outcome, found: Comparison) -> None:
+    def _end(self, outcome: ReviewOutcome, found: Comparison) -> None:
         fields = {"version": self._newcomer.version, "outcome": outcome.value, **self._numbers(found)}
         self._lifecycle.events.append("review", actor=ACTOR, **fields)
         self._newcomers.settle(self._newcomer)
@@ -311,3 +318,93 @@ class Review:
     def _numbers(self, found: Comparison) -> dict[str, Number]:
         numbers = msgspec.structs.asdict(found)
         return {"incumbent": self._newcomer.incumbent, "seconds": round(self._seconds, 2), **numbers}
+
+
+MAX_PAUSE_S = 24 * 3600.0
+_UNDECIDED = frozenset({State.SCORED, State.LIVE})
+
+
+def pause_s(num_rollbacks: int, first_pause_s: float) -> float:
+    """How long to publish nothing after so many rollbacks in a row, the last one of them just now."""
+    if num_rollbacks < 2:
+        return 0.0
+    # Far below the largest exponent, and far above what MAX_PAUSE_S leaves of it.
+    return min(first_pause_s * 2.0 ** min(num_rollbacks - 2, 100), MAX_PAUSE_S)
+
+
+class RollbackWatch:
+    """Rank 0's view of the lifecycle. What cannot be read now is read next time: learning goes on meanwhile."""
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        metrics: TrainerMetrics,
+        *,
+        published: Callable[[], int | None],
+        first_pause_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`published` gives the version that the pointer names, or raises StreamError; `clock` seconds since the epoch,
+        as the lifecycle's transitions have them.
+        """
+        self._lifecycle, self._metrics, self._published = lifecycle, metrics, published
+        self._first_pause_s, self._clock = first_pause_s, clock
+        self._looked = self._trial = (0, -math.inf)
+        """(version, when): the last look; and when a version was first found on trial."""
+        self.paused = False
+        """Nothing may be published now."""
+        metrics.publishing_paused.set(0)
+
+    def look(self, version: int) -> int | None:
+        """The version to start again from where `version`, the one that the weights descend from, is barred; None where
+        nothing has to change. Looks at a version at most every LOOK_INTERVAL_S.
+        """
+        now_s, before = self._clock(), self._looked
+        if version == before[0] and now_s - before[1] < LOOK_INTERVAL_S:
+            return None
+        self._looked = (version, now_s)
+        try:
+            self._heed_rollbacks(version, now_s)
+            if self._lifecycle.state(version) not in BARRED:
+                return None
+            return self._lifecycle.last_good() or self._lifecycle.newest_servable()
+        except StoreError as error:
+            log.warning("the states of the drafts cannot be read", error=str(error))
+            return None
+
+    def _heed_rollbacks(self, version: int, now_s: float) -> None:
+        rollbacks = self._lifecycle.rollbacks_in_a_row()
+        until_s = 0.0
+        if len(rollbacks) >= 2:
+            until_s = rollbacks[-1].at_ms / 1000 + pause_s(len(rollbacks), self._first_pause_s)
+        on_trial = len(rollbacks) >= 2 and self._is_on_trial(version, now_s, len(rollbacks))
+        paused = now_s < until_s or on_trial
+        if paused == self.paused:
+            return
+        self.paused = paused
+        self._metrics.publishing_paused.set(paused)
+        numbers = {"num_rollbacks": len(rollbacks), "until_ms": int(1000 * until_s), "on_trial": on_trial}
+        if paused and not on_trial:
+            log.error("publishing paused: engines rolled back one version after the other", **numbers)
+        else:
+            log.info("publishing waits for a trial" if paused else "publishing goes on", **numbers)
+        self._lifecycle.events.append(
+            "publishing_paused" if paused else "publishing_resumed", actor="trainer", **numbers
+        )
+
+    def _is_on_trial(self, version: int, now_s: float, num_rollbacks: int) -> bool:
+        """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed.
+
+        A trial that has no verdict after as long as the pause before it holds up publishing no longer: no engine may be
+        left that could give one.
+        """
+        if self._lifecycle.state(version) not in _UNDECIDED:
+            return False
+        if self._trial[0] != version:
+            self._trial = (version, now_s)
+        if now_s - self._trial[1] > pause_s(num_rollbacks, self._first_pause_s):
+            return False
+        try:
+            return self._published() == version
+        except StreamError:
+            return True

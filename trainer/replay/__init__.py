@@ -1,1 +1,1 @@
-"""What the trainer can learn from: the buffer of examples, how often each is drawn, and the evaluation sets."""
+"""From the stream to what the trainer can learn from: traces are read, admitted, kept, drawn and forgotten."""

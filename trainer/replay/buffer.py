@@ -3,24 +3,48 @@
     add ──▶ waiting ──(first step)──▶ memory ──(no room)──▶ forgotten
 
 A trace waits until its first step and is kept for more: a live service brings too few tokens to use them once only.
-Both together are bounded in bytes. trainer/replay/reservoir.py says what is kept, trainer/replay/sampling_weights.py
-how often it is drawn.
+Both together are bounded in bytes. trainer/replay/memory.py says what is kept and how often it is drawn.
 
 One text has one place, whoever sends it and how often: a repetition only renews the proposals of the one that is there.
+
+**Rewards.** Reinforcement learning moves the target towards what it rewards, so that is where the draft has to be good
+next: ReSpec (arXiv 2510.26475) weights the draft's distillation by the reward of the rollout. Here the replay draws a
+trace by its weight, which is the same in expectation and costs nothing for what counts little:
+
+    weight = B^z,  z = (reward − mean of its group) / deviation of its group, cut to ±1
+
+Only the place in the group counts, as in GRPO's advantage: rewards have no common scale, and a prompt that every answer
+solves says nothing. A trace whose group has no rewards, or only equal ones, weighs 1.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trainer.replay.provenance import Provenance, Stored
-from trainer.replay.reservoir import Memory, Slot, sampling_key
-from trainer.replay.sampling_weights import TenantMix, capped_shares, proposal_weight, version_weight
+import structlog
+
+from speculator.errors import StreamError
+from speculator.redis.trace_stream import MAX_GROUPS, START, GroupRewards, RewardStream
+from trainer.metrics import TrainerMetrics
+from trainer.replay.memory import (
+    Memory,
+    Provenance,
+    Slot,
+    Stored,
+    TenantMix,
+    capped_shares,
+    proposal_weight,
+    sampling_key,
+    version_weight,
+)
+from trainer.replay.trace_source import RETRY_S
 
 # Texts that were discarded and would spoil a batch again; the oldest are forgotten.
 _MAX_REFUSED = 1000
@@ -40,13 +64,13 @@ class Admission(StrEnum):
     NO_ROOM = "no_room"
     """Larger than what the waiting traces leave of the memory."""
     OLD_TARGET = "old_target"
-    """Too many target versions behind (trainer/replay/sampling_weights.py)."""
+    """Too many target versions behind (trainer/replay/memory.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
     """`proposal_weight` in [0, 1]: how far its proposals still count in the off-policy terms
-    (trainer/replay/sampling_weights.py)."""
+    (trainer/replay/memory.py)."""
 
     stored: Stored
     proposal_weight: float
@@ -76,7 +100,7 @@ class Replay:
         seed: int = 0,
         reward_weight: Callable[[Provenance], float] = lambda _: 1.0,
     ) -> None:
-        """`reward_weight`: how much more often than others a trace is drawn (trainer/ingest/reward_reader.py)."""
+        """`reward_weight`: how much more often than others a trace is drawn (`RewardWeights.weight`)."""
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_tenant_share = max_tenant_share
@@ -279,3 +303,64 @@ class Replay:
 
 def _num_tokens(slots: list[Slot]) -> int:
     return sum(slot.num_tokens for slot in slots)
+
+
+log = structlog.get_logger()
+_LOOK_EVERY_S = 1.0
+_CHUNK = 100
+
+
+def reward_weights(rewards: Mapping[int, float], *, bound: float) -> dict[int, float]:
+    """Of the samples of a group by number, each in [1/bound, bound]."""
+    mean, deviation = statistics.fmean(rewards.values()), statistics.pstdev(rewards.values())
+    if deviation <= 0:
+        return dict.fromkeys(rewards, 1.0)
+    return {
+        number: float(bound ** max(-1.0, min(1.0, (reward - mean) / deviation))) for number, reward in rewards.items()
+    }
+
+
+class RewardWeights:
+    """Reads the rewards as they come; the groups rewarded longest ago are forgotten. Owned by the training loop."""
+
+    def __init__(self, stream: RewardStream, *, bound: float, metrics: TrainerMetrics) -> None:
+        """With a `bound` of 1 rewards have no effect, and nothing is read."""
+        self._stream, self._bound, self._metrics = stream, bound, metrics
+        self._last_id = START
+        self._next_look_s = 0.0
+        # By tenant and group, the newest last.
+        self._rewards: OrderedDict[tuple[str, str], dict[int, float]] = OrderedDict()
+        self._weights: dict[tuple[str, str], dict[int, float]] = {}
+
+    def look(self) -> None:
+        """Take what came since, now and then. Redis being away is no error here."""
+        if self._bound == 1 or time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+        try:
+            while True:
+                groups, last_id = self._stream.read(self._last_id, _CHUNK)
+                for group in groups:
+                    self._take(group)
+                if last_id == self._last_id:
+                    return
+                self._last_id = last_id
+        except StreamError as error:
+            self._metrics.stream_errors.labels("rewards").inc()
+            self._next_look_s = time.monotonic() + RETRY_S
+            log.warning("rewards not read", error=str(error), retry_s=RETRY_S)
+
+    def weight(self, provenance: Provenance) -> float:
+        """How much more often than others the trace is drawn."""
+        group_id, _, number = provenance.request_id.rpartition("/")
+        of_group = self._weights.get((provenance.tenant, group_id))
+        return of_group.get(int(number), 1.0) if of_group and number.isdigit() and number.isascii() else 1.0
+
+    def _take(self, group: GroupRewards) -> None:
+        key = group.tenant, group.group_id
+        self._rewards[key] = self._rewards.pop(key, {}) | group.rewards
+        self._weights[key] = reward_weights(self._rewards[key], bound=self._bound)
+        self._metrics.rewards.inc(len(group.rewards))
+        while len(self._rewards) > MAX_GROUPS:
+            oldest, _ = self._rewards.popitem(last=False)
+            del self._weights[oldest]

@@ -31,13 +31,12 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from speculator.errors import ConfigError, TraceError
-from speculator.trace.recording import RecordingReader
-from speculator.trace.schema import Trace
+from speculator.recording import RecordingReader
+from speculator.trace import Trace
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.learning.batch import Example
 from trainer.ranks import Ranks
-from trainer.replay.provenance import Provenance, Stored, provenance_of
-from trainer.replay.reservoir import sampling_key
+from trainer.replay.memory import Provenance, Stored, provenance_of, sampling_key
 
 
 class KeptTraces:

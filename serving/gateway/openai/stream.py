@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, too_late, unavailable
 from serving.gateway.telemetry import Exchange
-from speculator.json_lines import json_line
+from speculator.files import json_line
 
 _LAST_EVENT_S = 5.0
 DONE = b"data: [DONE]\n\n"

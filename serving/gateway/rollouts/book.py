@@ -25,9 +25,8 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError
 from serving.rollout.driver import Driver
 from serving.rollout.engines import RolloutEngine
-from serving.rollout.nouns import EndReason, State
 from serving.rollout.order import ContextAware
-from serving.rollout.results import GroupWork, SampleResult
+from serving.rollout.samples import EndReason, GroupWork, SampleResult, State
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineError, RequestError
 

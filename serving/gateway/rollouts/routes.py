@@ -28,10 +28,9 @@ from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
 from serving.gateway.rollouts.book import Rollout, RolloutBook
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
 from serving.gateway.telemetry import exchange_of
-from serving.rollout.nouns import GroupRequest, State
-from serving.rollout.results import GroupWork
+from serving.rollout.samples import GroupRequest, GroupWork, State
 from speculator.errors import RequestError, StreamError
-from speculator.redis.reward_stream import GroupRewards
+from speculator.redis.trace_stream import GroupRewards
 
 ROUTE = "/v1/rollouts"
 _CURSOR = {

@@ -17,7 +17,7 @@ from serving.gateway.openai.schema import (
     SamplingBody,
     prompt_of,
 )
-from serving.rollout.nouns import MAX_SAMPLES
+from serving.rollout.samples import MAX_SAMPLES
 
 MAX_GROUPS = 1024
 """Of one rollout."""

@@ -1,6 +1,7 @@
-"""One decode round of a batch: draft → verify → commit; and one piece of a prompt, alone or in a round's pass.
+"""One decode round of a batch: draft, verify, commit; and one piece of a prompt, alone or in a round's pass.
 
-Shape letters: B batch, T tokens of a request, M of all, d hidden size, V vocabulary, K kept tokens.
+Shape letters: B batch, T tokens of a request or of a piece, M of all, P positions, d hidden size, V vocabulary, K kept
+tokens.
 """
 
 from __future__ import annotations
@@ -13,27 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from serving.local.decode.draft_reading import DraftReader
-from serving.local.decode.emit import emitted_after, logprobs_of
-from serving.local.decode.proposer import Proposal, Proposals, Proposer
-from serving.local.draft.draft import ServingDraft
-from serving.local.request import Generation, RoundRecord, TopK
-from serving.local.scheduler.prefill import Piece, PromptReader
-from serving.local.target.model import Target
-from speculator.proposals.draft_tree import DraftTree
+from serving.local.decode.proposer import DraftReader, Proposal, Proposals, Proposer
+from serving.local.draft import ServingDraft
+from serving.local.request import Generation, RoundRecord, TopK, shared_draws
+from serving.local.target.model import Ranking, Target
+from speculator.draft.verification import emit, served_logprobs
+from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import Plan, RoundPlanner
-from speculator.trace.schema import NO_DRAFT
-
-
-@dataclass(frozen=True)
-class LookReport:
-    """A look at a head that is not used, in the request of one row."""
-
-    row: int
-    is_right: bool
-    """Whether the target emitted the token that the head would have proposed."""
-    accepted: int
-    """1 where a round that asked the head would have verified that token, and accepted it."""
+from speculator.trace import NO_DRAFT
 
 
 @dataclass(frozen=True)
@@ -64,6 +52,42 @@ class RoundReport:
     @property
     def committed(self) -> int:
         return sum(self.earned)
+
+
+@dataclass(frozen=True)
+class LookReport:
+    """A look at a head that is not used, in the request of one row."""
+
+    row: int
+    is_right: bool
+    """Whether the target emitted the token that the head would have proposed."""
+    accepted: int
+    """1 where a round that asked the head would have verified that token, and accepted it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt that one pass reads, from position `start` on."""
+
+    generation: Generation
+    slot: int
+    start: int
+    tokens: list[int]
+
+    @classmethod
+    def next_of(cls, generation: Generation, slot: int, num_tokens: int) -> Piece:
+        """Up to so many, from where its prompt has been read to."""
+        start = generation.num_prefilled
+        end = min(start + num_tokens, generation.num_prompt_tokens)
+        return cls(generation, slot, start, generation.tokens[start:end])
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def ends_prompt(self) -> bool:
+        return self.end == self.generation.num_prompt_tokens
 
 
 class RoundRunner:
@@ -262,3 +286,64 @@ class _Window(NamedTuple):
 def _parents(tree: DraftTree) -> list[int] | None:
     """By row of the window, where there is more than a chain."""
     return None if tree.is_chain else [-1, *(parent + 1 for parent in tree.parents)]
+
+
+class PromptReader:
+    """Used by the engine's thread. `label` is to fill in what is unknown of a prompt's positions, from their final
+    hidden states; not here.
+    """
+
+    def __init__(
+        self,
+        reader: DraftReader,
+        planner: RoundPlanner,
+        ranking: Ranking,
+        *,
+        capture_topk: int,
+        prompt_labels: int,
+        label: Callable[[TopK, Tensor], object],
+    ) -> None:
+        self._reader, self._planner, self._ranking, self._label = reader, planner, ranking, label
+        self._capture_topk, self._prompt_labels = capture_topk, prompt_labels
+
+    def take(self, piece: Piece, hidden_Td: Tensor, aux_Tw: Tensor, logits_V: Tensor | None, *, drafting: bool) -> None:
+        """What the target computed of a piece; the logits of its last token where that ends the prompt.
+
+        With `drafting` the draft reads the piece, too, so that the first round is not the one that pays for it.
+        """
+        generation, start = piece.generation, piece.start
+        self._reader.keep(piece.slot, start, aux_Tw)
+        generation.num_prefilled = piece.end
+        if drafting and self._planner.is_awake:
+            self._reader.read(piece.slot, generation, piece.end - generation.num_pairs_read)
+        # A prompt position costs a tenth of a decoded one and teaches the draft as well: its distribution is kept too.
+        first_kept = max(start, generation.num_prompt_tokens - self._prompt_labels)
+        if generation.capture and first_kept < piece.end:
+            generation.topk.append(TopK.unknown(first_kept, piece.end - first_kept, self._capture_topk))
+            self._label(generation.topk[-1], hidden_Td[first_kept - start :])
+        if logits_V is not None:
+            logits_1V = logits_V[None]
+            first, _ = emitted_after(generation, logits_1V, self._ranking.likeliest(logits_1V), NO_PROPOSALS)
+            generation.commit(first, 0, logprobs=logprobs_of(generation, logits_1V, first))
+
+
+def emitted_after(
+    generation: Generation, logits_TV: Tensor, likeliest_T: list[int], tree: DraftTree
+) -> tuple[list[int], list[int]]:
+    """What the target emits after the newest token and the proposals that it accepts, from the logits of their rows:
+    as `DraftTree.walk` has it, the tokens and the nodes that proposed all but the last.
+
+    A sampled row costs a vector of noise: none is sampled that is not committed.
+    """
+    sampling, seed = generation.source.sampling, generation.source.seed
+    if sampling.temperature == 0:
+        return tree.walk(lambda row, _: likeliest_T[row])
+    length, size = len(generation.tokens), logits_TV.shape[-1]
+    return tree.walk(lambda row, depth: emit(logits_TV[row], sampling, shared_draws(seed, length + depth, size)))
+
+
+def logprobs_of(generation: Generation, logits_PV: Tensor, tokens: list[int]) -> list[float]:
+    """Of P tokens that the target emitted, for a request that wants to know."""
+    if not generation.request.logprobs:
+        return []
+    return served_logprobs(logits_PV, generation.source.sampling, torch.tensor(tokens, device=logits_PV.device))

@@ -8,9 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "norm.h"
-#include "sums.h"
-#include "team.h"
+#include "linear.h"
 
 constexpr int kMostHead = 256;  // h
 constexpr int kMostAhead = 8;   // lines to fetch at a step

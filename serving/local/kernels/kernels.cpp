@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "linear.h"
-#include "norm.h"
 #include "ranking.h"
 
 namespace {

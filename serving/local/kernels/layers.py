@@ -1,10 +1,15 @@
-"""Linear layers that the library computes: what a token gets does not depend on the tokens beside it.
+"""What the library reads: linear layers in panels, weights in large pages, keys and values in panels that grow.
+
+What a token gets from a layer does not depend on the tokens beside it. A pass reads all weights; with pages of 4 KiB
+it would look up an address for every 64 lines.
 
 Suffixes: K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 
 import structlog
@@ -13,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serving.local.kernels.library import LANES, PANEL, Kernels, Layer, pointer
-from serving.local.kernels.memory import LargePages
 
 log = structlog.get_logger(__name__)
+_LINE, _PAGE = 64, 2 << 20
 
 
 class KernelLinear(nn.Module):
@@ -65,3 +70,61 @@ def panels(weight_NK: Tensor) -> Tensor:
     assert weight_NK.dtype == torch.bfloat16
     padded = F.pad(weight_NK, (0, 0, 0, -len(weight_NK) % PANEL))
     return padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+class LargePages:
+    """Room for tensors, which lives as long as one of them. What is not written costs no memory."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        """For tensors of so many bytes. Raises OSError where there is no room."""
+        room = sum(map(_padded, sizes)) + _PAGE
+        memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel that has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._used = -self._bytes.data_ptr() % _PAGE
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A copy in here."""
+        end = self._used + tensor.nbytes
+        copy = self._bytes[self._used : end].view(tensor.dtype).view(tensor.shape)
+        self._used += _padded(tensor.nbytes)
+        return copy.copy_(tensor)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE) * _LINE
+
+
+class PanelSlots:
+    """`storage` [layers, S slots, G key heads, keys and values, L · h] in bfloat16, room for `length` positions a slot.
+
+    Of a head: keys [L / 64, h / 2, 64, 2], positions third, and values [h / 64, L / 2, 64, 2], positions second and
+    last. Positions past a request's committed length hold leftovers of rejected proposals, which nothing shows and the
+    next write covers. Pages that were never written cost no memory.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, num_heads: int, length: int, head_dim: int) -> None:
+        assert head_dim % PANEL == 0
+        self.num_slots, self.length, self._head_dim = num_slots, length, head_dim
+        room = -(-length // PANEL) * PANEL * head_dim
+        self.storage = torch.zeros(num_layers, num_slots, num_heads, 2, room, dtype=torch.bfloat16)
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` positions of one slot over another."""
+        keys = self.storage[..., 0, :]
+        num_numbers = -(-length // PANEL) * PANEL * self._head_dim
+        keys[:, destination, :, :num_numbers] = keys[:, source, :, :num_numbers]
+        values = self.storage[..., 1, :].view(*self.storage.shape[:3], self._head_dim // PANEL, -1)
+        num_numbers = -(-length // 2) * 2 * PANEL
+        values[:, destination, ..., :num_numbers] = values[:, source, ..., :num_numbers]
+
+    def keep_path(self, slot: int, start: int, path: Sequence[int]) -> None:
+        """What `KVSlots.keep_path` does."""
+        heads = self.storage[:, slot]
+        keys = heads[:, :, 0].view(*heads.shape[:2], -1, self._head_dim // 2, PANEL, 2)
+        values = heads[:, :, 1].view(*heads.shape[:2], self._head_dim // PANEL, -1, PANEL, 2)
+        for to, place in enumerate(path, start):
+            if (source := start + place) != to:
+                keys[:, :, to // PANEL, :, to % PANEL] = keys[:, :, source // PANEL, :, source % PANEL]
+                values[:, :, :, to // 2, :, to % 2] = values[:, :, :, source // 2, :, source % 2]

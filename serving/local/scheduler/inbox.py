@@ -1,25 +1,28 @@
-"""What other threads hand to the engine's thread: requests, staged weights, errands, the stop.
+"""What passes between the engine's thread and others: requests, staged weights and tasks in, chunks of answers out.
 
 Nobody waits in here but the engine's thread, for something to do; nothing is computed under the lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from serving.engine import SwapReport, TargetReport
-from serving.local.draft.draft import StagedDraft
-from serving.local.request import Generation
-from serving.local.target.weight_update import StagedTarget
-from speculator.errors import EngineBusyError, EngineDeadError
-from speculator.proposals.suffix_drafter import SuffixDrafter
+import structlog
 
-Errand = Callable[[SuffixDrafter], None]
-"""Something to do with the text that is kept, between two steps."""
+from serving.engine import Chunk, SwapReport, TargetReport
+from serving.local.draft import StagedDraft
+from serving.local.request import Generation
+from serving.local.suffix_text import Errand
+from serving.local.target.model import StagedTarget
+from speculator.errors import EngineBusyError, EngineDeadError
+
+log = structlog.get_logger(__name__)
+Arrived = asyncio.Queue[Chunk]
 
 
 @dataclass(frozen=True)
@@ -168,3 +171,32 @@ class Inbox:
         for _, done in errands:
             # Its texts are gone with it.
             done.set_result(None)
+
+
+class Outbox:
+    """Chunks on their way to those that wait for them; used by the engine's thread alone.
+
+    Those of a round leave together. Waking another thread gives the interpreter's lock away, and whoever wakes keeps
+    it for as long as it has something to do: with eight requests that took an eighth of the engine's time.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[asyncio.AbstractEventLoop, list[tuple[Arrived, Chunk]]] = defaultdict(list)
+
+    def put(self, loop: asyncio.AbstractEventLoop, queue: Arrived, chunk: Chunk) -> None:
+        """Of a queue of that loop."""
+        self._waiting[loop].append((queue, chunk))
+
+    def send(self) -> None:
+        """All of them, in the order in which they came."""
+        waiting, self._waiting = self._waiting, defaultdict(list)
+        for loop, chunks in waiting.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, chunks)
+            except RuntimeError:
+                log.debug("client loop closed before its answer ended", chunks=len(chunks))
+
+
+def _deliver(chunks: Iterable[tuple[Arrived, Chunk]]) -> None:
+    for queue, chunk in chunks:
+        queue.put_nowait(chunk)

@@ -8,20 +8,19 @@ from __future__ import annotations
 import time
 
 from serving.engine import SwapReport, TargetReport
-from serving.local.capture.capture import Capture
+from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.observers import Round, RoundTeller
-from serving.local.decode.rounds import RoundRunner
-from serving.local.draft.draft import ServingDraft
+from serving.local.decode.rounds import Piece, RoundRunner
+from serving.local.draft import ServingDraft
 from serving.local.scheduler.inbox import Inbox
-from serving.local.scheduler.prefill import Piece
 from serving.local.scheduler.slots import Slots
-from serving.local.suffix_text.texts import RecentTexts
+from serving.local.suffix_text import RecentTexts
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, HeadArm, HeadSwitch
-from speculator.engine_load import EngineLoad
 from speculator.proposals.planner import RoundPlanner
+from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import record
 
 _ALONE_EVERY = 8

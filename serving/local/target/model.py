@@ -1,18 +1,21 @@
-"""The target model over our key/value slots, with the three features that the draft reads.
+"""The target model over our key/value slots, with the three features that the draft reads, and new weights for it.
 
 Models that `serving.local.target.forward` knows run through it; every other one runs through Hugging Face's own
-modelling.
+modelling. New weights are staged aside in the form of those in service and then copied over them: the staged copy goes
+through the same fusing and packing, so its tensors correspond one by one to those that the passes read.
 
-Shape letters: B batch, T new tokens, d hidden size, V vocabulary.
+Shape letters: B batch, T new tokens, M positions, d hidden size, V vocabulary, K kept tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor, nn
@@ -20,25 +23,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.kernels.build import found_kernels
-from serving.local.kernels.decoder import KernelDecoder, fits
-from serving.local.kernels.layers import KernelLinear, gather
+from serving.local.kernels.layers import KernelLinear, PanelSlots, gather
 from serving.local.kernels.library import Kernels
-from serving.local.kernels.slots import PanelSlots
-from serving.local.target.attention import KVSlots, Parents, SlotWindow
-from serving.local.target.forward import Decoder, fuse, fusible
-from serving.local.target.linear_layers import pack_linears
+from serving.local.target.forward import Decoder, KernelDecoder, RMSNorm, fits_kernels, fuse, fusible
+from serving.local.target.layers import KVSlots, Parents, Replaced, SlotWindow, pack_linears
 from serving.local.target.loading import load_model
-from serving.local.target.ranking import Ranking
-from serving.local.target.weight_update import StagedTarget, all_tensors, bare_copy, copy_over
-from serving.target.weights import read_layout, read_weights
+from serving.target import read_layout, read_weights
 from speculator.draft.eagle3 import aux_layer_ids
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, TargetError
 from speculator.target_folder import reason_of
 
 log = structlog.get_logger(__name__)
-
 _ATTENTION = "slipstream_slots"
-
 _Pass = Callable[[Tensor, SlotWindow, Any], tuple[Tensor, Tensor]]
 """New tokens [B, T], where they go, and the slots → final hidden states [B, T, d] and features [B, T, 3d]."""
 
@@ -58,6 +54,8 @@ def _no_mask(*_args: object, **_kwargs: object) -> None:
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _slot_attention)
+
+
 ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_mask)
 
 
@@ -83,7 +81,7 @@ class Target:
         model = load_model(model_dir, dtype=dtype, attn_implementation=_ATTENTION)
         self._model = model.eval().requires_grad_(False).to(device)
         self._is_fused = fused and fusible(self._model)
-        uses_kernels = self._is_fused and device == "cpu" and fits(self._model)
+        uses_kernels = self._is_fused and device == "cpu" and fits_kernels(self._model)
         kernels = found_kernels() if uses_kernels else None
         self._pack = partial(pack_linears, kernels=kernels) if device == "cpu" else None
         self._layout = read_layout(model_dir)
@@ -200,3 +198,70 @@ def _check_device(name: str) -> None:
         torch.zeros(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {name} cannot be used ({reason_of(error)}): give cpu or cuda") from error
+
+
+class Ranking:
+    """For any thread. Of a whole vocabulary PyTorch's operations take a tenth of a millisecond for the likeliest token
+    of a position and three times that for a distribution, ten times what the library does (docs/local-loop.md).
+    """
+
+    def __init__(self, kernels: Kernels | None) -> None:
+        self._kernels = kernels
+
+    def likeliest(self, logits_MV: Tensor) -> list[int]:
+        """The first of the largest of each position."""
+        # Not argmax: on CPU it is six times slower in bfloat16.
+        ids_M = logits_MV.max(-1).indices if self._kernels is None else self._kernels.likeliest(logits_MV)
+        ids: list[int] = ids_M.tolist()
+        return ids
+
+    def top(self, logits_MV: Tensor, num_kept: int) -> tuple[np.ndarray, np.ndarray]:
+        """The distribution of each position as far as a trace keeps it: int32 ids and float16 log-probabilities [M, K],
+        likeliest first.
+        """
+        if self._kernels is not None:
+            ids_MK, logprobs_MK = self._kernels.rank(logits_MV, num_kept)
+            return ids_MK.numpy(), logprobs_MK.half().numpy()
+        wide = torch.float64 if logits_MV.dtype == torch.float64 else torch.float32
+        best = logits_MV.log_softmax(-1, dtype=wide).topk(num_kept, -1)
+        return best.indices.int().cpu().numpy(), best.values.half().cpu().numpy()
+
+
+@dataclass(frozen=True)
+class StagedTarget:
+    """Verified weights, in the order of `all_tensors`."""
+
+    tensors: tuple[Tensor, ...]
+
+
+def all_tensors(model: Any) -> Iterator[Tensor]:
+    """Everything that the passes read and that follows from the weights, always in the same order."""
+    for module in model.modules():
+        if isinstance(module, Replaced):
+            yield from module.parts
+        elif isinstance(module, RMSNorm):
+            yield from module.derived
+    yield from model.state_dict().values()
+
+
+def bare_copy(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """A model of the same class over these weights, on the CPU. It cannot run: tables that do not come from weights are
+    missing. Raises TargetError where the class has other tensors than the file.
+    """
+    with torch.device("meta"):
+        bare = type(model)(model.config).to(dtype)
+    found = bare.load_state_dict(
+        {name: tensor.to(dtype) for name, tensor in weights.items()}, strict=False, assign=True
+    )
+    bare.tie_weights()
+    missing = [name for name, parameter in bare.named_parameters() if parameter.is_meta]
+    if missing or found.unexpected_keys:
+        raise TargetError(f"{type(model).__name__} does not take its weights under the names in the file")
+    return bare.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def copy_over(places: Sequence[Tensor], staged: StagedTarget) -> None:
+    for place, tensor in zip(places, staged.tensors, strict=True):
+        assert place.shape == tensor.shape, "the staged copy was made like the target"
+        place.copy_(tensor)

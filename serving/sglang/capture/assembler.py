@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.sglang.capture.host_copy import HostCopy
-from serving.sglang.capture.request_span import InconsistentSpanError, Round, Rows, Span, Ticket
+from serving.sglang.capture.device_reads import HostCopy
+from serving.sglang.capture.request import InconsistentSpanError, Round, Rows, Span, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.settings import PluginSettings
 from speculator.errors import type_and_place
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from speculator.tracing import record
 
 log = logging.getLogger(__name__)

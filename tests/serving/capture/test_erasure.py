@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from serving.capture.erasure import ErasureWatch
+from serving.capture.privacy import ErasureWatch
 from serving.capture.recorder import TraceRecorder
 from serving.engine import CapturePolicy
 from serving.local.request import TopK
@@ -16,11 +16,11 @@ from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.proposals import suffix_drafter
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.redis.erasure_requests import covers
+from speculator.redis.trace_deletion import covers
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Harness, toy_engine
-from tests.toy import make_toy_model
-from tests.traces import make_trace
-from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

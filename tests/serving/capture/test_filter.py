@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.capture.filter import REASONS, CaptureFilter
+from serving.capture.privacy import REASONS, CaptureFilter
 from serving.capture.recorder import DROP_REASONS, TraceRecorder
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
-from tests.toy import toy_tokenizer
-from tests.traces import make_trace
-from tests.waiting import wait_until
+from speculator.trace import Trace
+from tests.fixtures.toy import toy_tokenizer
+from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
 
 MODULE = """
 asked = []
@@ -84,7 +84,7 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
 
     assert asked[0] == ("plain", "default")
     assert asked[-1] == ("not of theirs", "clinic")
-    assert [record.name for record in caplog.records] == ["serving.capture.filter"] * 2
+    assert [record.name for record in caplog.records] == ["serving.capture.privacy"] * 2
     assert "an_operators_filter.py:7" in caplog.text
     assert "ValueError: fail" not in caplog.text
 

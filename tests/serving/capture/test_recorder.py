@@ -19,9 +19,9 @@ from speculator.errors import StreamError
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import decode_trace
-from tests.traces import make_trace
-from tests.waiting import wait_until
+from speculator.trace import decode_trace
+from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
 
 SIZE = memory_bytes(make_trace())
 

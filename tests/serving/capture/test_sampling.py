@@ -15,9 +15,9 @@ from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
 from speculator.errors import StreamError
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace.codec import encode_trace
-from tests.traces import make_trace
-from tests.waiting import wait_until
+from speculator.trace import encode_trace
+from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
 
 FLOOR = 0.01
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from serving.engine import EngineHealth
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, bind
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

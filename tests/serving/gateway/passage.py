@@ -14,7 +14,7 @@ from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer
 from serving.gateway.upstream import Upstream
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import serve
 from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
 

@@ -23,7 +23,7 @@ from serving.gateway.app import create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.upstream import Upstream
 from speculator.errors import ConfigError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago, bearer
 from tests.serving.gateway.passage import passing

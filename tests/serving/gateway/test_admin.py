@@ -36,8 +36,8 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import State
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
-from tests.doubles import DoubleEngine
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.drafts import CONFIG, make_draft
 from tests.serving.gateway.client import ask, error_of
 
 KEY = "xyzzy-canary-of-the-admin-key"

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, ask, chat, complete, error_of, gateway
 
 

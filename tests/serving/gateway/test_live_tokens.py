@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.doubles import DoubleEngine, says
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import chat, complete, error_of, events
 from tests.serving.sglang.outside.fake_sglang import FakeSglang

@@ -12,7 +12,7 @@ import httpx
 
 from serving.gateway import telemetry
 from serving.gateway.openai import generation
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, gateway, serve
 
 KINDS = (telemetry.Exchange, generation.Generation, asyncio.Task, asyncio.Timeout, types.CoroutineType)

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from speculator.errors import EngineDeadError
-from tests.doubles import DoubleEngine, says
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import HELLO, openai_client, running
 
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from serving.gateway.server import GatewayServer
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway, post, running
 
 ROLLOUTS = "/v1/rollouts"

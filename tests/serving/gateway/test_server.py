@@ -11,7 +11,7 @@ import pytest
 
 from serving.gateway.server import GatewayServer, bind
 from speculator.errors import ConfigError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, running, serve
 
 BODY = {"model": "double", "messages": HELLO, "max_tokens": 40}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.doubles import DoubleEngine, says, words_for
+from tests.fixtures.doubles import DoubleEngine, says, words_for
 from tests.serving.gateway.client import chat, complete, error_of, events
 
 

@@ -15,18 +15,16 @@ from prometheus_client import CollectorRegistry
 
 from serving.engine import CapturePolicy
 from serving.group_cache import sync
-from serving.group_cache.redis_store import GroupKey, GroupTexts
 from serving.group_cache.sync import FollowedGroup, GroupSharing
-from serving.group_cache.wire_format import Piece, encode_piece
+from serving.group_cache.texts import GroupKey, GroupTexts, Piece, encode_piece
 from serving.metrics import GroupTextMetrics
 from speculator.host import now_ms
 from speculator.proposals.suffix_index import SuffixIndex
-from speculator.redis.client import connect
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
+from tests.fixtures.toy import make_toy_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Harness, toy_engine
-from tests.toy import make_toy_model, random_draft
-from tests.waiting import wait_until
 
 GROUP = GroupKey("anna", "g")
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]

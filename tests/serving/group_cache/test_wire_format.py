@@ -7,11 +7,20 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.group_cache.redis_store import GroupKey, GroupTexts, Place
-from serving.group_cache.wire_format import MAX_PIECE_TOKENS, Piece, decode_pieces, encode_piece, is_head, new_head
+from serving.group_cache.texts import (
+    MAX_PIECE_TOKENS,
+    GroupKey,
+    GroupTexts,
+    Piece,
+    Place,
+    decode_pieces,
+    encode_piece,
+    is_head,
+    new_head,
+)
 from speculator.errors import GroupTextError
-from speculator.redis.keys import RedisKeys
-from tests.waiting import wait_until
+from speculator.redis.client import RedisKeys
+from tests.fixtures.waiting import wait_until
 
 VOCAB = 1000
 KEYS = RedisKeys(model_key="m")

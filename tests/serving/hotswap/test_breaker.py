@@ -8,16 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.hotswap.breaker import (
-    LiveWatch,
-    Outcome,
-    Proposed,
-    Stratum,
-    Verdict,
-    Verification,
-    WatchedRound,
-    stratum_of,
-)
+from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
 from speculator.draft.sampling_params import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, serve, try_out
 

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import redis
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.engine import SwapReport, WatchedRound
+from serving.hotswap.breaker import LiveWatch, WatchRules
 from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
 from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
+from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
-from speculator.redis.keys import RedisKeys
 from speculator.versions.lifecycle import Lifecycle, Number, State
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.watching import CHAT, rounds, serve
 
 MODEL = "toy"

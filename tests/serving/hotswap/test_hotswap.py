@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.engine import SwapReport, WatchedRound
+from serving.hotswap.breaker import LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
-from serving.sglang.report.write import of_swaps
+from serving.sglang.report import of_swaps
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import Lifecycle, State
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.waiting import wait_until
 from tests.serving.watching import CHAT, rounds, serve
-from tests.waiting import wait_until
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 

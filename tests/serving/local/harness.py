@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from serving.engine import Chunk, GenerateRequest
+from serving.engine import Chunk, GenerateRequest, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.hotswap.breaker import WatchedRound
 from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
@@ -23,9 +22,9 @@ from serving.speedup import SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner
-from speculator.trace.schema import Trace
-from tests.planners import FixedPlanner
-from tests.toy import random_draft
+from speculator.trace import Trace
+from tests.fixtures.decoding import FixedPlanner
+from tests.fixtures.toy import random_draft
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -19,22 +19,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving.engine import CapturePolicy, Chunk
-from serving.hotswap.breaker import Verification
+from serving.engine import CapturePolicy, Chunk, Verification
+from serving.local.decode.rounds import Piece
 from serving.local.request import Generation, TopK
-from serving.local.scheduler.prefill import Piece
-from serving.local.target.linear_layers import can_pack, pack, pack_linears
+from serving.local.target.layers import can_pack, pack, pack_linears
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import DraftMismatchError, EngineBusyError, EngineDeadError, RequestError
 from speculator.proposals.planner import HeadVerdict, Plan
 from speculator.proposals.suffix_drafter import SuffixRequest
-from speculator.trace.codec import decode_trace, encode_trace
-from speculator.trace.schema import NO_DRAFT, Trace
-from tests.planners import FixedPlanner, WholeTrees
+from speculator.trace import NO_DRAFT, Trace, decode_trace, encode_trace
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
+from tests.fixtures.toy import SPECIAL, make_toy_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Answer, Harness, fixed_engine, toy_engine
-from tests.toy import SPECIAL, make_toy_model, random_draft
-from tests.waiting import wait_until
 from trainer.learning.labels import make_verdicts
 
 
@@ -417,7 +415,7 @@ def test_a_swap_that_fails_half_way_puts_the_previous_weights_back(
         storage = harness.engine._draft.storage
         before = {name: place.clone() for name, place in storage.items()}
         harness.drafts[2] = random_draft(model_dir, seed=2)
-        import serving.local.draft.draft as module
+        import serving.local.draft as module
 
         real_copy, calls = module._copy, []
 

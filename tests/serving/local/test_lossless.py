@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from serving.engine import Chunk
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace, check_trace
-from tests.planners import WholeTrees
+from speculator.trace import Trace, check_trace
+from tests.fixtures.decoding import WholeTrees
+from tests.fixtures.toy import make_toy_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import GREEDY, Harness, fixed_engine, toy_engine
-from tests.toy import make_toy_model, random_draft
-from tests.waiting import wait_until
 
 PROMPTS = ["hello there", "a", "what is 2 and 2?", "the quick brown fox jumps over the lazy dog, twice."]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)

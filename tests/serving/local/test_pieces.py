@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from serving.engine import Piece
 from serving.local.text import AnswerText, LocalTokenizer
+from tests.fixtures.toy import SPECIAL, make_toy_model, random_draft
 from tests.serving.local.harness import toy_engine
-from tests.toy import SPECIAL, make_toy_model, random_draft
 
 SILENT = range(SPECIAL.index("\n"))
 """Special tokens, which have no text."""

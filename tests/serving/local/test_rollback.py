@@ -12,8 +12,8 @@ from serving.hotswap.follower import DraftFollower
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Lifecycle, State
+from tests.fixtures.toy import make_toy_model, random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.toy import make_toy_model, random_draft
 
 PROMPTS = ["a", "7", "what?", "6"]
 FAVOURITE = 29

@@ -163,7 +163,7 @@ def test_an_end_that_is_no_token_is_refused_by_file_and_field(toy_folder: Path, 
 @pytest.fixture
 def toy_folder(tmp_path: Path) -> Path:
     """A tokenizer whose `</s>` has the id 2."""
-    from tests.toy import toy_tokenizer
+    from tests.fixtures.toy import toy_tokenizer
 
     toy_tokenizer().save_pretrained(tmp_path)
     return tmp_path

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from serving.engine import Chunk, GenerateRequest
-from serving.rollout.results import GroupWork, SampleResult
+from serving.rollout.samples import GroupWork, SampleResult
 from speculator.errors import EngineDeadError
 from tests.serving.rollout.groups import request
 

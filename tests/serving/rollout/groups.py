@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.rollout.nouns import GroupRequest, Lease, Sample, SampleId
+from serving.rollout.samples import GroupRequest, Lease, Sample, SampleId
 from serving.rollout.scheduler import Scheduler
 
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from serving.rollout.driver import MAX_FAILURES, Driver
-from serving.rollout.nouns import State
 from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.samples import State
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineBusyError, EngineError, RequestError
 from tests.serving.rollout.engines import Results, SeededEngine, check_whole, until, work

@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM
 from serving.engine import GenerateRequest
 from serving.rollout.driver import Driver
 from serving.rollout.engines import InProcessEngine
-from serving.rollout.nouns import GroupRequest, Sample, SampleId
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.results import GroupWork, SampleResult
+from serving.rollout.samples import GroupRequest, GroupWork, Sample, SampleId, SampleResult
 from serving.rollout.scheduler import Policy
 from speculator.draft.sampling_params import SamplingParams
+from tests.fixtures.toy import make_toy_model
 from tests.serving.local.harness import Answer, Harness, fixed_engine
 from tests.serving.rollout.engines import Results
-from tests.toy import make_toy_model
 
 PROMPTS = ("the river", "a stone, 42")
 NUM_SAMPLES, MAX_TOKENS = 4, 40

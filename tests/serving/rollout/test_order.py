@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from serving.rollout.lengths import expected_length, expected_remaining
-from serving.rollout.nouns import Group, Sample
-from serving.rollout.order import ContextAware, Fifo, Order
+from serving.rollout.order import ContextAware, Fifo, Order, expected_length, expected_remaining
+from serving.rollout.samples import Group, Sample
 from tests.serving.rollout.groups import request
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-from serving.rollout.nouns import Group, Sample
 from serving.rollout.order import Fifo
-from serving.rollout.queue import WaitingQueue
+from serving.rollout.samples import Group, Sample
+from serving.rollout.scheduler import WaitingQueue
 from tests.serving.rollout.groups import request
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serving.rollout.nouns import MAX_SAMPLES, SampleId, State
 from serving.rollout.order import ContextAware, Fifo, Order
+from serving.rollout.samples import MAX_SAMPLES, SampleId, State
 from serving.rollout.scheduler import Policy, Scheduler
 from speculator.errors import RequestError
 from tests.serving.rollout.groups import names, request, sample

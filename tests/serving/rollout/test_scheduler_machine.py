@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from serving.rollout.nouns import Ended, GroupRequest, Lease, SampleId, State
 from serving.rollout.order import ContextAware, Fifo
+from serving.rollout.samples import Ended, GroupRequest, Lease, SampleId, State
 from serving.rollout.scheduler import Policy, Scheduler
 
 ENGINES = ("x", "y", "z")

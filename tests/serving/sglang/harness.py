@@ -11,9 +11,9 @@ import torch
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, Capture
-from serving.sglang.capture.draft_logprobs import DraftProbe
+from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.settings import PluginSettings
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 
 WIDTH, VOCAB, KEPT = 6, 32, 4
 

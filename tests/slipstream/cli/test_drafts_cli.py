@@ -18,7 +18,7 @@ from speculator.draft.checkpoint import draft_config_json, draft_state, model_ke
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
-from tests.toy import random_draft
+from tests.fixtures.toy import random_draft
 
 TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)
 TO_GOOD = (*TO_SCORED, State.LIVE, State.PROMOTED)

@@ -23,7 +23,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts import book, routes
 from slipstream.cli.main import app
 from speculator.errors import EngineDeadError, EngineError
-from tests.doubles import DoubleEngine, says
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.hostile.api import running
 
 Refused = Callable[..., str]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.start.processes import Child
-from tests.waiting import wait_until
+from slipstream.demo.servers import Child
+from tests.fixtures.waiting import wait_until
 
 
 def test_a_child_is_of_the_same_session_and_not_of_the_group_that_ctrl_c_ends(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from speculator.draft.checkpoint import (
     target_fingerprint,
 )
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
-from tests.drafts import CONFIG, TARGET_IDS, make_draft
+from tests.fixtures.drafts import CONFIG, TARGET_IDS, make_draft
 
 
 def test_a_state_has_exactly_the_expected_tensors() -> None:

@@ -14,7 +14,7 @@ from speculator.draft import verification
 from speculator.draft.sampling_params import SamplingParams, sample_seed
 from speculator.draft.verification import draws, emit, gumbel, served_logits
 from speculator.proposals.draft_tree import DraftTree
-from tests.emitting import emitted as reference
+from tests.fixtures.decoding import emitted as reference
 
 params_of = st.builds(
     SamplingParams,

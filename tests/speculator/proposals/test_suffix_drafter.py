@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from speculator.proposals.calibration import Calibration
 from speculator.proposals.draft_tree import ROOT, DraftTree
-from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter, SuffixRequest
+from speculator.proposals.suffix_drafter import Kind, Rank, Source, SuffixConfig, SuffixDrafter, SuffixRequest
 from speculator.proposals.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
-from speculator.proposals.suffix_tree import Kind, Rank, Source
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 APPENDS = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=25)

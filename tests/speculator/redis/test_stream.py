@@ -15,10 +15,9 @@ import redis
 from speculator.errors import ConfigError, StreamError
 from speculator.redis import client as client_module
 from speculator.redis import stream_accounting, trace_stream
-from speculator.redis.client import connect
+from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.keys import RedisKeys
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
 

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.trace_deletion import Remover
 from speculator.redis.trace_stream import StreamEntry, TraceStream
-from speculator.trace.schema import TraceHeader
-from tests.traces import make_header
+from speculator.trace import TraceHeader
+from tests.fixtures.traces import make_header
 
 CAP = 40_000
 TRACES = RedisKeys(model_key="machine").ledger.traces

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.redis.keys import RedisKeys
+from speculator.redis.client import RedisKeys
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
 

@@ -27,7 +27,7 @@ from speculator.errors import DraftError, DraftFileError, DraftMismatchError, St
 from speculator.versions import store as store_module
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore, Manifest
-from tests.drafts import CONFIG, make_draft
+from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
 SHAPES = expected_shapes(CONFIG)
@@ -112,6 +112,16 @@ def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
     assert store.versions() == [2, 6]
     assert write(store).version == 7
     load(store, 2)
+
+
+def test_a_live_version_without_a_verdict_goes_once_a_later_one_is_promoted(store: DraftStore) -> None:
+    for version in (1, 2, 3):
+        write(store)
+        for state in (State.VALIDATED, State.SCORED, State.LIVE):
+            store.lifecycle.move(version, state, actor="test")
+    assert store.prune(keep=1) == []
+    store.lifecycle.move(2, State.PROMOTED, actor="test")
+    assert store.prune(keep=1) == [1]
 
 
 # -- damage

@@ -16,13 +16,13 @@ from transformers import LlamaForCausalLM
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
-from speculator.trace.schema import Trace
-from tests.toy import random_draft
-from tests.traces import with_rounds
+from speculator.trace import Trace
+from tests.fixtures.toy import random_draft
+from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, example_of
 from trainer.learning.batch import Batch, Window, pack
-from trainer.learning.ttt_unroll import unroll
+from trainer.learning.ttt import unroll
 
 DEPTH = 3
 SAMPLINGS = [

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainer.learning.drift import ALL, MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor, SeriesState
+from trainer.schedule import ALL, MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor, SeriesState
 
 Answer = tuple[int, int]
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import NO_DRAFT, Trace, check_trace
-from tests.traces import make_trace, with_rounds
+from speculator.trace import NO_DRAFT, Trace, check_trace
+from tests.fixtures.traces import make_trace, with_rounds
 from trainer.learning.labels import draft_ids_by_target_id, make_labels, make_verdicts
 
 V = 12

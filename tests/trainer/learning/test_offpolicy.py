@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculator.errors import ConfigError
-from trainer.learning.offpolicy import Correction
+from trainer.learning.losses import Correction
 
 RATIOS = [0.01, 0.5, 0.9, 1.0, 1.1, 3.0, 50.0]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.learning.optimizer_step import BAD_STEPS, GOOD_STEPS, Guard, all_finite
-from trainer.learning.schedule import WINDOW, LearningCurve, tokens_owed, training_pressure
+from trainer.schedule import WINDOW, LearningCurve, tokens_owed, training_pressure
 
 
 def curve_of(lengths: list[float], losses: list[float] | None = None) -> LearningCurve:

@@ -10,12 +10,12 @@ import torch
 
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
+from speculator.trace import Trace
 from tests.trainer.examples import acceptance, batch_of, config_for
 from tests.trainer.learning.test_batch import with_trees
 from trainer.config import DeviceSetting, choose_device
 from trainer.learning.optimizer_step import MAX_AVERAGED_STEPS, MOVED_AVERAGED_STEPS, Learner
-from trainer.release.offline_scoring import accept_probabilities
+from trainer.release.acceptance import accept_probabilities
 
 
 def make_learner(model_dir: Path, tmp_path: Path) -> Learner:
@@ -107,7 +107,7 @@ def test_every_tensor_of_a_step_is_made_where_the_batch_is(
     with torch.device("meta"):
         assert learner.step(batch).applied
         learner.step(None)
-        found = accept_probabilities(learner.draft, batch, depth=2, min_confidence=0.1, greedy=False)
+        found = accept_probabilities(learner.draft, batch, depth=2, greedy=False)
     assert {tensor.device.type for tensor in (*learner.state().values(), *found)} == {"cpu"}
 
 

@@ -14,8 +14,8 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
-from tests.traces import with_rounds
+from speculator.trace import Trace
+from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, config_for
 from tests.trainer.learning.test_batch import served_as, with_trees
@@ -23,7 +23,7 @@ from tests.trainer.learning.test_ttt_unroll import attend_causally
 from trainer.config import load_config
 from trainer.learning.losses import LossMix
 from trainer.learning.optimizer_step import Learner
-from trainer.learning.ttt_loss import ttt_loss
+from trainer.learning.ttt import ttt_loss
 
 DEPTH = 3
 BASELINE = 0.3

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import TraceError
-from speculator.trace.schema import Trace
-from tests.drafts import CONFIG, TARGET_IDS, make_draft
-from tests.traces import make_trace
+from speculator.trace import Trace
+from tests.fixtures.drafts import CONFIG, TARGET_IDS, make_draft
+from tests.fixtures.traces import make_trace
 from tests.trainer.examples import batch_of, example_of
 from trainer.learning.batch import Batch, cut, pack
-from trainer.learning.ttt_unroll import unroll
-from trainer.release.offline_scoring import accept_probabilities
+from trainer.learning.ttt import unroll
+from trainer.release.acceptance import accept_probabilities
 
 DEPTH = 4
 Steps = dict[tuple[int, int], Tensor]
@@ -133,7 +133,7 @@ def test_a_constrained_position_ends_chains_and_is_counted_nowhere() -> None:
     with torch.no_grad():
         first_base = first_base_of(trace)
         assert_same(steps_of(draft, batch, first_base), draft_one_by_one(draft, trace))
-    _, labelled_N = accept_probabilities(draft, batch, depth=DEPTH, min_confidence=0.0, greedy=True)
+    _, labelled_N = accept_probabilities(draft, batch, depth=DEPTH, greedy=True)
     assert (labelled_N.logical_not().nonzero()[:, 0] + first_base).tolist() == [7, 14]
 
 
@@ -142,7 +142,7 @@ def test_accepted_lengths_count_leading_hits() -> None:
     with torch.no_grad():
         expected = draft_one_by_one(draft, trace)
     batch = batch_of([trace], draft)
-    accept_NK, _ = accept_probabilities(draft, batch, depth=DEPTH, min_confidence=0.0, greedy=True)
+    accept_NK, _ = accept_probabilities(draft, batch, depth=DEPTH, greedy=True)
     accepted_N = accept_NK.sum(1).long()
     tokens, target_ids = trace.token_ids, draft.target_ids.tolist()
     for chain, accepted in enumerate(accepted_N.tolist()):

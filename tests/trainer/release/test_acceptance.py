@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel, served_logits
-from tests.emitting import emitted as reference
+from tests.fixtures.decoding import emitted as reference
 from tests.trainer.learning.test_labels import round_trace
 from trainer.learning.labels import draft_ids_by_target_id, make_labels
-from trainer.release.acceptance import Acceptance, coupled_acceptance, expected_rounds, recorded_rounds
+from trainer.release.acceptance import coupled_acceptance, expected_rounds, recorded_rounds
+from trainer.statistics import Acceptance
 
 
 def certain(accepted: list[int], depth: int) -> torch.Tensor:
@@ -55,7 +56,7 @@ def test_the_documented_example_of_rounds() -> None:
 def test_expectations_are_the_mean_of_rounds_that_are_played(seed: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     accept_NK = torch.rand(5, depth, generator=generator, dtype=torch.float64)
-    # A chain ends with the span, as it does where `trainer/release/offline_scoring.py` fills the table.
+    # A chain ends with the span, as it does where `trainer/release/gate.py` fills the table.
     accept_NK = accept_NK.masked_fill(torch.arange(5)[:, None] + torch.arange(depth) >= 5, 0.0)
     labelled_N = torch.rand(5, generator=generator) < 0.8
     exact = expected_rounds(accept_NK, labelled_N, depth)

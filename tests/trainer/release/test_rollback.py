@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from speculator.errors import StreamError
 from speculator.versions.lifecycle import Lifecycle, State
 from trainer.metrics import TrainerMetrics
-from trainer.release.rollback_backoff import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
+from trainer.release.live_review import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
 
 PAUSE_S = 300.0
 
@@ -134,6 +134,18 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     desk.look(5)
     assert not desk.watch.paused
     assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
+
+
+def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_and_no_longer(desk: Desk) -> None:
+    for version in (2, 3):
+        desk.roll_back(version)
+    desk.make(4, State.LIVE)  # and its engine goes away
+    desk.published = 4
+    desk.look(4, after_s=2 * PAUSE_S)
+    desk.look(4, after_s=PAUSE_S - 10)
+    assert desk.watch.paused
+    desk.look(4, after_s=20)
+    assert not desk.watch.paused
 
 
 def test_nobody_waits_for_a_trial_of_what_was_never_published(desk: Desk) -> None:

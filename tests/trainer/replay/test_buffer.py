@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.stored import stored_of
 from trainer.replay.buffer import Admission, Draw, Replay
-from trainer.replay.provenance import Stored
+from trainer.replay.memory import Stored
 
 SIZE = stored_of("any").num_bytes
 BASES = stored_of("any").num_bases

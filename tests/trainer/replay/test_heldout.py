@@ -9,14 +9,13 @@ import pytest
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
-from speculator.trace.schema import Trace
-from tests.drafts import make_draft
+from speculator.trace import Trace
+from tests.fixtures.drafts import make_draft
 from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of
 from trainer.ranks import Ranks
 from trainer.replay.eval_sets import GoldenSet, HeldOut, golden_set
-from trainer.replay.provenance import Stored
-from trainer.replay.reservoir import sampling_key
+from trainer.replay.memory import Stored, sampling_key
 
 MANY = 1 << 40
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from speculator.trace.schema import Trace
-from tests.traces import make_trace
-from trainer.replay.provenance import provenance_of
+from speculator.trace import Trace
+from tests.fixtures.traces import make_trace
+from trainer.replay.memory import provenance_of
 
 
 def answer(seed: int, prompt: tuple[int, ...] = (1, 2, 3, 4), **header: Any) -> Trace:

@@ -22,7 +22,7 @@ from serving.gateway.live.live import HISTORY_POINTS, Board, Live
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, SpeedupMeter
 from speculator.errors import StoreError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import ask, error_of, gateway, serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang

@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx
 from prometheus_client import CollectorRegistry, Gauge
 
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import ask, error_of, gateway
 
 

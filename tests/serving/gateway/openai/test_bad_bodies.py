@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serving.gateway.openai.schema import NEUTRAL_IN_CHAT, ChatBody, CompletionBody
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway
 
 JSON = {"content-type": "application/json"}

@@ -8,7 +8,7 @@ import pytest
 
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams, sample_seed
-from tests.doubles import DoubleEngine, says, words_for
+from tests.fixtures.doubles import DoubleEngine, says, words_for
 from tests.serving.gateway.client import CHAT, HELLO, ask, chat, error_of, gateway, post
 
 

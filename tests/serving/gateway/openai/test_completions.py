@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from speculator.draft.sampling_params import sample_seed
-from tests.doubles import DoubleEngine, says, words_for
+from tests.fixtures.doubles import DoubleEngine, says, words_for
 from tests.serving.gateway.client import COMPLETIONS, complete, error_of, events, post
 
 

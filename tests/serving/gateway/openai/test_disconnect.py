@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, gateway, running
 
 LONG = {"model": "double", "messages": HELLO, "max_tokens": 400}

@@ -29,7 +29,7 @@ from serving.gateway.openai import stream
 from serving.gateway.server import GatewayServer, make_room
 from serving.gateway.telemetry import Exchange, Telemetry
 from speculator.errors import ConfigError
-from tests.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import (
     CHAT,

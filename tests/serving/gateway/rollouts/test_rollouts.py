@@ -19,10 +19,10 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.schema import MAX_GROUPS
-from serving.rollout.nouns import MAX_SAMPLES
+from serving.rollout.samples import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
-from speculator.redis.reward_stream import GroupRewards
-from tests.doubles import DoubleEngine, says
+from speculator.redis.trace_stream import GroupRewards
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, FullEngine, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.test_admin import KEY, KEYS

@@ -22,22 +22,20 @@ from serving.local.kernels.build import (
     Instructions,
     available,
     compile_library,
+    faster_in_pairs,
     find_compiler,
     found_kernels,
     kernel_folder,
 )
-from serving.local.kernels.decoder import KernelDecoder
-from serving.local.kernels.layers import KernelLinear, gather
+from serving.local.kernels.layers import KernelLinear, PanelSlots, gather
 from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with, parents_of
-from serving.local.kernels.pairs import faster_in_pairs
-from serving.local.kernels.slots import PanelSlots
-from serving.local.target.linear_layers import PackedLinear, can_pack
+from serving.local.target.forward import KernelDecoder
+from serving.local.target.layers import PackedLinear, can_pack
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
-from tests.moved import moved_model
-from tests.planners import FixedPlanner, WholeTrees
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
+from tests.fixtures.toy import make_toy_model, moved_model, random_draft, set_every_bias_and_norm
 from tests.serving.local.harness import GREEDY, toy_engine
-from tests.toy import make_toy_model, random_draft, set_every_bias_and_norm
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
@@ -79,7 +77,7 @@ def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
     found.in_pairs = in_pairs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serving.local.target.model.found_kernels", lambda: found)
-        patch.setattr("serving.local.draft.draft.found_kernels", lambda: found)
+        patch.setattr("serving.local.draft.found_kernels", lambda: found)
         target = _target(model_dir)
         layers = [module for module in target._model.modules() if isinstance(module, KernelLinear)]
         assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
@@ -205,7 +203,7 @@ def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monke
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("serving.local.kernels.memory.mmap.mmap", refuse)
+        patch.setattr("serving.local.kernels.layers.mmap.mmap", refuse)
         gather([layer])
     assert layer.layer.weight == place
     gather([layer])

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from serving.local.decode.rounds import RoundReport
+from serving.local.decode.rounds import Piece, RoundReport
 from serving.local.kernels.build import available
 from serving.local.request import Generation
-from serving.local.scheduler.prefill import Piece
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import RoundPlanner
+from tests.fixtures.toy import make_toy_model, random_draft
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import GREEDY, Harness, fixed_engine
-from tests.toy import make_toy_model, random_draft
-from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),

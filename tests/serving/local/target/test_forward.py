@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from serving.local.target import attention
+from serving.local.target import layers
 from serving.local.target.forward import FusedLayer
-from serving.local.target.linear_layers import Replaced, can_pack
+from serving.local.target.layers import Replaced, can_pack
 from serving.local.target.model import Target
 from speculator.draft.eagle3 import aux_layer_ids
+from tests.fixtures.toy import make_toy_model, set_every_bias_and_norm
 from tests.serving.local.harness import toy_engine
-from tests.toy import make_toy_model, set_every_bias_and_norm
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 # Batch, new tokens, first slot, starts.
@@ -112,12 +112,12 @@ def test_a_whole_text_agrees_with_the_plain_model(tmp_path: Path, family: str) -
 def test_a_short_context_is_not_padded_to_a_long_one(tmp_path: Path, num_new: int) -> None:
     target = _target(make_toy_model(tmp_path), torch.float64, fused=True)
     window = 4, num_new, 0, [50, 3, 12, 0]
-    with mock.patch.object(attention, "_PADDING_OF_A_CALL", 64):
+    with mock.patch.object(layers, "_PADDING_OF_A_CALL", 64):
         together = _outputs(target, *window)
-    wraps = attention.F.scaled_dot_product_attention
+    wraps = layers.F.scaled_dot_product_attention
     with (
-        mock.patch.object(attention, "_PADDING_OF_A_CALL", 16),
-        mock.patch.object(attention.F, "scaled_dot_product_attention", wraps=wraps) as attend,
+        mock.patch.object(layers, "_PADDING_OF_A_CALL", 16),
+        mock.patch.object(layers.F, "scaled_dot_product_attention", wraps=wraps) as attend,
     ):
         apart = _outputs(target, *window)
     assert {call.args[1].shape[2] for call in attend.call_args_list[8:]} == {start + num_new for start in window[3]}
@@ -138,7 +138,7 @@ def test_each_token_of_a_tree_is_what_it_is_at_the_end_of_its_path(tmp_path: Pat
     def begin() -> None:
         target.forward(_tokens(target, 2, 50, seed=1), first_slot=0, starts=[0, 0])
 
-    with mock.patch.object(attention, "_PADDING_OF_A_CALL", padding):
+    with mock.patch.object(layers, "_PADDING_OF_A_CALL", padding):
         for path in paths:
             begin()
             hidden, aux = target.forward(tokens, first_slot=0, starts=starts, parents=[parents, None])

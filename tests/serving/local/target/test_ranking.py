@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serving.local.kernels.build import AVX2, AVX512, available, compile_library, find_compiler, kernel_folder
 from serving.local.kernels.library import Kernels
-from serving.local.target.ranking import Ranking
+from serving.local.target.model import Ranking
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),

@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from serving.engine import CapturePolicy
-from serving.local.decode.rounds import RoundReport
+from serving.local.decode.rounds import Piece, RoundReport
 from serving.local.request import Generation
-from serving.local.scheduler.prefill import Piece
-from serving.local.target.attention import Parents
+from serving.local.target.layers import Parents
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace.schema import Trace
-from tests.moved import moved_model
-from tests.planners import WholeTrees
+from speculator.trace import Trace
+from tests.fixtures.decoding import WholeTrees
+from tests.fixtures.toy import make_toy_model, moved_model
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import GREEDY, Answer, Harness, fixed_engine
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
 
 PROMPTS = [f"a prompt of several pieces, number {number}" for number in range(6)]
 SAMPLED = SamplingParams(temperature=0.9)

@@ -18,10 +18,9 @@ from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
 from speculator.errors import EngineDeadError, RequestError, TargetError
 from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
-from tests.moved import WEIGHTS, moved_model
+from tests.fixtures.toy import WEIGHTS, make_toy_model, moved_model
+from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import Harness, fixed_engine, toy_engine
-from tests.toy import make_toy_model
-from tests.waiting import wait_until
 
 PROMPTS = ("hello", "a b c", "some longer prompt than one chunk")
 

@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 import torch
 
-from serving.sglang.capture.host_copy import HostCopy
-from serving.sglang.capture.request_span import Span, Ticket
-from speculator.trace.schema import Trace, check_trace
+from serving.sglang.capture.device_reads import HostCopy
+from serving.sglang.capture.request import Span, Ticket
+from speculator.trace import Trace, check_trace
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
-from tests.waiting import wait_until
 
 
 def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest.MonkeyPatch) -> None:

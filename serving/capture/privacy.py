@@ -1,0 +1,122 @@
+"""Privacy: the operator's own filter of traces, and orders to erase what an engine keeps of a tenant.
+
+The filter is a function that says of each text whether a trace of it may leave the process.
+
+    def keep(text: str, tenant: str) -> bool: ...
+
+`text` is what the trace holds of the prompt, and the answer, decoded without special tokens. The recorder's thread
+calls the function, so serving never waits for it: one that is slower than the traffic makes the recorder's queue grow
+to its bound. A trace of which the function says False is dropped, and so is one at which it fails; both are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from speculator.errors import ConfigError, StreamError, type_and_place
+from speculator.trace import Trace
+
+REASONS = ("filtered", "filter_failed")
+"""Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
+_FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+log = logging.getLogger(__name__)
+
+
+class CaptureFilter:
+    """Asks `keep` about texts that `decode` makes of token ids. Used by one thread."""
+
+    def __init__(self, keep: Callable[[str, str], object], decode: Callable[[list[int]], str]) -> None:
+        self._keep, self._decode = keep, decode
+
+    @classmethod
+    def load(cls, name: str | None, model_dir: Path) -> CaptureFilter | None:
+        """The filter that `name`, MODULE:FUNCTION, imports, with the target's tokenizer; None without a name.
+
+        Raises ConfigError, in one line, for a name that is malformed or cannot be imported, for something that cannot
+        be called, for a folder without a readable tokenizer.json, and where the environment still asks for the filter
+        of earlier versions: without it traces would leave that were not to leave.
+        """
+        if os.environ.get(_FORMER_FILTER, "0").strip().lower() not in ("", "0", "false", "no", "off"):
+            raise ConfigError(
+                f"{_FORMER_FILTER} has no effect any more: name a function in SLIPSTREAM_CAPTURE_FILTER, and unset it"
+            )
+        if not name:
+            return None
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"SLIPSTREAM_CAPTURE_FILTER is {name!r}: write MODULE:FUNCTION")
+        try:
+            keep = pkgutil.resolve_name(name)
+        except Exception as error:  # the module is the operator's, and may raise anything
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"SLIPSTREAM_CAPTURE_FILTER: {name} cannot be imported ({type(error).__name__}: {reason}): install its "
+                "module, or put its folder into PYTHONPATH"
+            ) from error
+        if not callable(keep):
+            raise ConfigError(f"SLIPSTREAM_CAPTURE_FILTER: {name} is no function: name one that takes text and tenant")
+        try:
+            tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more precise
+            raise ConfigError(
+                f"{model_dir} has no readable tokenizer.json, which SLIPSTREAM_CAPTURE_FILTER needs: give another "
+                "--model, or leave the filter out"
+            ) from error
+        return cls(keep, tokenizer.decode)
+
+    def reason_to_drop(self, trace: Trace) -> str | None:
+        """One of REASONS, or None for a trace that is kept. Raises nothing."""
+        try:
+            is_kept = self._keep(self._decode(trace.token_ids.tolist()), trace.header.tenant)
+        except Exception as error:
+            # Without its message, which may quote the text.
+            log.error("the capture filter failed, its trace is dropped: %s", type_and_place(error))
+            return "filter_failed"
+        if not isinstance(is_kept, bool):
+            log.error("the capture filter answered with %s, its trace is dropped", type(is_kept).__name__)
+            return "filter_failed"
+        return None if is_kept else "filtered"
+
+
+Forget = Callable[[Collection[str]], None]
+"""Drops everything that is kept of these tenants; returns when it is done."""
+
+
+class ErasureWatch:
+    """Carries out orders (speculator/redis/trace_deletion.py). `look` is called with every report of the engine, on
+    its thread.
+
+    By when a trace was made is not asked: whatever is here when the order arrives goes.
+    """
+
+    def __init__(
+        self,
+        orders: Callable[[], Mapping[str, int]],
+        forget: Sequence[Forget],
+        *,
+        expire: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`expire` drops what is too old."""
+        self._orders, self._forget, self._expire = orders, forget, expire
+        self._done: Mapping[str, int] = {}
+
+    def look(self) -> dict[str, str | int | float]:
+        """The time of the newest order that is carried out, for the engine's report; Redis may be away."""
+        self._expire()
+        try:
+            orders = self._orders()
+        except StreamError as error:
+            log.warning("orders to forget not known for now: %s", error)
+        else:
+            if tenants := {tenant for tenant, at_ms in orders.items() if self._done.get(tenant) != at_ms}:
+                for forget in self._forget:
+                    forget(tenants)
+            self._done = orders
+        return {"erased_ms": max(self._done.values(), default=0)}

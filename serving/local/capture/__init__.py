@@ -1,1 +1,0 @@
-"""From a generation of the local engine to a trace."""

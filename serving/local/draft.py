@@ -1,0 +1,365 @@
+"""The draft in service: the EAGLE-3 network over its own key/value slots, with weights that change in place.
+
+Two classes compute what `speculator.draft.eagle3.Eagle3Draft` does, over fused weights: `FusedDraft` with PyTorch's
+operations and `KernelDraft` with our kernels. A pair is the embedding of token t+1 and the feature of position t. Only
+its key and value matter to later pairs, so they alone are computed for every pair that is read; attention and the rest
+of the layer run where a proposal starts.
+
+Shape letters: N pairs, B requests, d hidden size, H query heads, G key heads, P = H / G, h head size, L positions,
+D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serving.local.kernels.build import found_kernels
+from serving.local.kernels.layers import LargePages, PanelSlots, panels
+from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
+from serving.local.request import DraftSource, shared_draws
+from serving.local.target.layers import KVSlots, can_pack, linear, pack
+from speculator.draft.checkpoint import check_state, draft_state
+from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
+from speculator.draft.verification import gumbel
+
+_LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
+
+
+@dataclass(frozen=True)
+class StagedDraft:
+    """A verified version, fused and packed as the draft in service and ready to be copied over it."""
+
+    version: int
+    tensors: dict[str, Tensor]
+
+
+class ServingDraft:
+    """An `Eagle3Draft` that reads (next token, feature) pairs and proposes chains.
+
+    `version` is stamped on every round. Weights change only through `install`, between two rounds; the keys of running
+    requests stay as the older weights computed them, which costs a little acceptance for a moment and never a token.
+    """
+
+    def __init__(self, model: Eagle3Draft, version: int, *, num_slots: int, length: int) -> None:
+        self._config, self._d2t, self._target_ids = model.config, model.d2t, model.target_ids
+        self._drawn_ids = model.target_ids.cpu().numpy()
+        kernels = found_kernels() if fits_kernels(model) else None
+        self._fused: FusedDraft | KernelDraft
+        if kernels is None:
+            self._fused = FusedDraft(model, num_slots=num_slots, length=length)
+        else:
+            self._fused = KernelDraft(model, kernels, num_slots=num_slots, length=length)
+        self.cache = self._fused.cache
+        self.storage = self._fused.weights
+        """Every weight in service; addresses never change."""
+        self._installed = self.stage(version, draft_state(model))
+
+    @property
+    def version(self) -> int:
+        return self._installed.version
+
+    def stage(self, version: int, state: dict[str, Tensor]) -> StagedDraft:
+        """Check and convert a loaded version; for any thread. Raises DraftFileError or DraftMismatchError."""
+        check_state(self._config, self._d2t, state)
+        return StagedDraft(version, self._fused.fused(state))
+
+    def install(self, staged: StagedDraft) -> None:
+        """Copy a staged version into the same storage; on any failure the previous weights are put back."""
+        try:
+            _copy(self.storage, staged.tensors)
+        except BaseException:
+            _copy(self.storage, self._installed.tensors)
+            raise
+        self._installed = staged
+
+    def read(
+        self, tokens: Sequence[Sequence[int]], aux_Nw: Tensor, *, first_slot: int, starts: Sequence[int]
+    ) -> Tensor:
+        """Read pairs of the requests in slots `first_slot`…; returns the output [B, d] at each one's newest pair.
+
+        `tokens` has, by request, token t+1 of the pairs at positions t = start, start + 1, …, at least one;
+        `aux_Nw` the target's features [N, 3d] of those positions, request after request.
+        """
+        spans = [Span(start, len(ids)) for start, ids in zip(starts, tokens, strict=True)]
+        ids_N = list(itertools.chain.from_iterable(tokens))
+        return self._fused.layer(ids_N, self._fused.features(aux_Nw), spans, first_slot=first_slot)
+
+    def chain(
+        self, output_Bd: Tensor, *, lengths: Sequence[int], sources: Sequence[DraftSource]
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Draw one proposal after the other for slots 0…B−1 whose committed lengths are `lengths`, newest included.
+
+        `output_Bd` is what `read` returned. Each item is computed when it is asked for: by request, target ids and
+        the draft's log-probabilities under the sampling that the request is served with.
+        """
+        lengths = list(lengths)
+        while True:
+            ids_B, logprob_B = self._draw(output_Bd, lengths, sources)
+            ids = ids_B.tolist()
+            yield ids, logprob_B.tolist()
+            newest = [Span(length - 1, 1) for length in lengths]
+            output_Bd = self._fused.layer(ids, output_Bd, newest, first_slot=0)
+            lengths = [length + 1 for length in lengths]
+
+    def _draw(
+        self, output_Bd: Tensor, positions: Sequence[int], sources: Sequence[DraftSource]
+    ) -> tuple[Tensor, Tensor]:
+        logits_BD = self._fused.logits(output_Bd)
+        wide = torch.float64 if logits_BD.dtype == torch.float64 else torch.float32
+        if all(source.sampling.temperature == 0 for source in sources):
+            best = logits_BD.log_softmax(-1, dtype=wide).max(-1)
+            return self._target_ids[best.indices], best.values.float()
+        # Top-k and top-p cut the target's distribution; the draft keeps its own tail and lets verification decide.
+        temperatures = [source.sampling.temperature or 1.0 for source in sources]
+        logits_BD = logits_BD.to(wide) / torch.tensor(temperatures, dtype=wide, device=logits_BD.device)[:, None]
+        noise_BD = torch.stack([self._noise(*row).to(wide) for row in zip(sources, positions, strict=True)])
+        # Not argmax: on CPU it is slower.
+        chosen_B1 = (logits_BD + noise_BD).max(-1, keepdim=True).indices
+        logprob_B = logits_BD.log_softmax(-1).gather(-1, chosen_B1)[:, 0]
+        return self._target_ids[chosen_B1[:, 0]], logprob_B.float()
+
+    def _noise(self, source: DraftSource, position: int) -> Tensor:
+        """The Gumbel noise [D] that verification adds at this position; none for a greedy request."""
+        if source.sampling.temperature == 0:
+            return torch.zeros(len(self._target_ids), device=self._target_ids.device)
+        uniform_V = shared_draws(source.seed, position, self._config.vocab_size)
+        return torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._target_ids.device)
+
+
+def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, place in storage.items():
+            place.copy_(tensors[name])
+
+
+class Span(NamedTuple):
+    """Pairs of one slot that follow one another, and the position of the first."""
+
+    start: int
+    num_pairs: int
+
+
+class FusedDraft:
+    """The arithmetic of one draft; the weights in `weights` are packed on a CPU in bfloat16.
+
+    Query heads are stored by their place in the group first, the group second, as attention over slots wants them.
+    """
+
+    def __init__(self, model: Eagle3Draft, *, num_slots: int, length: int) -> None:
+        config = self._config = model.config
+        self.dtype, self.device = model.norm.weight.dtype, model.norm.weight.device
+        self.num_queries, self.num_groups, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self._embed = model.embed.to(self.dtype)
+        like = model.norm.weight
+        self.cache = KVSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim, like)
+        self._positions = torch.arange(length, device=like.device)
+        left, right = model.rotary.sin.chunk(2, -1)
+        rotation = torch.stack([model.rotary.cos, torch.cat([-left, right], -1)], 1)
+        self._rotation = rotation.to(self.dtype)  # [positions, 2, h]: cosine and signed sine
+        self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        root = math.sqrt(config.hidden_size)
+        self._floor = torch.tensor(root * math.sqrt(config.rms_norm_eps), dtype=self._wide, device=self.device)
+        self.weights = self.fused(dict(model.named_parameters()))
+        """By name; only ever changed in place."""
+
+    @torch.no_grad()
+    def fused(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a draft file in the form of `weights`, in memory of their own; for any thread."""
+        norms = fused_norms(state, self._config, self._wide)
+        return {
+            **{name: self._matrix(weight) for name, weight in fused_matrices(state, self._config).items()},
+            **{name: norm.to(self.device) for name, norm in norms.items()},
+        }
+
+    def features(self, aux_Nw: Tensor) -> Tensor:
+        """Reduce the three target features [N, 3d] to one [N, d]."""
+        return linear(aux_Nw.to(self.dtype), self.weights["fc"])
+
+    def layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[Span], *, first_slot: int) -> Tensor:
+        """Read the pairs of slots `first_slot`…, span after span: the layer's output [B, d] at the newest of each."""
+        lengths = [start + num_pairs for start, num_pairs in spans]
+        index = [
+            tokens_N,
+            [slot for slot, span in enumerate(spans, first_slot) for _ in range(span.num_pairs)],
+            [position for span, length in zip(spans, lengths, strict=True) for position in range(span.start, length)],
+        ]
+        ids_N, slots_N, positions_N = torch.tensor(index, device=self.device)
+        qkv_NHh = self._project(ids_N, feature_Nd, positions_N)
+        self.cache.write(0, self.cache.lines(slots_N, positions_N[:, None]), qkv_NHh[:, self.num_queries :])
+        if len(ids_N) > len(spans):
+            ends = itertools.accumulate(span.num_pairs for span in spans)
+            newest_B = torch.tensor([end - 1 for end in ends], device=self.device)
+            feature_Nd, qkv_NHh = feature_Nd[newest_B], qkv_NHh[newest_B]
+        longest = max(lengths)
+        ((keys, values),) = self.cache.read(slice(first_slot, first_slot + len(lengths)), longest)
+        mask_B11L = None
+        if min(lengths) < longest:
+            length_B111 = torch.tensor(lengths, device=self.device)[:, None, None, None]
+            mask_B11L = self._positions[:longest] < length_B111
+        attended_Bw = self._attend(qkv_NHh[:, : self.num_queries], keys, values, mask_B11L)
+        return self._finish(feature_Nd, attended_Bw)
+
+    def _project(self, tokens_N: Tensor, feature_Nd: Tensor, positions_N: Tensor) -> Tensor:
+        """Queries, keys and values [N, H + 2G, h] of pairs, rotated to their positions."""
+        pair_N2d = torch.cat([F.embedding(tokens_N, self._embed), feature_Nd], -1).view(len(tokens_N), 2, -1)
+        normed = self._norm(pair_N2d, self.weights["pair_norm"]).flatten(1)
+        qkv_NHh = linear(normed, self.weights["qkv"]).view(len(tokens_N), -1, self.head_dim)
+        rotated_NHh = qkv_NHh[:, : self.num_queries + self.num_groups]
+        swapped_NHh = rotated_NHh.view(*rotated_NHh.shape[:2], 2, -1).flip(2).flatten(2)
+        cos, signed_sin = self._rotation.index_select(0, positions_N).chunk(2, 1)
+        torch.addcmul(rotated_NHh * cos, swapped_NHh, signed_sin, out=rotated_NHh)
+        return qkv_NHh
+
+    def _attend(self, q_BHh: Tensor, keys_BGLh: Tensor, values_BGLh: Tensor, mask: Tensor | None) -> Tensor:
+        """What one query a request sees, [B, H · h]."""
+        q_BGPh = q_BHh.view(len(q_BHh), -1, self.num_groups, self.head_dim).transpose(1, 2)
+        out_BGPh = F.scaled_dot_product_attention(q_BGPh, keys_BGLh, values_BGLh, attn_mask=mask)
+        return out_BGPh.transpose(1, 2).reshape(len(q_BHh), -1)
+
+    def _finish(self, feature_Bd: Tensor, attended_Bw: Tensor) -> Tensor:
+        """The layer's output [B, d]: before the final norm, as it is fed back."""
+        hidden_Bd = feature_Bd + linear(attended_Bw, self.weights["out"])
+        normed_Bd = self._norm(hidden_Bd, self.weights["mlp_norm"])
+        gate, up = linear(normed_Bd, self.weights["gate_up"]).chunk(2, -1)
+        return hidden_Bd + linear(F.silu(gate).mul_(up), self.weights["down"])
+
+    def logits(self, output_Bd: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [B, D]."""
+        return linear(self._norm(output_Bd, self.weights["norm"]), self.weights["head"])
+
+    def _norm(self, x: Tensor, scaled_weight: Tensor) -> Tensor:
+        # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε): the fewest operations on a CPU, in float32 at least.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._wide)
+        return (x * scaled_weight).div_(length.hypot_(self._floor)).to(self.dtype)
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and can_pack():
+            return pack(weight.to("cpu", torch.bfloat16))
+        return weight.to(self.device, self.dtype, copy=True)
+
+
+def fused_matrices(state: Mapping[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
+    """Those of a draft file by the name in `weights`, query heads by their place in the group first."""
+    heads = torch.arange(config.num_attention_heads * config.head_dim)
+    order = heads.view(config.num_key_value_heads, -1, config.head_dim).transpose(0, 1).flatten()
+    return {
+        "fc": state["fc.weight"],
+        "qkv": torch.cat(
+            [
+                state[f"{_ATTENTION}.q_proj.weight"][order],
+                state[f"{_ATTENTION}.k_proj.weight"],
+                state[f"{_ATTENTION}.v_proj.weight"],
+            ]
+        ),
+        "out": state[f"{_ATTENTION}.o_proj.weight"][:, order],
+        "gate_up": torch.cat([state[f"{_MLP}.gate_proj.weight"], state[f"{_MLP}.up_proj.weight"]]),
+        "down": state[f"{_MLP}.down_proj.weight"],
+        "head": state["lm_head.weight"],
+    }
+
+
+def fused_norms(state: Mapping[str, Tensor], config: DraftConfig, wide: torch.dtype) -> dict[str, Tensor]:
+    """w√d, computed in `wide`: x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)."""
+    norms = {
+        "pair_norm": torch.stack([state[f"{_LAYER}.input_layernorm.weight"], state[f"{_LAYER}.hidden_norm.weight"]]),
+        "mlp_norm": state[f"{_LAYER}.post_attention_layernorm.weight"],
+        "norm": state["norm.weight"],
+    }
+    return {name: weight.to(wide) * math.sqrt(config.hidden_size) for name, weight in norms.items()}
+
+
+class KernelDraft:
+    """What `serving.local.draft.FusedDraft` is, in C++."""
+
+    def __init__(self, model: Eagle3Draft, kernels: Kernels, *, num_slots: int, length: int) -> None:
+        config = model.config
+        self._config, self._kernels, self._embed = config, kernels, model.embed.to(torch.bfloat16)
+        self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
+        self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
+        self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
+        self.weights = _gathered(self.fused(dict(model.named_parameters())))
+        """By name; only ever changed in place."""
+        self._layers = {name: self._layer_of(name) for name in ("fc", "qkv", "out", "gate_up", "down", "head")}
+        heads = Heads(
+            config.num_attention_heads // config.num_key_value_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            Norm(),
+            Norm(),
+        )
+        embedding_norm, *norms = map(self._norm_of, (*self.weights["pair_norm"], self.weights["mlp_norm"]))
+        layers = (self._layers[name] for name in ("qkv", "out", "gate_up", "down"))
+        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers))
+        self._norm = self._norm_of(self.weights["norm"])
+
+    @torch.no_grad()
+    def fused(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a draft file in the form of `weights`, in memory of their own; for any thread."""
+        matrices, norms = fused_matrices(state, self._config), fused_norms(state, self._config, torch.float32)
+        return {
+            **{name: panels(weight.to("cpu", torch.bfloat16)) for name, weight in matrices.items()},
+            **{name: norm.to("cpu") for name, norm in norms.items()},
+        }
+
+    def features(self, aux_Nw: Tensor) -> Tensor:
+        """Reduce the three target features [N, 3d] to one [N, d]."""
+        return self._kernels.linear(self._layers["fc"], aux_Nw.to(torch.bfloat16))
+
+    def layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[Span], *, first_slot: int) -> Tensor:
+        """What `FusedDraft.layer` says."""
+        windows = [Window(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
+        embedding_Nd = F.embedding(torch.tensor(tokens_N), self._embed)
+        return self._kernels.draft(
+            self._draft, windows, self._rotation, embedding_Nd, feature_Nd, self.cache.storage[0]
+        )
+
+    def logits(self, output_Bd: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [B, D]."""
+        return self._kernels.normed_linear(self._norm, self._layers["head"], output_Bd)
+
+    def _norm_of(self, weight: Tensor) -> Norm:
+        return Norm(len(weight), pointer(weight), pointer(self._floor))
+
+    def _layer_of(self, name: str) -> Layer:
+        config = self._config
+        d, heads = config.hidden_size, config.num_attention_heads
+        sizes = {
+            "fc": (3 * d, d),
+            "qkv": (2 * d, (heads + 2 * config.num_key_value_heads) * config.head_dim),
+            "out": (heads * config.head_dim, d),
+            "gate_up": (d, 2 * config.intermediate_size),
+            "down": (config.intermediate_size, d),
+            "head": (d, config.draft_vocab_size),
+        }
+        return Layer(*sizes[name], pointer(self.weights[name]), None, self._kernels.in_pairs)
+
+
+def fits_kernels(model: Eagle3Draft) -> bool:
+    """Whether the library computes this draft."""
+    config, weight = model.config, model.norm.weight
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and can_compute(
+            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_dim=config.head_dim
+        )
+    )
+
+
+def _gathered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In large pages."""
+    pages = LargePages([weight.nbytes for weight in weights.values()])
+    return {name: pages.hold(weight) for name, weight in weights.items()}

@@ -1,1 +1,0 @@
-"""The text that suffix drafts come from."""

@@ -1,0 +1,199 @@
+"""What a rollout is about: a group of samples of one prompt, a sample, its lease to an engine, its result.
+
+A sample's text depends on its seed and on nothing else: the noise of every position is keyed by (seed, position)
+(speculator/draft/verification.py). So a sample that was stopped goes on anywhere, as a request for prompt + tokens so
+far, and its text is the one that it would have had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from serving.engine import CapturePolicy, Chunk
+from speculator.draft.sampling_params import SamplingParams
+from speculator.errors import RequestError
+
+MAX_SAMPLES = 1024
+"""Of one group."""
+WhenStale = Literal["return", "abort"]
+EndReason = Literal["stop", "length", "stale", "deadline", "cancelled", "refused"]
+
+
+class SampleId(NamedTuple):
+    group_id: str
+    number: int
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    """Nothing was generated yet."""
+    RUNNING = "running"
+    PAUSED = "paused"
+    """Waits with the tokens that it has."""
+    FINISHED = "finished"
+    STALE = "stale"
+    """Too old for the newest target; its tokens are handed back, marked as such."""
+    ABORTED = "aborted"
+    """Cancelled, past its deadline, refused by an engine, or too old where the caller wants no old samples."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self in (State.FINISHED, State.STALE, State.ABORTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """Samples of one prompt, one for each seed. Raises RequestError for what can never be served."""
+
+    group_id: str
+    prompt_token_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    max_tokens: int
+    priority: int = 0
+    """Higher goes first."""
+    deadline_s: float | None = None
+    """On the clock that `Scheduler.expire` is given."""
+    max_staleness: int | None = None
+    """α: most target versions that may come out while a sample is under way; None for any number."""
+    when_stale: WhenStale = "return"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.seeds) <= MAX_SAMPLES:
+            raise RequestError(f"a group has 1 to {MAX_SAMPLES} samples, not {len(self.seeds)}", param="n")
+        if not self.prompt_token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if self.max_tokens < 1:
+            raise RequestError("max_tokens must be at least 1", param="max_tokens")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise RequestError("max_staleness must be at least 0", param="max_staleness")
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One answer under way. The scheduler alone changes it."""
+
+    group: Group
+    index: int
+    seed: int
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    """What engines reported; what they had not reported when they died is generated again."""
+    engine: str | None = None
+    """Where it runs; None elsewhere."""
+    chunk_end: int = 0
+    """Number of tokens at which it is decided anew where it goes on."""
+    lease: int = 0
+    """The number of its newest lease: no other may report."""
+    target_version: int | None = None
+    """That of its first tokens; until they come, the newest one when they were asked for."""
+
+    @property
+    def sample_id(self) -> SampleId:
+        return SampleId(self.group.request.group_id, self.index)
+
+    @property
+    def context(self) -> int:
+        """Tokens that an engine has to read before it can go on."""
+        return len(self.group.request.prompt_token_ids) + len(self.tokens)
+
+    @property
+    def is_probe(self) -> bool:
+        """The one that goes ahead to say how long the others will be, until any of them has ended."""
+        return self.index == 0 and self.group.longest_finished is None
+
+
+@dataclass(kw_only=True)
+class Group:
+    """A group under way, and what its finished samples say about the others."""
+
+    request: GroupRequest
+    number: int
+    """In the order of submission."""
+    samples: list[Sample] = field(default_factory=list)
+    longest_finished: int | None = None
+    num_finished: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """A sample on an engine: `max_tokens` more may follow the `prompt_token_ids`, which hold its tokens so far."""
+
+    sample_id: SampleId
+    engine: str
+    number: int
+    prompt_token_ids: tuple[int, ...]
+    num_generated: int
+    """How many of the prompt's tokens are the sample's own."""
+    seed: int
+    max_tokens: int
+    target_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A sample that will not go on. `stop` is the lease that an engine still works on."""
+
+    sample_id: SampleId
+    state: State
+    reason: EndReason
+    stop: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupWork:
+    """A group, and what engines have to know of it that the scheduler need not."""
+
+    request: GroupRequest
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    policy: CapturePolicy = field(default_factory=CapturePolicy)
+
+    def request_id(self, number: int) -> str:
+        """Of the sample's requests, one after the other, and so of its trace."""
+        return f"{self.request.group_id}/{number}"
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """What the engines have said of a sample so far, as far as it was reported to the scheduler."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    engine: str = ""
+    """The newest that gave it tokens."""
+    num_leases: int = 0
+    num_failures: int = 0
+    """Of engines that lived and were not busy, without a token between them."""
+
+    def add(self, chunk: Chunk, engine: str) -> None:
+        self.tokens.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.parts.append(chunk.text)
+        self.engine = engine
+        self.num_failures = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleResult:
+    """A sample that has ended. Aborted ones have the tokens that they had, but those that are too old have none."""
+
+    sample_id: SampleId
+    state: State
+    reason: EndReason
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One a token where the group asked for them; else none."""
+    text: str
+    target_version: int | None
+    """None: it was never begun."""
+    engine: str
+    """The last that gave it tokens; empty where none did."""
+    num_leases: int
+    """On how many engines it was begun or went on, the same one counted again where it came back."""
+    detail: str = ""
+    """Why an engine refused it."""

@@ -1,0 +1,154 @@
+"""A target whose weights change while it serves: who may name new weights, and whether they fit.
+
+    announced ──▶ newer? ──▶ folder allowed? ──▶ engine: read, verified, copied in place
+                    └────────────┴─── refused: the target in service stays ────┘
+
+The fingerprint is the lineage's for good: that of the target it began with, which says what architecture, shapes and
+vocabulary its drafts are for. A target that moves keeps all of these, and its version counts on.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import structlog
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from serving.engine import MovesTarget, TargetReport
+from serving.metrics import TargetMetrics
+from speculator.draft.checkpoint import is_finite, target_essentials
+from speculator.errors import ConfigError, EngineBusyError, RequestError, SlipstreamError, TargetError
+from speculator.target_folder import open_weights, reading, weight_files
+
+log = structlog.get_logger(__name__)
+
+
+class TargetDesk:
+    """One engine's target; for any thread, one change at a time.
+
+    `folder` is where weights may lie; without it no path is taken.
+    """
+
+    def __init__(self, host: MovesTarget, metrics: TargetMetrics, *, folder: Path | None) -> None:
+        self._host, self._metrics = host, metrics
+        self._folder = None if folder is None else folder.resolve()
+        self._moving = threading.Lock()
+
+    def announce(self, version: int, path: str | None) -> TargetReport:
+        """Raises RequestError, TargetError, EngineBusyError and what else the engine raises; nothing changed then."""
+        if not self._moving.acquire(blocking=False):
+            raise EngineBusyError("the target is being moved already")
+        try:
+            report = self._move(version, path)
+        except SlipstreamError as error:
+            self._metrics.moves.labels("refused").inc()
+            log.warning("target refused", version=version, in_service=self._host.target_version, reason=str(error))
+            raise
+        finally:
+            self._moving.release()
+        self._metrics.installed(version, report.stall_ms / 1000)
+        log.info("target in service", version=version, previous=report.previous, stall_ms=round(report.stall_ms, 2))
+        return report
+
+    def _move(self, version: int, path: str | None) -> TargetReport:
+        in_service = self._host.target_version
+        if version <= in_service:
+            raise TargetError(f"version {version} is not newer than {in_service}, which is in service")
+        folder = None if path is None else self._allowed(path)
+        return self._host.move_target(version, folder)
+
+    def _allowed(self, path: str) -> Path:
+        """The folder that a caller names, links followed; it must lie below ours."""
+        if self._folder is None:
+            raise RequestError("no path is taken here: set SLIPSTREAM_GATEWAY_TARGETS_DIR", param="path")
+        try:
+            folder = (self._folder / path).resolve()
+            is_allowed = folder.is_relative_to(self._folder) and folder.is_dir()
+        except (OSError, ValueError, RuntimeError):
+            is_allowed = False
+        if not is_allowed:
+            raise RequestError("the path is no folder below the one that is allowed", param="path")
+        return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetLayout:
+    """What two targets have in common where one may take the other's place."""
+
+    essentials: Mapping[str, Any]
+    """What config.json says about the computation."""
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def read_layout(model_dir: Path) -> TargetLayout:
+    """Of a target that serves; weights are not read. Raises ConfigError where the folder has no safetensors model."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    with reading(model_dir):
+        for path in set(weight_files(model_dir).values()):
+            with open_weights(path) as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return TargetLayout(essentials=target_essentials(model_dir), shapes=shapes)
+
+
+def read_weights(folder: Path, layout: TargetLayout) -> dict[str, Tensor]:
+    """The tensors of the safetensors model in `folder`, in the types in which they lie there.
+
+    A folder without a config.json is taken to be of the same architecture, as far as its shapes agree.
+    Raises TargetError, with the reason, unless every tensor is there, has its shape and is finite.
+    """
+    if (folder / "config.json").exists() and _essentials(folder) != layout.essentials:
+        raise TargetError(f"{folder.name}: config.json is of another architecture than the target in service")
+    weights: dict[str, Tensor] = {}
+    for path in _files(folder):
+        weights |= _read(path, _most_bytes(layout))
+    if difference := sorted(weights.keys() ^ layout.shapes.keys()):
+        raise TargetError(f"{folder.name}: there are missing or extra tensors: {', '.join(difference[:5])}")
+    for name, tensor in weights.items():
+        if tuple(tensor.shape) != layout.shapes[name]:
+            raise TargetError(f"{folder.name}: {name} has shape {tuple(tensor.shape)}, not {layout.shapes[name]}")
+        if not tensor.is_floating_point() or not is_finite(tensor):
+            raise TargetError(f"{folder.name}: {name} is not finite")
+    return weights
+
+
+def _essentials(folder: Path) -> dict[str, Any]:
+    try:
+        return target_essentials(folder)
+    except ConfigError as error:
+        raise TargetError(f"{folder.name} has no readable config.json") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        paths = sorted(set(weight_files(folder).values()))
+    except ConfigError as error:
+        raise TargetError(f"{folder.name} has no readable safetensors weights") from error
+    for path in paths:
+        # An index may name any file, and a link may lead anywhere.
+        if path.resolve().parent != folder.resolve():
+            raise TargetError(f"{folder.name}: {path.name} lies outside the folder")
+    return paths
+
+
+def _read(path: Path, max_bytes: int) -> dict[str, Tensor]:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+            raise TargetError(f"{path.name} is no file, or larger than the weights of such a target")
+        # Not mapped: whoever writes to the file meanwhile would change what was verified, or end this process.
+        return safetensors.torch.load(path.read_bytes())
+    except (OSError, SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise TargetError(f"{path.name} cannot be read: {error}") from error
+
+
+def _most_bytes(layout: TargetLayout) -> int:
+    """Every element counts as the widest type's; beside them there is a header."""
+    return 16 * 1024 * 1024 + 8 * sum(torch.Size(shape).numel() for shape in layout.shapes.values())

@@ -1,1 +1,0 @@
-"""A target whose weights change while it serves."""

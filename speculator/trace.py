@@ -1,0 +1,392 @@
+"""Trace: what one finished generation tells the trainer, what makes it well-formed, and its bytes.
+
+A trace is one contiguous span of one request: the kept tail of the prompt, then the completion. Its bytes are
+safetensors with a JSON header in the metadata; never pickle. Two things keep them few. Features travel as float8_e4m3
+with one float16 scale a token, and the leading rows without a target distribution (the prompt) do not travel: decoding
+restores their −1 and −inf.
+
+Shape letters: T tokens of the span, R verify rounds, d target hidden size, K kept target tokens, P proposals a round.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, TensorSpec, serialize
+from torch import Tensor
+
+from speculator.draft.eagle3 import NUM_AUX_LAYERS
+from speculator.draft.sampling_params import SamplingParams
+from speculator.errors import TraceError, UnknownSchemaError
+
+SCHEMA_VERSION = 2
+READABLE_SCHEMAS = (1, SCHEMA_VERSION)
+"""Version 1 knew no target versions: its traces are of version 0, the target that the lineage began with."""
+# Sizes that a damaged header must not be able to exceed: no rows cost no bytes, but their width costs memory.
+MAX_TOP_K = 4096
+NO_DRAFT = 0
+"""In the place of a draft version: a suffix of earlier text proposed, which no draft learns from."""
+MAX_PROPOSALS = 127
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
+    trace_id: str
+    request_id: str
+    engine_id: str
+    target_fingerprint: str
+    num_prompt_tokens: int
+    """Of the whole request, also where the span keeps only the prompt's tail."""
+    first_position: int
+    """Absolute position of the span's first token."""
+    created_ms: int
+    """When the request came, not when its answer ended."""
+    sampling: SamplingParams
+    tenant: str = "default"
+    group_id: str = ""
+    domain: str = ""
+    target_version: int = 0
+    """Everything in the trace is of this one: an answer that goes on under another is cut where that came."""
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRounds:
+    """The R verifications that fell into the span, in order.
+
+    `draft_tokens` [R, P] int32 with −1 where a round proposed fewer than P; `draft_logprobs` [R, P] float16 under the
+    draft that proposed; `draft_parents` [R, P] int8 index of the parent proposal, −1 for the root (a chain is
+    −1, 0, 1, …); `num_accepted` [R] int8 without the bonus token; `draft_version` [R] int32, or `NO_DRAFT`;
+    `position` [R] int32 absolute position of the last committed token when the round was drafted.
+    """
+
+    position: np.ndarray
+    draft_tokens: np.ndarray
+    draft_logprobs: np.ndarray
+    draft_parents: np.ndarray
+    num_accepted: np.ndarray
+    draft_version: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One span. `target_topk_*` row t is the target's distribution *after* reading token t, at temperature 1.
+
+    `token_ids` [T] int32; `aux_hidden` [T, 3d] bfloat16 features entering the three aux layers; `target_topk_ids`
+    [T, K] int32 and `target_topk_logprobs` [T, K] float16, sorted from the likeliest, −1 and −inf on rows whose
+    distribution was not computed (leading prompt positions); `constrained` [T] bool: not the model's own
+    distribution here, do not distil.
+    """
+
+    header: TraceHeader
+    token_ids: np.ndarray = field(repr=False)
+    aux_hidden: Tensor = field(repr=False)
+    target_topk_ids: np.ndarray = field(repr=False)
+    target_topk_logprobs: np.ndarray = field(repr=False)
+    constrained: np.ndarray = field(repr=False)
+    rounds: VerifyRounds = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Completion tokens inside the span."""
+        return self.header.first_position + self.num_tokens - self.header.num_prompt_tokens
+
+
+# A log-probability of a certain token may come out a rounding step above zero.
+_LOGPROB_SLACK = 1e-3
+_INT32_END = 1 << 31
+
+
+def check_trace(trace: Trace) -> None:
+    """Raise TraceError, saying what is wrong, unless the trace keeps every promise of the classes above."""
+    header = trace.header
+    check_schema(header.schema_version)
+    _check_header(header)
+    _check_arrays(trace)
+    _check_rounds(trace)
+
+
+def check_schema(version: int) -> None:
+    """Raise UnknownSchemaError for a schema version that this code does not read."""
+    if version not in READABLE_SCHEMAS:
+        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        raise UnknownSchemaError(f"the trace has schema version {version}; this code reads versions {readable}")
+
+
+def _require(ok: bool | np.bool_, message: str) -> None:
+    if not ok:
+        raise TraceError(message)
+
+
+def _check_array(array: np.ndarray, name: str, dtype: type, shape: tuple[int, ...]) -> None:
+    _require(array.dtype == dtype, f"{name} is {array.dtype}, expected {np.dtype(dtype)}")
+    _require(array.shape == shape, f"{name} has shape {array.shape}, expected {shape}")
+
+
+def _check_header(header: TraceHeader) -> None:
+    _require(bool(header.trace_id), "trace_id is empty")
+    _require(header.num_prompt_tokens >= 0, "num_prompt_tokens is negative")
+    _require(0 <= header.first_position < _INT32_END, "first_position is out of range")
+    _require(header.created_ms >= 0, "created_ms is negative")
+    _require(0 <= header.target_version < _INT32_END, "target_version is out of range")
+    sampling = header.sampling
+    _require(math.isfinite(sampling.temperature) and sampling.temperature >= 0, "temperature is not finite and ≥ 0")
+    _require(0 < sampling.top_p <= 1, "top_p is not in (0, 1]")
+    _require(sampling.top_k >= 0, "top_k is negative")
+
+
+def _check_arrays(trace: Trace) -> None:
+    T = len(trace.token_ids)
+    _require(T > 0, "the trace has no tokens")
+    _check_array(trace.token_ids, "token_ids", np.int32, (T,))
+    _require((trace.token_ids >= 0).all(), "token_ids has a negative id")
+    _require(trace.header.first_position + T <= _INT32_END, "the span ends beyond the last position")
+    _require(trace.num_completion_tokens >= 0, "the span ends before the prompt does")
+
+    aux = trace.aux_hidden
+    _require(aux.dtype == torch.bfloat16, f"aux_hidden is {aux.dtype}, expected torch.bfloat16")
+    _require(aux.dim() == 2 and aux.shape[0] == T, f"aux_hidden has shape {tuple(aux.shape)}, expected {T} rows")
+    width = aux.shape[1]
+    _require(width > 0 and width % NUM_AUX_LAYERS == 0, f"aux_hidden is {width} wide, not {NUM_AUX_LAYERS} × hidden")
+    _require(bool(torch.isfinite(aux).all()), "aux_hidden is not finite")
+
+    ids, logprobs = trace.target_topk_ids, trace.target_topk_logprobs
+    _require(
+        ids.ndim == 2 and 0 < ids.shape[1] <= MAX_TOP_K,
+        f"target_topk_ids has shape {ids.shape}, expected [T, K] with K from 1 to {MAX_TOP_K}",
+    )
+    _check_array(ids, "target_topk_ids", np.int32, (T, ids.shape[1]))
+    _check_array(logprobs, "target_topk_logprobs", np.float16, ids.shape)
+    _require((ids >= -1).all(), "target_topk_ids has an id below −1")
+    # NaN compares false, so it fails here too.
+    _require((logprobs <= _LOGPROB_SLACK).all(), "target_topk_logprobs is above zero or not a number")
+    _require((logprobs[:, :-1] >= logprobs[:, 1:]).all(), "target_topk_logprobs is not sorted from the likeliest")
+    _require(np.isneginf(logprobs[ids == -1]).all(), "target_topk_logprobs has a value where there is no token")
+    _check_array(trace.constrained, "constrained", np.bool_, (T,))
+    _require((trace.constrained.view(np.uint8) <= 1).all(), "constrained is neither true nor false")
+
+
+def _check_rounds(trace: Trace) -> None:
+    rounds, start = trace.rounds, trace.header.first_position
+    tokens = rounds.draft_tokens
+    _require(
+        tokens.ndim == 2 and tokens.shape[1] <= MAX_PROPOSALS,
+        f"draft_tokens has shape {tokens.shape}, expected [R, P] with P up to {MAX_PROPOSALS}",
+    )
+    R, P = tokens.shape
+    _check_array(tokens, "draft_tokens", np.int32, (R, P))
+    _check_array(rounds.draft_logprobs, "draft_logprobs", np.float16, (R, P))
+    _check_array(rounds.draft_parents, "draft_parents", np.int8, (R, P))
+    _check_array(rounds.position, "round position", np.int32, (R,))
+    _check_array(rounds.num_accepted, "num_accepted", np.int8, (R,))
+    _check_array(rounds.draft_version, "draft_version", np.int32, (R,))
+
+    position = rounds.position
+    _require(((position >= start) & (position < start + trace.num_tokens)).all(), "a round lies outside the span")
+    _require((position[:-1] < position[1:]).all(), "rounds are not in the order of their positions")
+    _require((tokens >= -1).all(), "draft_tokens has an id below −1")
+    proposed = tokens >= 0
+    accepted = rounds.num_accepted
+    _require(((accepted >= 0) & (accepted <= proposed.sum(1))).all(), "num_accepted does not fit the proposals")
+    _require((rounds.draft_version >= 0).all(), "draft_version is negative")
+    logprobs = rounds.draft_logprobs[proposed]
+    _require((np.isfinite(logprobs) & (logprobs <= _LOGPROB_SLACK)).all(), "a proposal has no valid draft_logprobs")
+    parents = rounds.draft_parents
+    _require(((parents >= -1) & (parents < np.arange(P))).all(), "a proposal's parent does not precede it")
+
+
+Features = Literal["float8", "bfloat16"]
+_NOTHING = torch.zeros(1)
+_FLOAT8_MAX = 448.0
+# Below the smallest normal float16 a scale would lose its own precision; float8 still resolves such a row.
+_MIN_SCALE = 2.0**-14
+_MAX_SCALE = 65504.0
+_DTYPES = {
+    "token_ids": torch.int32,
+    "constrained": torch.bool,
+    "target_topk_ids": torch.int32,
+    "target_topk_logprobs": torch.float16,
+    "position": torch.int32,
+    "draft_tokens": torch.int32,
+    "draft_logprobs": torch.float16,
+    "draft_parents": torch.int8,
+    "num_accepted": torch.int8,
+    "draft_version": torch.int32,
+}
+_FEATURE_DTYPES: dict[str, dict[str, torch.dtype]] = {
+    "float8": {"aux_hidden": torch.float8_e4m3fn, "aux_scale": torch.float16},
+    "bfloat16": {"aux_hidden": torch.bfloat16},
+}
+# What the readers of hostile bytes raise: a header may name any type, any shape and any depth.
+_NOT_A_TRACE = (
+    SafetensorError,
+    msgspec.MsgspecError,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class _SchemaVersion(msgspec.Struct):
+    schema_version: int
+
+
+def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
+    """Check the trace and encode it. Raises TraceError where it is not well-formed."""
+    check_trace(trace)
+    labelled = _first_labelled_row(trace.target_topk_ids)
+    rounds = trace.rounds
+    arrays = {
+        "token_ids": trace.token_ids,
+        "constrained": trace.constrained,
+        "target_topk_ids": trace.target_topk_ids[labelled:],
+        "target_topk_logprobs": trace.target_topk_logprobs[labelled:],
+        "position": rounds.position,
+        "draft_tokens": rounds.draft_tokens,
+        "draft_logprobs": rounds.draft_logprobs,
+        "draft_parents": rounds.draft_parents,
+        "num_accepted": rounds.num_accepted,
+        "draft_version": rounds.draft_version,
+    }
+    tensors = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])) for name, array in arrays.items()}
+    if features == "float8":
+        tensors["aux_hidden"], tensors["aux_scale"] = _quantise(trace.aux_hidden)
+    else:
+        tensors["aux_hidden"] = trace.aux_hidden.detach().cpu().contiguous()
+    try:
+        header = msgspec.json.encode(trace.header).decode()
+    except UnicodeEncodeError as error:
+        raise TraceError("the trace header is not valid text") from error
+    return _serialised(tensors, {"header": header, "features": features})
+
+
+def _serialised(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """What `safetensors.torch.save` makes. That has ctypes make a type for each size of an array, and keep it for ever:
+    several kilobytes for every length that an answer ever had.
+    """
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            # An empty one has no address.
+            data_ptr=tensor.data_ptr() or _NOTHING.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in held.items()
+    }
+    return bytes(serialize(specs, metadata=metadata))
+
+
+def decode_trace(data: bytes) -> Trace:
+    """Decode and check one trace.
+
+    Raises UnknownSchemaError for a trace of another schema version, TraceError for everything else that is not what
+    `encode_trace` writes: damaged bytes, missing or extra tensors, wrong types, shapes or values.
+    """
+    try:
+        tensors = safetensors.torch.load(data)
+        metadata = _metadata(data)
+    except _NOT_A_TRACE as error:
+        raise TraceError(f"the bytes are not a trace: {error}") from error
+    header = _decode_header(metadata)
+    features = metadata.get("features", "")
+    if features not in get_args(Features):
+        raise TraceError(f"the trace has features in the unknown form {features!r}")
+    _check_tensors(tensors, _DTYPES | _FEATURE_DTYPES[features])
+    trace = _assemble(header, tensors)
+    check_trace(trace)
+    return trace
+
+
+def read_header(data: bytes) -> TraceHeader:
+    """The header alone, also of a trace whose arrays are damaged. Raises TraceError where there is none."""
+    try:
+        metadata = _metadata(data)
+    except _NOT_A_TRACE as error:
+        raise TraceError(f"the bytes are not a trace: {error}") from error
+    return _decode_header(metadata)
+
+
+def _first_labelled_row(target_topk_ids: np.ndarray) -> int:
+    labelled = np.flatnonzero((target_topk_ids >= 0).any(1))
+    return int(labelled[0]) if labelled.size else len(target_topk_ids)
+
+
+def _quantise(aux: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [T, 3d] as float8_e4m3 and a float16 scale [T], so that each token's largest value becomes 448."""
+    # In place from here on: fresh memory of this size costs more than the arithmetic.
+    wide = aux.detach().to(torch.float32, copy=True)
+    scale = torch.maximum(wide.amax(1), -wide.amin(1)) / _FLOAT8_MAX
+    if bool((scale > _MAX_SCALE).any()):
+        raise TraceError("aux_hidden is too large for float8 with a float16 scale; record with features='bfloat16'")
+    scale = scale.clamp_min(_MIN_SCALE).half()
+    scaled = wide.div_(scale.float()[:, None]).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
+    return scaled.to(torch.float8_e4m3fn).cpu(), scale.cpu()
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """The metadata, which the safetensors reader keeps to itself."""
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    header = msgspec.json.decode(data[8:header_end], type=dict[str, msgspec.Raw])
+    return msgspec.json.decode(header.get("__metadata__", b"{}"), type=dict[str, str])
+
+
+def _decode_header(metadata: dict[str, str]) -> TraceHeader:
+    text = metadata.get("header", "")
+    try:
+        check_schema(msgspec.json.decode(text, type=_SchemaVersion).schema_version)
+        return msgspec.json.decode(text, type=TraceHeader)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise TraceError(f"the trace header is not valid: {error}") from error
+
+
+def _check_tensors(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> None:
+    if tensors.keys() != dtypes.keys():
+        difference = sorted(tensors.keys() ^ dtypes.keys())
+        raise TraceError(f"the trace has missing or extra tensors: {', '.join(difference)}")
+    for name, dtype in dtypes.items():
+        if tensors[name].dtype != dtype:
+            raise TraceError(f"{name} is stored as {tensors[name].dtype}, expected {dtype}")
+
+
+def _assemble(header: TraceHeader, tensors: dict[str, Tensor]) -> Trace:
+    aux = tensors["aux_hidden"]
+    T = tensors["token_ids"].numel()
+    if aux.dim() != 2:
+        raise TraceError(f"aux_hidden has shape {tuple(aux.shape)}, expected [T, 3d]")
+    if "aux_scale" in tensors:
+        scale = tensors["aux_scale"]
+        if scale.shape != aux.shape[:1]:
+            raise TraceError(f"aux_scale has shape {tuple(scale.shape)}, expected {tuple(aux.shape[:1])}")
+        aux = (aux.float() * scale.float()[:, None]).bfloat16()
+    arrays = {name: tensors[name].numpy() for name in _DTYPES}
+    names = ("position", "draft_tokens", "draft_logprobs", "draft_parents", "num_accepted", "draft_version")
+    return Trace(
+        header=header,
+        token_ids=arrays["token_ids"],
+        aux_hidden=aux,
+        target_topk_ids=_restore_rows(arrays["target_topk_ids"], T, -1),
+        target_topk_logprobs=_restore_rows(arrays["target_topk_logprobs"], T, -np.inf),
+        constrained=arrays["constrained"],
+        rounds=VerifyRounds(**{name: arrays[name] for name in names}),
+    )
+
+
+def _restore_rows(labelled: np.ndarray, T: int, fill: float) -> np.ndarray:
+    """Put the unlabelled rows in front of the labelled ones, so that there are T."""
+    if labelled.ndim != 2 or len(labelled) > T or labelled.shape[1] > MAX_TOP_K:
+        raise TraceError(f"a target_topk array has shape {labelled.shape}, expected at most [{T}, {MAX_TOP_K}]")
+    missing = np.full((T - len(labelled), labelled.shape[1]), fill, labelled.dtype)
+    return np.concatenate([missing, labelled])

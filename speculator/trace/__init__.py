@@ -1,1 +1,0 @@
-"""A trace: its shape, its bytes, and files of recorded traces."""

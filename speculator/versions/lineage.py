@@ -1,0 +1,227 @@
+"""A lineage: the versions of one draft for one target. Begin it, admit a version, load one, say whose text it learned.
+
+A manifest counts tokens by tenant for the whole lineage up to its version, so older versions may be removed. The counts
+are bounded: of more than MAX_TENANTS tenants the later ones share one number, and such a version may have learned from
+any that it does not name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+
+from speculator.draft.checkpoint import (
+    apply_state,
+    check_fits,
+    config_from_json,
+    draft_config_json,
+    draft_state,
+    expected_shapes,
+)
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.initialization import draft_vocab_of, fresh_draft
+from speculator.errors import ConfigError, DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
+from speculator.versions.lifecycle import BARRED, Number, State
+from speculator.versions.store import DraftStore, d2t_sha256
+
+log = structlog.get_logger(__name__)
+_ACTOR = "lineage"
+FIRST = 1
+
+
+def ensure_lineage(
+    store: DraftStore,
+    model_dir: Path,
+    target_fingerprint: str,
+    *,
+    draft_vocab_size: int | None = None,
+    seed: int | None = None,
+    texts: Iterable[str] = (),
+) -> int:
+    """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
+
+    `texts` like those to be served choose the fresh draft's vocabulary. None is the default of a fresh draft.
+
+    Raises ConfigError where the store has drafts that are not what is asked of a fresh one, StoreError when it cannot
+    be read or written or every version is barred, DraftFileError or DraftMismatchError for a version that nothing is
+    known of and that does not fit, and what `fresh_draft` raises.
+    """
+    latest = store.latest()
+    if latest is not None:
+        check_lineage(store, latest, model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+    servable = store.lifecycle.newest_servable()
+    if servable is not None and (store.lifecycle.last_good() is not None or store.versions() != [servable]):
+        return servable
+    newest = latest
+    if newest is None:
+        newest = FIRST
+        draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+        # Engine and trainer may start on an empty store together, with another vocabulary each: one of them is first.
+        with contextlib.suppress(VersionTakenError):
+            store.write(
+                draft_state(draft),
+                draft_config_json(draft.config),
+                parent=None,
+                target_fingerprint=target_fingerprint,
+                info={"origin": "fresh", "seed": seed or 0},
+                actor=_ACTOR,
+                number=FIRST,
+            )
+            log.info("fresh draft written", version=newest)
+    if store.lifecycle.state(newest) in BARRED:
+        raise StoreError(f"no draft in {store.root} may be served: `slipstream drafts promote` releases one of them")
+    # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
+    begin(store, newest, target_fingerprint=target_fingerprint)
+    return newest
+
+
+def check_lineage(
+    store: DraftStore,
+    latest: int,
+    model_dir: Path,
+    *,
+    draft_vocab_size: int | None = None,
+    seed: int | None = None,
+    texts: Iterable[str] = (),
+) -> None:
+    """Whether the drafts of a store fit the target, and are what was asked of a fresh one: another is not written.
+
+    Raises ConfigError, DraftMismatchError where they do not fit, and what reading them raises.
+    """
+    version = version_to_serve(store, latest)
+    config, manifest = config_from_json(store.config(version)), store.manifest(version)
+    check_fits(config, model_dir)
+    there = f"{store.root} has drafts already"
+    if draft_vocab_size is not None and min(draft_vocab_size, config.vocab_size) != config.draft_vocab_size:
+        raise ConfigError(
+            f"a draft vocabulary of {draft_vocab_size} is asked for, and {there}, of {config.draft_vocab_size} tokens: "
+            "leave it out, or choose another --store"
+        )
+    if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
+        # Such files grow while a service runs, and it has to come back with the same options.
+        log.warning(
+            "the draft vocabulary stays as other texts than those of --vocab-from chose it", store=str(store.root)
+        )
+    if seed is not None:
+        first = store.manifest(FIRST).info.get("seed") if FIRST in store.versions() else None
+        if first is None:
+            log.warning("the seed of a fresh draft has no effect: the store has drafts", seed=seed)
+        elif first != seed:
+            raise ConfigError(f"{there}, from seed {first}: leave --seed {seed} out, or choose another --store")
+
+
+def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:
+    """Promote the only version of a store, which nothing can be compared with. Raises what `admit` does."""
+    admit(store, version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
+    for state in (State.LIVE, State.PROMOTED):
+        with contextlib.suppress(LifecycleError):
+            store.lifecycle.move(version, state, actor=_ACTOR, reason="the first of its lineage")
+
+
+def admit(
+    store: DraftStore,
+    version: int,
+    *,
+    target_fingerprint: str,
+    actor: str,
+    reason: str,
+    numbers: Mapping[str, Number] | None = None,
+) -> None:
+    """Take a written version to `scored`, by way of reading it back and verifying it; goes on where a crash ended it.
+
+    Another process may do the same, or have taken the version further.
+
+    Raises DraftFileError or DraftMismatchError, with the version in quarantine, or StoreError.
+    """
+    states = store.lifecycle
+    if states.state(version) is None:
+        with contextlib.suppress(LifecycleError):
+            states.move(version, State.WRITTEN, actor=actor)
+    if states.state(version) is State.WRITTEN:
+        try:
+            shapes = expected_shapes(config_from_json(store.config(version)))
+            store.load(version, expected_fingerprint=target_fingerprint, expected_shapes=shapes)
+        except DraftError as error:
+            states.move(version, State.QUARANTINED, actor=actor, reason=str(error))
+            raise
+        with contextlib.suppress(LifecycleError):
+            states.move(version, State.VALIDATED, actor=actor)
+    if states.state(version) is State.VALIDATED:
+        with contextlib.suppress(LifecycleError):
+            states.move(version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
+
+
+def version_to_serve(store: DraftStore, newest: int) -> int:
+    """The version that an engine starts with: the last good one, else `newest`.
+
+    Not what the pointer names: that may still be on trial, and an engine that has just started has nothing to compare
+    it with. It comes by the same way as every other version (serving/hotswap/follower.py).
+    """
+    return store.lifecycle.last_good() or newest
+
+
+def load_draft(store: DraftStore, version: int, *, embed: Tensor, target_fingerprint: str) -> Eagle3Draft:
+    """A stored version as a float32 network over the target's embedding [V, d].
+
+    Raises StoreError, DraftFileError when the file is damaged, DraftMismatchError when it belongs to another target.
+    """
+    config = config_from_json(store.config(version))
+    state = store.load(version, expected_fingerprint=target_fingerprint, expected_shapes=expected_shapes(config))
+    target_ids_D = state["d2t"] + torch.arange(config.draft_vocab_size)
+    if not bool(((target_ids_D >= 0) & (target_ids_D < len(embed))).all()):
+        raise DraftMismatchError(f"draft version {version}: it can propose tokens that the target does not have")
+    draft = Eagle3Draft(config, embed, state["d2t"].to(embed.device)).to(embed.device)
+    apply_state(draft, state)
+    return draft
+
+
+MAX_TENANTS = 2000
+MANIFEST_KEY = "tenants"
+
+
+class TenantCounts(msgspec.Struct, kw_only=True):
+    """Answer tokens in all steps by tenant, repetitions included."""
+
+    tokens: dict[str, int] = {}
+    others: int = 0
+    """Of the tenants that found no place."""
+    complete: bool = True
+    """False where the weights descend from something that nothing is known of."""
+
+    def add(self, tenant: str, num_tokens: int) -> None:
+        if tenant in self.tokens or len(self.tokens) < MAX_TENANTS:
+            self.tokens[tenant] = self.tokens.get(tenant, 0) + num_tokens
+        else:
+            self.others += num_tokens
+
+    def learnt_from(self, tenant: str) -> int | None:
+        """Tokens of a tenant; None where that is not known."""
+        if tenant in self.tokens:
+            return self.tokens[tenant]
+        return 0 if self.complete and not self.others else None
+
+
+def joined_counts(parts: Iterable[TenantCounts]) -> TenantCounts:
+    """Of several processes that train together."""
+    whole = TenantCounts()
+    for part in parts:
+        for tenant, num_tokens in part.tokens.items():
+            whole.add(tenant, num_tokens)
+        whole.others += part.others
+        whole.complete &= part.complete
+    return whole
+
+
+def counts_of(info: Mapping[str, Any]) -> TenantCounts:
+    """From a manifest's `info`; one that does not say was trained on nothing if it is fresh, else on who knows what."""
+    try:
+        return msgspec.convert(info[MANIFEST_KEY], type=TenantCounts)
+    except (KeyError, msgspec.ValidationError):
+        return TenantCounts(complete=info.get("origin") == "fresh")

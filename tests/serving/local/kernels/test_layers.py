@@ -1,0 +1,59 @@
+"""Weights in large pages: the same numbers, side by side, for as long as anybody reads them."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from serving.local.kernels import layers
+from serving.local.kernels.layers import LargePages
+
+
+def _some() -> list[Tensor]:
+    return [torch.randn(3, 5).bfloat16(), torch.randn(0, 7), torch.arange(100, dtype=torch.int8), torch.randn(2, 3, 70)]
+
+
+def test_copies_lie_one_behind_the_other_from_a_page_on_and_each_from_a_line_on() -> None:
+    tensors = _some()
+    pages = LargePages([tensor.nbytes for tensor in tensors])
+    copies = [pages.hold(tensor) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy, tensor)
+        assert copy.data_ptr() % 64 == 0 or copy.numel() == 0
+    first = copies[0].data_ptr()
+    assert first % (2 << 20) == 0
+    assert [copy.data_ptr() - first for copy in (copies[2], copies[3])] == [64, 64 + 128]
+    copies[0].zero_()
+    assert torch.equal(copies[2], tensors[2])
+
+
+def test_memory_goes_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Watched(mmap.mmap):
+        def __init__(self, *_: object, **__: object) -> None:
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(layers.mmap, "mmap", Watched)
+    held = [LargePages([800]).hold(torch.ones(100, dtype=torch.float64)) for _ in range(2)]
+    gc.collect()
+    assert held[0].sum() == held[1].sum() == 100
+    del held[0]
+    gc.collect()
+    assert [mapped() is None for mapped in made] == [True, False]
+
+
+def test_a_system_without_large_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(layers.mmap, "mmap", Refusing)
+    tensor = torch.randn(30)
+    assert torch.equal(LargePages([tensor.nbytes]).hold(tensor), tensor)

@@ -1,0 +1,205 @@
+"""The draft in service computes what the reference network computes, over slots, for several requests together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serving.local.draft import FusedDraft, KernelDraft, ServingDraft
+from serving.local.kernels.build import found_kernels
+from serving.local.request import DraftSource, shared_draws
+from speculator.draft.checkpoint import apply_state, draft_state
+from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.sampling_params import SamplingParams
+from speculator.draft.verification import draws, gumbel
+from tests.fixtures.decoding import emitted
+from tests.fixtures.toy import make_toy_model, random_draft
+
+SLOTS, LENGTH = 8, 64
+# First slot, and by request how many pairs each reading has.
+BATCHES = [
+    (0, [[1, 1]]),
+    (3, [[5, 1, 3]]),
+    (0, [[4, 2], [4, 2]]),
+    (0, [[9, 1], [2, 4], [30, 3]]),
+    (2, [[1], [7], [3], [2]]),
+    (0, [[12, 1], [3, 5], [1, 1], [7, 2], [7, 4], [2, 1], [11, 3], [2, 2]]),
+]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_p=0.5)]
+
+
+@pytest.fixture(scope="module", params=[32, 256])
+def draft(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Eagle3Draft:
+    """In float32, with weights that bfloat16 can hold; its vocabulary is half the target's, out of order nowhere. Where
+    there are kernels, they compute the wider one in bfloat16.
+    """
+    model_dir = make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=request.param)
+    draft = random_draft(model_dir, seed=3, scale=0.4 * (32 / request.param) ** 0.5)
+    for parameter in draft.parameters():
+        parameter.data += 1.0 if parameter.ndim == 1 else 0.0
+    apply_state(draft, draft_state(draft))
+    assert not torch.equal(draft.target_ids, torch.arange(len(draft.target_ids)))
+    return draft
+
+
+def _serving(draft: Eagle3Draft, dtype: torch.dtype) -> ServingDraft:
+    return ServingDraft(copy.deepcopy(draft).to(dtype), 1, num_slots=SLOTS, length=LENGTH)
+
+
+class Reference:
+    """One request over the plain network, which computes everything anew from all its pairs."""
+
+    def __init__(self, draft: Eagle3Draft, seed: int, num_pairs: int) -> None:
+        config, generator = draft.config, torch.Generator().manual_seed(seed)
+        self._draft = draft
+        self.tokens = torch.randint(config.vocab_size, (num_pairs,), generator=generator)
+        aux = torch.randn(num_pairs, 3 * config.hidden_size, generator=generator)
+        self.aux = aux.bfloat16().to(draft.norm.weight)  # the same numbers in every dtype
+        self._pairs = [(self.tokens[None], draft.fuse(self.aux[None]))]
+
+    def output(self) -> Tensor:
+        """The output [1, d] at the newest pair."""
+        tokens, features = (torch.cat(parts, 1) for parts in zip(*self._pairs, strict=True))
+        positions = torch.arange(tokens.shape[1])[None]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        out: Tensor = self._draft(tokens, features, positions, attend)[:, -1]
+        return out
+
+    def draw(self, output: Tensor, position: int, source: DraftSource) -> tuple[int, float]:
+        """The proposal at a position and its log-probability under the request's temperature."""
+        tempered = SamplingParams(temperature=source.sampling.temperature)
+        logits, ids = self._draft.logits(output)[0], self._draft.target_ids
+        noise = torch.from_numpy(gumbel(draws(source.seed, position, self._draft.config.vocab_size)))[ids]
+        chosen = int(emitted(logits, tempered, noise))
+        scores = (logits.double() / (source.sampling.temperature or 1.0)).log_softmax(-1)
+        return int(ids[chosen]), float(scores[chosen])
+
+    def feed(self, token: int, output: Tensor) -> None:
+        self._pairs.append((torch.tensor([[token]]), output[:, None]))
+
+
+def _read(
+    serving: ServingDraft, references: Sequence[Reference], first: int, counts: Sequence[Sequence[int]]
+) -> Tensor:
+    """All readings, one after the other; leftovers of rejected proposals lie behind what was read before."""
+    starts = [0] * len(counts)
+    for reading in zip(*counts, strict=True):
+        ends = [start + count for start, count in zip(starts, reading, strict=True)]
+        spans = list(zip(references, starts, ends, strict=True))
+        tokens = [one.tokens[start:end].tolist() for one, start, end in spans]
+        aux = torch.cat([one.aux[start:end] for one, start, end in spans])
+        output = serving.read(tokens, aux, first_slot=first, starts=starts)
+        junk = [[1, 2, 3] for _ in counts]
+        serving.read(junk, torch.randn(3 * len(counts), aux.shape[1]).to(aux), first_slot=first, starts=ends)
+        starts = ends
+    return output
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).double().norm() / theirs.double().norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@torch.inference_mode()
+def test_what_was_read_gives_the_reference_networks_output(draft: Eagle3Draft, dtype: torch.dtype) -> None:
+    serving, plain = _serving(draft, dtype), copy.deepcopy(draft).to(dtype)
+    for first, counts in BATCHES:
+        references = [Reference(plain, seed, sum(row)) for seed, row in enumerate(counts)]
+        output = _read(serving, references, first, counts)
+        assert output.dtype == dtype
+        assert _error(output, torch.cat([one.output() for one in references])) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_samplings", [1, 3], ids=["greedy", "mixed"])
+@torch.inference_mode()
+def test_chains_are_the_references_with_its_log_probabilities(
+    draft: Eagle3Draft, dtype: torch.dtype, num_samplings: int
+) -> None:
+    serving, plain = _serving(draft, dtype), copy.deepcopy(draft).to(dtype)
+    for _, counts in BATCHES:
+        references = [Reference(plain, seed, sum(row)) for seed, row in enumerate(counts)]
+        sources = [DraftSource(SAMPLINGS[row % num_samplings], seed=row) for row in range(len(counts))]
+        lengths = [sum(row) + 1 for row in counts]
+        chain = serving.chain(_read(serving, references, 0, counts), lengths=lengths, sources=sources)
+        for step, (ids, scores) in enumerate(islice(chain, 5)):
+            for row, reference in enumerate(references):
+                output = reference.output()
+                token, score = reference.draw(output, lengths[row] + step, sources[row])
+                assert ids[row] == token
+                assert scores[row] == pytest.approx(score, abs=1e-4)
+                reference.feed(token, output)
+
+
+@torch.inference_mode()
+def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_the_reference(draft: Eagle3Draft) -> None:
+    """Both round at every step, in different places."""
+    rounded, serving = copy.deepcopy(draft).to(torch.bfloat16), _serving(draft, torch.bfloat16)
+    has_kernels = draft.config.hidden_size == 256 and found_kernels() is not None
+    assert isinstance(serving._fused, KernelDraft if has_kernels else FusedDraft)
+    outputs = []
+    for _, counts in BATCHES:
+        exact, theirs = (
+            [Reference(one, seed, sum(row)) for seed, row in enumerate(counts)] for one in (draft, rounded)
+        )
+        ours = _read(serving, theirs, 0, counts)
+        outputs.append([torch.cat([one.output() for one in exact]), ours, torch.cat([one.output() for one in theirs])])
+    wanted, ours, of_reference = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+    assert 0 < _error(of_reference, wanted) < 0.1
+    assert _error(ours, wanted) < 1.3 * _error(of_reference, wanted)
+    wanted = wanted.bfloat16()
+    logits, noise = draft.logits(wanted.float()), _error(rounded.logits(wanted), draft.logits(wanted.float()))
+    assert 0 < noise < 0.1
+    assert _error(serving._fused.logits(wanted), logits) < 1.3 * noise
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.inference_mode()
+def test_an_installed_version_computes_what_a_draft_that_started_with_it_does(
+    draft: Eagle3Draft, dtype: torch.dtype
+) -> None:
+    other = copy.deepcopy(draft)
+    for parameter in other.parameters():
+        parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))
+    first, counts = BATCHES[-1]
+    references = [Reference(copy.deepcopy(draft).to(dtype), seed, sum(row)) for seed, row in enumerate(counts)]
+    swapped, fresh = _serving(draft, dtype), _serving(other, dtype)
+    before = _read(swapped, references, first, counts)
+    logits = swapped._fused.logits(before)
+    for serving in (swapped, fresh):
+        serving.install(serving.stage(2, draft_state(other)))
+    after = _read(swapped, references, first, counts)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, _read(fresh, references, first, counts))
+    assert not torch.equal(swapped._fused.logits(before), logits)
+    assert torch.equal(swapped._fused.logits(before), fresh._fused.logits(before))
+
+
+@torch.inference_mode()
+def test_with_kernels_a_request_gets_the_same_bits_whatever_is_beside_it(draft: Eagle3Draft) -> None:
+    serving = _serving(draft, torch.bfloat16)
+    if not isinstance(serving._fused, KernelDraft):
+        pytest.skip("no kernels for this draft on this machine")
+    references = [Reference(copy.deepcopy(draft).bfloat16(), seed, 30) for seed in range(3)]
+    together = _read(serving, references, 0, [[9, 1], [2, 4], [20, 3]])
+    for slot, counts in enumerate(([10], [3, 3], [1, 21, 1])):
+        assert torch.equal(_read(serving, [references[slot]], 4, [counts])[0], together[slot])
+
+
+def test_noise_is_drawn_once_for_draft_and_verification_and_is_the_positions_own() -> None:
+    assert shared_draws(5, 7, 50) is shared_draws(5, 7, 50)
+    for seed, position, size in ((5, 7, 50), (5, 8, 50), (6, 7, 50), (5, 7, 51)):
+        assert np.array_equal(shared_draws(seed, position, size), draws(seed, position, size))
+    with pytest.raises(ValueError, match="read-only"):
+        shared_draws(5, 7, 50)[0] = 0.5

@@ -1,0 +1,78 @@
+"""A fresh draft and its vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.initialization import choose_draft_vocab, count_tokens, fresh_draft
+from speculator.errors import ConfigError
+from tests.fixtures.toy import make_toy_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+def chosen(d2t_D: torch.Tensor) -> list[int]:
+    return (d2t_D + torch.arange(len(d2t_D))).tolist()
+
+
+def test_without_texts_the_low_ids_are_chosen() -> None:
+    assert chosen(choose_draft_vocab(50, 5)) == [0, 1, 2, 3, 4]
+    assert chosen(choose_draft_vocab(5, 8)) == [0, 1, 2, 3, 4]
+    assert chosen(choose_draft_vocab(50, 5, torch.zeros(50))) == [0, 1, 2, 3, 4]
+
+
+def test_tokens_of_the_texts_displace_the_rarest_of_the_low_ids() -> None:
+    counts_V = torch.zeros(50, dtype=torch.int64)
+    counts_V[[40, 44]] = 100
+    assert chosen(choose_draft_vocab(50, 5, counts_V)) == [0, 1, 2, 40, 44]
+
+
+def test_texts_are_counted_with_the_targets_tokenizer(model_dir: Path) -> None:
+    counts_V = count_tokens(model_dir, ["abba", "b"], 47)
+    assert counts_V.sum() == 5
+    assert sorted(counts_V[counts_V > 0].tolist()) == [2, 3]
+
+
+def test_a_fresh_draft_is_reproducible_and_starts_from_the_targets_output_layer(model_dir: Path) -> None:
+    state_before = torch.random.get_rng_state()
+    draft, again, other = (fresh_draft(model_dir, draft_vocab_size=24, seed=seed, texts=["zzz"]) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), state_before)
+    for (name, weight), same in zip(draft.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, same), name
+        assert torch.isfinite(weight).all()
+    assert not torch.equal(draft.fc.weight, other.fc.weight)
+    assert torch.equal(draft.lm_head.weight, read_target_tensor(model_dir, "lm_head.weight")[draft.target_ids].float())
+    assert torch.equal(draft.norm.weight, read_target_tensor(model_dir, "model.norm.weight").float())
+
+
+def test_every_head_of_a_fresh_draft_looks_at_its_own_position(model_dir: Path) -> None:
+    draft = fresh_draft(model_dir, draft_vocab_size=24, seed=1)
+    scores: list[Tensor] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores.append(query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5)
+        return torch.zeros_like(query)
+
+    width = draft.config.hidden_size
+    draft(torch.arange(8)[None], torch.randn(1, 8, width), torch.arange(20, 28)[None], attend)
+    scores_HTT = scores[0][0]
+    own_HT = scores_HTT.diagonal(dim1=-2, dim2=-1)
+    others = scores_HTT[:, ~torch.eye(8, dtype=torch.bool)]
+    assert 5 < own_HT.mean() < 12
+    assert own_HT.mean() > 2 * others.abs().mean()
+
+
+def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        fresh_draft(tmp_path, seed=0)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        count_tokens(tmp_path, ["a"], 10)

@@ -1,0 +1,219 @@
+"""Traces taken out of the middle of a stream, and out of recordings; ages at which they go by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis
+
+from speculator.errors import ConfigError, TraceError
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis import trace_deletion
+from speculator.redis import trace_stream as stream_module
+from speculator.redis.client import RedisKeys, connect
+from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.stream_accounting import StreamLag
+from speculator.redis.trace_deletion import Removed, Remover, remove_from_recording
+from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.trace import Trace, TraceHeader, encode_trace, read_header
+from tests.fixtures.traces import make_trace
+
+HEADER = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=1, note="n")
+
+
+def is_annas(header: TraceHeader) -> bool:
+    return header.tenant == "anna"
+
+
+def trace_of(number: int, tenant: str) -> Trace:
+    return make_trace(number, trace_id=f"{tenant}-{number}", tenant=tenant, d=64)
+
+
+def open_stream(client: redis.Redis, **changes: float) -> TraceStream:
+    return TraceStream(client, "toy", max_bytes=10**8, **changes)  # type: ignore[arg-type]
+
+
+def fill(stream: TraceStream, tenants: list[str]) -> list[Trace]:
+    traces = [trace_of(number, tenant) for number, tenant in enumerate(tenants)]
+    for trace in traces:
+        stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    return traces
+
+
+def balanced(lag: StreamLag) -> bool:
+    return lag.appended == lag.acked + lag.pending + lag.undelivered + lag.lost + lag.erased
+
+
+def test_a_header_is_read_without_the_rest() -> None:
+    payload = encode_trace(trace_of(0, "anna"))
+    assert read_header(payload) == read_header(payload[:-50]) == trace_of(0, "anna").header
+    for broken in (b"", b"not a trace", payload[:100], bytes(8) + payload):
+        with pytest.raises(TraceError):
+            read_header(broken)
+
+
+def test_acked_pending_and_undelivered_entries_go(redis_client: redis.Redis) -> None:
+    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    fill(stream, ["anna", "bo", "anna", "bo", "anna", "bo", "anna", "anna", "bo"])
+    first, second, third, fourth = stream.read(4, 0)
+    stream.ack([first.id, second.id])
+    stream.dead_letter(third, "for a test")
+    stream.dead_letter(StreamEntry(id="0-1", trace_id="?", created_ms=0, payload=b"unreadable"), "for a test")
+    expected = Removed(stream=5, dead_letters=2, unreadable=1)
+    before = stream.lag()
+    assert remover.remove(is_annas, dry_run=True) == expected
+    assert stream.lag() == before
+    assert remover.remove(is_annas) == expected
+    lag = stream.lag()
+    assert (lag.length, lag.acked, lag.pending, lag.undelivered, lag.lost, lag.erased) == (4, 3, 1, 2, 0, 3)
+    assert balanced(lag)
+    assert [entry.trace_id for entry in stream.read(10, 0)] == ["bo-5", "bo-8"]
+    stream.ack([fourth.id])
+    assert remover.remove(is_annas) == Removed()
+    assert stream.lag().erased == 3
+    assert redis_client.xlen(RedisKeys(model_key="toy").dead_letters) == 0
+
+
+def test_an_empty_stream_has_nothing(redis_client: redis.Redis) -> None:
+    assert Remover(redis_client, "toy").remove(is_annas) == Removed()
+
+
+def test_killed_in_the_middle_and_repeated(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    fill(stream, ["anna", "bo"] * 12)
+    stream.read(7, 0)
+    take_out, calls = Remover._take_out, iter([True, False])
+
+    def killed(self: Remover, entries: list[object]) -> None:
+        if not next(calls):
+            raise KeyboardInterrupt
+        take_out(self, entries)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remover, "_take_out", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remover.remove(is_annas)
+    lag = stream.lag()
+    assert (lag.length, lag.erased, lag.lost) == (20, 4, 0)
+    assert balanced(lag)
+    remover.remove(is_annas)
+    lag = stream.lag()
+    assert (lag.length, lag.pending, lag.erased, lag.lost) == (12, 3, 12, 0)
+    assert balanced(lag)
+
+
+def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
+    """Small traces too, several of which would share a node of the stream by default."""
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        client.config_set("rdbcompression", "no")
+        stream = open_stream(client)
+        traces = fill(stream, ["anna", "bo", "anna"])
+        remover = Remover(client, "toy")
+        remover.remove(is_annas)
+
+        def on_disk() -> list[bool]:
+            data = [path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".sock"]
+            return [any(trace.token_ids.tobytes() in part for part in data) for trace in traces]
+
+        assert on_disk() == [True, True, True]
+        assert remover.compact()
+        assert on_disk() == [False, True, False]
+        dumped = client.dump(RedisKeys(model_key="toy").ledger.traces) or b""
+        assert [trace.token_ids.tobytes() in dumped for trace in traces] == [False, True, False]  # type: ignore[operator]
+
+
+def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_deletion, "_COMPACT_TIMEOUT_S", 0.5)
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
+        assert not Remover(client, "toy").compact()
+
+
+def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis_client: redis.Redis) -> None:
+    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    fill(stream, ["anna"])
+    payload = encode_trace(trace_of(9, "anna"))
+    for index in (b"9" * 5000, b"9" * 30):
+        redis_client.xadd(RedisKeys(model_key="toy").ledger.traces, {"payload": payload, "index": index})
+    assert remover.remove(is_annas) == Removed(stream=3)
+    assert stream.lag().length == 0
+
+
+def test_old_entries_go_by_themselves(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "EXPIRE_EVERY_S", 0.0)
+    stream = open_stream(redis_client)
+    fill(stream, ["bo"] * 4)
+    first, second, third = stream.read(3, 0)
+    stream.ack([first.id])
+    stream.dead_letter(second, "for a test")
+    time.sleep(0.06)
+    young = open_stream(redis_client, ttl_s=0.05)
+    young.append(encode_trace(trace_of(9, "bo")), trace_id="young")
+    lag = young.lag()
+    assert (lag.length, lag.expired, lag.lost, lag.acked) == (1, 4, 2, 2)
+    assert balanced(lag)
+    assert redis_client.xlen(RedisKeys(model_key="toy").dead_letters) == 0
+    young.ack([third.id])
+    assert young.lag().acked == 2, "what is lost is not acked as well"
+    assert [entry.trace_id for entry in young.read(10, 0)] == ["young"]
+
+
+def recording(path: Path, traces: list[Trace]) -> Path:
+    with RecordingWriter(path, HEADER) as writer:
+        for trace in traces:
+            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    return path
+
+
+def ids_in(path: Path) -> list[str]:
+    with RecordingReader(path) as reader:
+        assert reader.header == HEADER
+        return [trace.header.trace_id for trace in reader.traces()]
+
+
+def test_a_recording_loses_what_is_chosen_and_what_nobody_can_read(tmp_path: Path) -> None:
+    traces = [trace_of(number, tenant) for number, tenant in enumerate(["anna", "bo", "anna", "bo", "bo"])]
+    path = recording(tmp_path / "a.rec", traces)
+    path.chmod(0o640)
+    data = bytearray(path.read_bytes())
+    data[data.index(traces[4].token_ids.tobytes())] ^= 1
+    path.write_bytes(bytes(data) + b"\x10\0\0\0cut")
+    before = path.read_bytes()
+    planned = remove_from_recording(path, is_annas, dry_run=True)
+    assert path.read_bytes() == before
+    assert dataclasses.astuple(planned) == (3, 2, 1, 7)
+    assert remove_from_recording(path, is_annas) == planned
+    assert ids_in(path) == ["bo-1", "bo-3"]
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert traces[0].token_ids.tobytes() not in path.read_bytes()
+    done = path.stat()
+    assert remove_from_recording(path, is_annas).removed == 0
+    assert path.stat().st_ino == done.st_ino, "nothing to do, nothing written"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_recording_is_whole_when_the_rewriting_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(ConfigError, match="No space"):
+            remove_from_recording(path, is_annas)
+    assert path.read_bytes() == before
+    (tmp_path / ".a.rec.rewritten").write_bytes(b"left by a kill")
+    remove_from_recording(path, is_annas)
+    assert ids_in(path) == ["bo-1"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_of_another_schema_is_not_kept(tmp_path: Path) -> None:
+    path = recording(tmp_path / "a.rec", [trace_of(0, "bo")])
+    header = msgspec.structs.replace(trace_of(1, "bo").header)
+    payload = encode_trace(trace_of(1, "bo")).replace(b'schema_version\\":2', b'schema_version\\":7')
+    with RecordingWriter(path, HEADER) as writer:
+        writer.append(payload, trace_id=header.trace_id)
+    assert remove_from_recording(path, is_annas).unreadable == 1

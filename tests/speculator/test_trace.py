@@ -1,0 +1,350 @@
+"""The trace codec: exact where it promises to be, small, and unmoved by any bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculator.errors import TraceError, UnknownSchemaError
+from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace, decode_trace, encode_trace
+from tests.fixtures.traces import make_header, make_trace, with_rounds
+
+seeds = st.integers(0, 2**32 - 1)
+traces = st.builds(
+    make_trace,
+    seeds,
+    T=st.integers(1, 20),
+    d=st.integers(1, 9),
+    K=st.integers(1, 5),
+    R=st.integers(0, 5),
+    P=st.integers(0, 4),
+    labelled_from=st.integers(0, 21),
+    feature_scale=st.sampled_from([0.0, 1e-6, 1.0, 3e3]),
+    tenant=st.text(st.characters(exclude_categories=["Cs"])),
+)
+
+
+def assert_same_but_features(one: Trace, other: Trace) -> None:
+    assert one.header == other.header
+    for name in ("token_ids", "target_topk_ids", "target_topk_logprobs", "constrained"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)
+    for field in dataclasses.fields(one.rounds):
+        np.testing.assert_array_equal(
+            getattr(one.rounds, field.name), getattr(other.rounds, field.name), field.name, strict=True
+        )
+
+
+@given(traces)
+@settings(max_examples=60, deadline=None)
+def test_bfloat16_features_come_back_exactly(trace: Trace) -> None:
+    decoded = decode_trace(encode_trace(trace, features="bfloat16"))
+    assert_same_but_features(decoded, trace)
+    assert torch.equal(decoded.aux_hidden, trace.aux_hidden)
+
+
+@given(traces)
+@settings(max_examples=60, deadline=None)
+def test_float8_features_come_back_within_their_precision(trace: Trace) -> None:
+    decoded = decode_trace(encode_trace(trace))
+    assert_same_but_features(decoded, trace)
+    was, now = trace.aux_hidden.float(), decoded.aux_hidden.float()
+    # Three mantissa bits, and a floor that follows from the row's largest value or from the smallest scale.
+    step = (was.abs().amax(1, keepdim=True) / 448).clamp_min(2.0**-14) * 2.0**-9
+    assert ((was - now).abs() <= was.abs() * 2.0**-4 * 1.1 + step).all()
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    trace = make_trace()
+    trace.aux_hidden[3] = 0
+    assert decode_trace(encode_trace(trace)).aux_hidden[3].eq(0).all()
+
+
+def test_features_beyond_float8_are_refused_and_fit_into_bfloat16() -> None:
+    trace = make_trace()
+    trace.aux_hidden[3, 0] = 1e30
+    with pytest.raises(TraceError, match="features='bfloat16'"):
+        encode_trace(trace)
+    assert torch.equal(decode_trace(encode_trace(trace, features="bfloat16")).aux_hidden, trace.aux_hidden)
+
+
+def test_rows_without_a_distribution_do_not_travel() -> None:
+    K = 64
+    bare = len(encode_trace(make_trace(T=400, K=K, labelled_from=400)))
+    full = len(encode_trace(make_trace(T=400, K=K, labelled_from=100)))
+    assert full - bare == pytest.approx(300 * K * (4 + 2), abs=64)
+
+
+def test_read_only_and_strided_arrays_encode() -> None:
+    trace = make_trace(K=4)
+    trace.token_ids.flags.writeable = False
+    strided = dataclasses.replace(trace, target_topk_ids=np.asfortranarray(trace.target_topk_ids))
+    assert_same_but_features(decode_trace(encode_trace(strided)), trace)
+
+
+def test_an_8b_target_takes_two_fifths_of_its_bare_hidden_states() -> None:
+    """A target of width 4,096, 64 likeliest tokens, a round of five proposals for every 2.5 tokens."""
+    T, d = 512, 4096
+    trace = make_trace(T=T, d=d, K=64, R=round(T / 2.5), P=5, labelled_from=0)
+    assert len(encode_trace(trace)) / T <= 0.4 * (8 * d + 8)
+
+
+# -- bytes that are no trace
+
+
+def rewrite(data: bytes, *, header: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> bytes:
+    """An encoded trace with other header fields, and tensors replaced, added or (None) removed."""
+    length = struct.unpack("<Q", data[:8])[0]
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    metadata["header"] = json.dumps(json.loads(metadata["header"]) | (header or {}))
+    merged = safetensors.torch.load(data) | tensors
+    return safetensors.torch.save({name: t for name, t in merged.items() if t is not None}, metadata)
+
+
+def test_an_unknown_schema_version_is_refused_by_name() -> None:
+    data = rewrite(encode_trace(make_trace()), header={"schema_version": 99}, token_ids=None)
+    with pytest.raises(UnknownSchemaError, match=f"99.*{SCHEMA_VERSION}"):
+        decode_trace(data)
+    with pytest.raises(UnknownSchemaError, match="99"):
+        encode_trace(dataclasses.replace(make_trace(), header=make_header(schema_version=99)))
+
+
+def test_traces_from_before_there_were_target_versions_are_read_and_written_again() -> None:
+    data = encode_trace(make_trace())
+    length = struct.unpack("<Q", data[:8])[0]
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    header = json.loads(metadata["header"]) | {"schema_version": 1}
+    del header["target_version"]
+    metadata["header"] = json.dumps(header)
+    old = decode_trace(safetensors.torch.save(safetensors.torch.load(data), metadata))
+    assert (old.header.schema_version, old.header.target_version) == (1, 0)
+    assert decode_trace(encode_trace(old)).header == old.header
+    assert decode_trace(encode_trace(make_trace(target_version=7))).header.target_version == 7
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"schema_version": "1"},
+        {"created_ms": None},
+        {"sampling": {"top_p": 7}},
+        {"trace_id": ""},
+        {"tenant": 3},
+        {"target_version": -1},
+    ],
+)
+def test_a_wrong_header_is_refused(header: dict[str, Any]) -> None:
+    with pytest.raises(TraceError):
+        decode_trace(rewrite(encode_trace(make_trace()), header=header))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"extra": torch.zeros(1)},
+        {"constrained": None},
+        {"token_ids": torch.zeros(12, dtype=torch.int64)},
+        {"aux_hidden": torch.zeros(12, 24)},
+        {"aux_hidden": torch.zeros(12, 24, dtype=torch.bfloat16)},
+        {"aux_hidden": torch.zeros(12, 2, 12).to(torch.float8_e4m3fn)},
+        {"aux_scale": torch.full((12,), torch.nan, dtype=torch.float16)},
+        {"aux_scale": torch.ones(11, dtype=torch.float16)},
+        {"aux_scale": None},
+        {"target_topk_ids": torch.zeros(13, 4, dtype=torch.int32)},
+        {"target_topk_ids": torch.zeros(9, 3, dtype=torch.int32)},
+        {"target_topk_ids": torch.zeros(9, dtype=torch.int32)},
+        {"target_topk_logprobs": torch.full((9, 4), torch.nan, dtype=torch.float16)},
+        {"position": torch.zeros(2, dtype=torch.int32)},
+    ],
+    ids=str,
+)
+def test_wrong_tensors_are_refused(tensors: dict[str, torch.Tensor | None]) -> None:
+    with pytest.raises(TraceError):
+        decode_trace(rewrite(encode_trace(make_trace()), **tensors))
+
+
+def test_a_width_without_rows_costs_no_memory() -> None:
+    empty = {"target_topk_ids": torch.int32, "target_topk_logprobs": torch.float16}
+    wide = {name: torch.zeros(0, 1 << 40, dtype=dtype) for name, dtype in empty.items()}
+    with pytest.raises(TraceError, match=str(MAX_TOP_K)):
+        decode_trace(rewrite(encode_trace(make_trace()), **wide))
+
+
+def test_unknown_features_are_refused() -> None:
+    data = encode_trace(make_trace())
+    with pytest.raises(TraceError, match="floatX"):
+        decode_trace(data.replace(b'"float8"', b'"floatX"'))
+
+
+def test_a_header_that_is_not_text_does_not_encode() -> None:
+    with pytest.raises(TraceError, match="text"):
+        encode_trace(make_trace(tenant="\ud800"))
+
+
+def container(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04.",
+        container(b"{}"),
+        container(b'{"__metadata__":{}}'),
+        container(b'{"__metadata__":{"header":"[]","features":"float8"}}'),
+        container(b'{"__metadata__":{"header":"%s"}}' % (b"[" * 50_000)),
+        container(b'{"a":' * 50_000),
+        container(b'{"x":{"dtype":"F32","shape":[0,99999999999999999999],"data_offsets":[0,0]}}'),
+        container(b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}') + b"ab",
+    ],
+    ids=range(9),
+)
+def test_no_bytes_do_harm(data: bytes) -> None:
+    with pytest.raises(TraceError):
+        decode_trace(data)
+
+
+def decodes_or_refuses(data: bytes) -> None:
+    try:
+        trace = decode_trace(data)
+    except TraceError:
+        return
+    check_trace(trace)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=100, deadline=None)
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(TraceError):
+        decode_trace(data)
+
+
+@given(seeds, st.sampled_from(["float8", "bfloat16"]), st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_bytes_decode_to_a_checked_trace_or_are_refused(seed: int, features: Any, data: st.DataObject) -> None:
+    encoded = bytearray(encode_trace(make_trace(seed, T=4, d=1, K=2, R=2, P=2), features=features))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(encoded)))
+        end = start + data.draw(st.integers(0, 8))
+        encoded[start:end] = data.draw(st.one_of(st.binary(max_size=8), st.just(bytes(end - start))))
+    decodes_or_refuses(bytes(encoded))
+
+
+@given(seeds, st.data())
+@settings(max_examples=200, deadline=None)
+def test_damaged_values_decode_to_a_checked_trace_or_are_refused(seed: int, data: st.DataObject) -> None:
+    """Damage behind the container's header, where safetensors notices nothing."""
+    encoded = bytearray(encode_trace(make_trace(seed, T=4, d=1, K=2, R=2, P=2)))
+    first = 8 + struct.unpack("<Q", encoded[:8])[0]
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(first, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    decodes_or_refuses(bytes(encoded))
+
+
+@given(seeds, st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_a_truncated_trace_is_refused(seed: int, length: int) -> None:
+    encoded = encode_trace(make_trace(seed))
+    with pytest.raises(TraceError):
+        decode_trace(encoded[: min(length, len(encoded) - 1)])
+
+
+# -- what makes a trace well-formed
+
+
+def changed(array: np.ndarray, index: Any, value: Any) -> np.ndarray:
+    copy = array.copy()
+    copy[index] = value
+    return copy
+
+
+def a_trace() -> Trace:
+    return make_trace(1, P=4)
+
+
+BAD: dict[str, Trace] = {
+    "no tokens": dataclasses.replace(a_trace(), token_ids=np.zeros(0, np.int32)),
+    "token_ids has a negative id": dataclasses.replace(a_trace(), token_ids=changed(a_trace().token_ids, 0, -1)),
+    "token_ids is int64": dataclasses.replace(a_trace(), token_ids=a_trace().token_ids.astype(np.int64)),
+    "aux_hidden is torch.float32": dataclasses.replace(a_trace(), aux_hidden=a_trace().aux_hidden.float()),
+    "aux_hidden has shape": dataclasses.replace(a_trace(), aux_hidden=a_trace().aux_hidden[1:]),
+    "aux_hidden is 23 wide": dataclasses.replace(a_trace(), aux_hidden=a_trace().aux_hidden[:, 1:]),
+    "aux_hidden is not finite": dataclasses.replace(a_trace(), aux_hidden=a_trace().aux_hidden / 0),
+    "target_topk_ids has shape": dataclasses.replace(a_trace(), target_topk_ids=a_trace().target_topk_ids[:, :0]),
+    "target_topk_ids has an id": dataclasses.replace(
+        a_trace(), target_topk_ids=changed(a_trace().target_topk_ids, 5, -2)
+    ),
+    "above zero": dataclasses.replace(
+        a_trace(), target_topk_logprobs=changed(a_trace().target_topk_logprobs, (5, 0), 0.5)
+    ),
+    "not sorted": dataclasses.replace(a_trace(), target_topk_logprobs=a_trace().target_topk_logprobs[:, ::-1]),
+    "where there is no token": dataclasses.replace(
+        a_trace(), target_topk_ids=changed(a_trace().target_topk_ids, 5, -1)
+    ),
+    "constrained is int8": dataclasses.replace(a_trace(), constrained=a_trace().constrained.view(np.int8)),
+    "top_p": make_trace(sampling=msgspec.structs.replace(make_header().sampling, top_p=0.0)),
+    "top_k": make_trace(sampling=msgspec.structs.replace(make_header().sampling, top_k=-1)),
+    "temperature": make_trace(sampling=msgspec.structs.replace(make_header().sampling, temperature=float("nan"))),
+    "first_position": make_trace(first_position=-1),
+    "num_prompt_tokens": make_trace(num_prompt_tokens=-1),
+    "created_ms": make_trace(created_ms=-1),
+    "ends before the prompt": make_trace(num_prompt_tokens=99),
+    "beyond the last position": make_trace(R=0, first_position=2**31 - 5),
+    "outside the span": with_rounds(a_trace(), position=a_trace().rounds.position + np.int32(12)),
+    "not in the order": with_rounds(a_trace(), position=a_trace().rounds.position[::-1]),
+    "draft_tokens has shape": with_rounds(a_trace(), draft_tokens=a_trace().rounds.draft_tokens[0]),
+    "draft_tokens has an id": with_rounds(a_trace(), draft_tokens=changed(a_trace().rounds.draft_tokens, 0, -2)),
+    "num_accepted does not fit": with_rounds(a_trace(), num_accepted=np.full(3, 5, np.int8)),
+    "num_accepted is int32": with_rounds(a_trace(), num_accepted=np.zeros(3, np.int32)),
+    "draft_version is negative": with_rounds(a_trace(), draft_version=np.full(3, -1, np.int32)),
+    "no valid draft_logprobs": with_rounds(a_trace(), draft_logprobs=np.full((3, 4), np.nan, np.float16)),
+    "does not precede it": with_rounds(a_trace(), draft_parents=np.zeros((3, 4), np.int8)),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_malformed_trace_is_refused_with_the_reason(reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        check_trace(BAD[reason])
+    with pytest.raises(TraceError, match=reason):
+        encode_trace(BAD[reason])
+
+
+def test_what_stands_in_padding_does_not_matter() -> None:
+    trace = a_trace()
+    padding = trace.rounds.draft_tokens < 0
+    assert padding.any()
+    check_trace(with_rounds(trace, draft_logprobs=changed(trace.rounds.draft_logprobs, padding, np.nan)))
+
+
+@pytest.mark.parametrize("features", ["float8", "bfloat16"])
+def test_the_bytes_are_those_that_safetensors_writes(features: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(data: bytes) -> tuple[Any, bytes]:
+        """The header, whose names come in any order, and the arrays."""
+        end = 8 + int.from_bytes(data[:8], "little")
+        return json.loads(data[8:end]), data[end:]
+
+    for trace in (make_trace(T=9), make_trace(R=0), make_trace(P=0)):
+        ours = encode_trace(trace, features=features)
+        with monkeypatch.context() as patch:
+            patch.setattr("speculator.trace._serialised", safetensors.torch.save)
+            assert parts(encode_trace(trace, features=features)) == parts(ours)
+
+
+def test_answers_of_many_lengths_leave_nothing_behind() -> None:
+    """Ctypes keeps a type for each size of an array that it has seen."""
+    before = len(ctypes._pointer_type_cache)  # type: ignore[attr-defined]
+    for length in range(100, 130):
+        encode_trace(make_trace(T=length))
+    assert len(ctypes._pointer_type_cache) == before  # type: ignore[attr-defined]

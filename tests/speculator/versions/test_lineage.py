@@ -1,0 +1,162 @@
+"""The first version of a lineage becomes a good one, whoever dies or races on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from speculator.draft.checkpoint import check_fits, config_from_json, draft_config_json, draft_state, target_fingerprint
+from speculator.draft.eagle3 import DraftConfig
+from speculator.errors import ConfigError, DraftMismatchError, StoreError
+from speculator.target_folder import read_config
+from speculator.versions.lifecycle import State
+from speculator.versions.lineage import admit, ensure_lineage, load_draft
+from speculator.versions.store import DraftStore
+from tests.fixtures.faults import Crash, dying_before
+from tests.fixtures.toy import make_toy_model, random_draft
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("models") / "toy")
+
+
+def ensure(store: DraftStore, model: Path) -> int:
+    return ensure_lineage(store, model, target_fingerprint(model), draft_vocab_size=24)
+
+
+def write(store: DraftStore, model: Path) -> int:
+    draft = random_draft(model, seed=0)
+    fingerprint = target_fingerprint(model)
+    return store.write(
+        draft_state(draft), draft_config_json(draft.config), parent=None, target_fingerprint=fingerprint, info={}
+    ).version
+
+
+def test_the_first_version_is_good_wherever_its_writer_died(toy_model: Path, tmp_path: Path) -> None:
+    for step in itertools.count():
+        store = DraftStore(tmp_path / str(step))
+        try:
+            with dying_before(step):
+                ensure(store, toy_model)
+        except Crash:
+            assert ensure(DraftStore(store.root), toy_model) == 1
+            assert store.lifecycle.states() == {1: State.PROMOTED}
+        else:
+            break
+    assert step > 20
+    assert ensure(store, toy_model) == 1
+    assert len(store.lifecycle.history(1)) == 5, "a good version is not promoted at every start"
+
+
+def test_processes_that_start_together_agree(toy_model: Path, tmp_path: Path) -> None:
+    for turn in range(5):
+        store = DraftStore(tmp_path / str(turn))
+        write(store, toy_model)
+        together = threading.Barrier(3)
+
+        def start(_: int, store: DraftStore = store, together: threading.Barrier = together) -> int:
+            together.wait()
+            return ensure(DraftStore(store.root), toy_model)
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(start, range(3))) == [1, 1, 1]
+        assert store.lifecycle.state(1) is State.PROMOTED
+
+
+def test_of_two_that_find_the_store_empty_one_is_first(toy_model: Path, tmp_path: Path) -> None:
+    """With another vocabulary each: a trainer that goes on from its own could never resume on the other's."""
+    fingerprint, together = target_fingerprint(toy_model), threading.Barrier(2)
+
+    class Slow(DraftStore):
+        def latest(self) -> int | None:
+            found = super().latest()
+            together.wait()
+            return found
+
+    def start(size: int) -> int:
+        return ensure_lineage(Slow(tmp_path), toy_model, fingerprint, draft_vocab_size=size)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, (24, 32))) == [1, 1]
+    assert DraftStore(tmp_path).versions() == [1]
+    assert DraftStore(tmp_path).lifecycle.states() == {1: State.PROMOTED}
+
+
+def with_config(toy_model: Path, folder: Path, **change: object) -> Path:
+    shutil.copytree(toy_model, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, **change}))
+    return folder
+
+
+def test_a_draft_for_a_smaller_window_is_refused_with_both_numbers(toy_model: Path, tmp_path: Path) -> None:
+    small = with_config(toy_model, tmp_path / "small", max_position_embeddings=256)
+    store = DraftStore(tmp_path / "drafts")
+    assert ensure(store, small) == 1
+    with pytest.raises(DraftMismatchError, match=r"max_position_embeddings is 256, the target's 512"):
+        ensure(store, toy_model)
+    # What it was made for holds all that a smaller window has.
+    assert ensure(store, with_config(toy_model, tmp_path / "smaller", max_position_embeddings=128)) == 1
+
+
+def test_a_draft_with_another_rotary_base_is_refused_with_both_numbers(toy_model: Path, tmp_path: Path) -> None:
+    draft = draft_config_json(DraftConfig.for_target(read_config(toy_model), draft_vocab_size=4))
+    del draft["rope_theta"]
+    for written in (draft, {**draft, "rope_theta": 10_000}, {**draft, "rope_parameters": {"rope_theta": 1e4}}):
+        config = config_from_json(written)
+        check_fits(config, toy_model)
+        for change in ({"rope_theta": 5e5, "rope_parameters": None}, {"rope_parameters": {"rope_theta": 5e5}}):
+            other = with_config(toy_model, tmp_path / "other", **change)
+            with pytest.raises(DraftMismatchError, match=r"rope_theta is 10000\.0, the target's 500000\.0"):
+                check_fits(config, other)
+            shutil.rmtree(other)
+
+
+def test_what_is_asked_of_a_fresh_draft_is_not_ignored_where_there_is_one(toy_model: Path, tmp_path: Path) -> None:
+    store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
+    ensure_lineage(store, toy_model, fingerprint, draft_vocab_size=4, seed=5, texts=["zzz"])
+    # Texts may have grown since.
+    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, {"texts": ["zzz"]}, {"texts": ["aaa"]}):
+        assert ensure_lineage(store, toy_model, fingerprint, **alike) == 1  # type: ignore[arg-type]
+    for other, says in (
+        ({"draft_vocab_size": 8}, "of 8 is asked for, .* of 4 tokens"),
+        ({"seed": 6}, "from seed 5: leave --seed 6 out"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ensure_lineage(store, toy_model, fingerprint, **other)  # type: ignore[arg-type]
+    assert store.versions() == [1]
+
+
+def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path: Path) -> None:
+    store = DraftStore(tmp_path)
+    ensure(store, toy_model)
+    version = write(store, toy_model)
+    admit(store, version, target_fingerprint=target_fingerprint(toy_model), actor="trainer", reason="better")
+    store.lifecycle.move(version, State.LIVE, actor="engine:a")
+    assert ensure(store, toy_model) == 2
+    store.lifecycle.bar(1, actor="operator:me", reason="r")
+    assert ensure(store, toy_model) == 2
+    assert store.lifecycle.state(2) is State.LIVE
+    store.lifecycle.bar(2, actor="engine:a", reason="worse")
+    with pytest.raises(StoreError, match="drafts promote"):
+        ensure(store, toy_model)
+
+
+def test_a_vocabulary_that_the_target_does_not_have_is_refused(toy_model: Path, tmp_path: Path) -> None:
+    store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
+    draft = random_draft(toy_model, seed=0)
+    for shift in (1 << 40, -(1 << 40), 47):
+        state = draft_state(draft)
+        state["d2t"] += shift
+        version = store.write(
+            state, draft_config_json(draft.config), parent=None, target_fingerprint=fingerprint, info={}
+        ).version
+        with pytest.raises(DraftMismatchError, match="tokens that the target does not have"):
+            load_draft(store, version, embed=draft.embed, target_fingerprint=fingerprint)

@@ -1,0 +1,94 @@
+"""Encoded traces on disk: put, taken over, removed; and a disk that refuses."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from trainer.replay.trace_source import Shelf
+
+
+def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
+    folder = tmp_path / "replay"
+    assert Shelf(folder).take_over("a") is None
+    Shelf(folder).put("a", b"first")
+    Shelf(folder).put("a", b"again")
+    Shelf(folder).put("../../etc/b", b"a producer's word")
+    assert Shelf(folder).take_over("a") == b"again"
+    assert Shelf(folder).take_over("../../etc/b") == b"a producer's word"
+    assert len(list(folder.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_process_removes_what_it_put_or_took_over_and_nothing_else(tmp_path: Path) -> None:
+    one, other = Shelf(tmp_path), Shelf(tmp_path)
+    for trace_id in "abc":
+        one.put(trace_id, b"")
+    other.put("d", b"")
+    other.keep([])
+    one.keep(["b"])
+    left = Shelf(tmp_path)
+    assert [left.take_over(trace_id) is not None for trace_id in "abcd"] == [False, True, False, False]
+    left.keep([])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_sweeps_what_no_checkpoint_lists(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "replay")
+    shelf.sweep([])
+    for trace_id in "ab":
+        shelf.put(trace_id, b"")
+    (tmp_path / "replay" / "x.123.tmp").write_bytes(b"half")
+    Shelf(tmp_path / "replay").sweep(["b"])
+    assert len(list((tmp_path / "replay").iterdir())) == 1
+    assert shelf.take_over("b") == b""
+
+
+def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("trainer.replay.trace_source.sync", synced.append)
+    shelf = Shelf(tmp_path)
+    for trace_id in "abc":
+        shelf.put(trace_id, b"")
+    shelf.sync(["a", "b", "unknown"])
+    shelf.sync(["a", "b"])
+    assert (len(synced), len(set(synced)), synced[-1]) == (3, 3, tmp_path)
+    shelf.keep("ab")
+    shelf.put("a", b"again")
+    shelf.sync(["a", "c"])
+    assert len(synced) == 5, "what was removed needs nothing"
+
+
+def test_a_disk_that_refuses_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "file").write_bytes(b"")
+    shelf = Shelf(tmp_path / "file")
+    shelf.put("a", b"payload")
+    assert shelf.take_over("a") is None
+    other = Shelf(tmp_path / "replay")
+    other.put("a", b"payload")
+    monkeypatch.setattr("trainer.replay.trace_source.sync", refuse)
+    other.sync(["a"])
+    monkeypatch.undo()
+    other.sync(["a"])
+    assert other.take_over("a") == b"payload"
+
+
+def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(tmp_path)
+    for trace_id in "abc":
+        shelf.put(trace_id, trace_id.encode())
+    next(path for path in tmp_path.iterdir() if path.read_bytes() == b"b").unlink()
+    shelf.sync("abc")
+    synced: list[Path] = []
+    monkeypatch.setattr("trainer.replay.trace_source.sync", synced.append)
+    shelf.put("d", b"d")
+    shelf.remove("d")
+    shelf.sync("abcd")
+    assert synced == [], "all are safe, or gone"

@@ -1,0 +1,133 @@
+"""What rewards do: a trace that was worth more than its siblings is drawn more often."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from speculator.redis import trace_stream as wire
+from speculator.redis.client import RedisKeys
+from speculator.redis.trace_stream import GroupRewards, RewardStream
+from tests.trainer.stored import stored_of
+from trainer.metrics import TrainerMetrics
+from trainer.replay.buffer import Replay, RewardWeights, reward_weights
+
+
+@pytest.fixture
+def stream(redis_client: redis.Redis) -> RewardStream:
+    return RewardStream(redis_client, "toy")
+
+
+def reader(stream: RewardStream, bound: float = 2.0) -> RewardWeights:
+    return RewardWeights(stream, bound=bound, metrics=TrainerMetrics(CollectorRegistry()))
+
+
+def group(group_id: str, *rewards: float, tenant: str = "t") -> GroupRewards:
+    return GroupRewards(tenant=tenant, group_id=group_id, rewards=dict(enumerate(rewards)))
+
+
+def weight(weights: RewardWeights, request_id: str, tenant: str = "t") -> float:
+    return weights.weight(stored_of("x", tenant=tenant, request_id=request_id).provenance)
+
+
+def test_weights_compare_samples_with_their_siblings() -> None:
+    assert reward_weights({0: 1.0, 1: 0.0}, bound=2.0) == {0: 2.0, 1: 0.5}
+    assert reward_weights({0: 1001.0, 1: 1000.0}, bound=2.0) == {0: 2.0, 1: 0.5}, "rewards have no common scale"
+    assert reward_weights({0: 1.0, 1: 1.0}, bound=2.0) == {0: 1.0, 1: 1.0}
+    assert reward_weights({3: 5.0}, bound=2.0) == {3: 1.0}
+    found = reward_weights({0: 0.0, 1: 0.0, 2: 0.0, 3: 100.0, 4: 1.0}, bound=3.0)
+    assert (found[3], found[0]) == (3.0, pytest.approx(3 ** ((0 - 20.2) / 39.9), rel=1e-3))
+
+
+def test_rewards_are_read_once_and_later_ones_take_the_place_of_earlier_ones(stream: RewardStream) -> None:
+    weights = reader(stream)
+    stream.append([group("k/a", 1, 0), group("k/b", 0, 0)])
+    weights.look()
+    assert [weight(weights, f"k/a/{number}") for number in (0, 1, 2)] == [2.0, 0.5, 1.0]
+    assert weight(weights, "k/b/0") == 1.0
+    assert weight(weights, "k/a/0", tenant="other") == 1.0, "nobody rewards another's traces"
+    assert [weight(weights, name) for name in ("k/a", "k/a/", "k/a/x", "k/a/²", "")] == [1.0] * 5
+    stream.append([GroupRewards(tenant="t", group_id="k/a", rewards={1: 2.0})])
+    weights._next_look_s = 0.0
+    weights.look()
+    assert [weight(weights, f"k/a/{number}") for number in (0, 1)] == [0.5, 2.0]
+    assert weights._metrics.rewards._value.get() == 5, "each of them once"
+
+
+def test_who_starts_again_reads_what_is_kept_and_passes_over_what_is_no_reward(
+    stream: RewardStream, redis_client: redis.Redis
+) -> None:
+    key = RedisKeys(model_key="toy").rewards
+    for payload in (b"", b"\xff", b"{}", b'{"tenant":"t","group_id":"a","rewards":{}}', b'{"rewards":{"x":1}}'):
+        redis_client.xadd(key, {"rewards": payload})
+    redis_client.xadd(key, {"other": b"1"})
+    stream.append([group("a", 1, 0)])
+    for weights in (reader(stream), reader(stream)):
+        weights.look()
+        assert weight(weights, "a/0") == 2.0
+
+
+def test_with_a_bound_of_one_nothing_is_read(stream: RewardStream) -> None:
+    stream.append([group("a", 1, 0)])
+    weights = reader(stream, bound=1.0)
+    weights.look()
+    assert weight(weights, "a/0") == 1.0
+
+
+def test_the_oldest_groups_are_forgotten(
+    stream: RewardStream, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_GROUPS", 3)
+    monkeypatch.setattr("trainer.replay.buffer.MAX_GROUPS", 3)
+    weights = reader(stream)
+    for number in range(5):
+        stream.append([group(str(number), 1, 0)])
+        weights._next_look_s = 0.0
+        weights.look()
+    assert redis_client.xlen(RedisKeys(model_key="toy").rewards) == 3
+    assert [weight(weights, f"{number}/0") for number in range(5)] == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_tenants_rewards_are_removed(stream: RewardStream) -> None:
+    stream.append([group("a", 1, 0), group("b", 1, 0, tenant="other")])
+    assert stream.remove("t", dry_run=True) == 1
+    assert stream.remove("t") == 1
+    assert stream.remove("t") == 0
+    assert [one.tenant for one in stream.read("0", 10)[0]] == ["other"]
+
+
+def test_without_redis_nothing_is_lost_but_time(redis_client: redis.Redis, stream: RewardStream) -> None:
+    redis_client.set(RedisKeys(model_key="toy").rewards, "somebody else's")
+    weights = reader(stream)
+    weights.look()
+    assert weights._metrics.stream_errors.labels("rewards")._value.get() == 1
+    redis_client.flushall()
+    stream.append([group("a", 1, 0)])
+    weights.look()
+    assert weight(weights, "a/0") == 1.0, "not at once again"
+    weights._next_look_s = 0.0
+    weights.look()
+    assert weight(weights, "a/0") == 2.0
+
+
+def test_the_replay_draws_by_reward(stream: RewardStream) -> None:
+    weights = reader(stream)
+    stream.append([group("g", 1, 0, tenant="default")])
+    weights.look()
+    replay = Replay(
+        max_bytes=10**8,
+        max_waiting=8,
+        recent_share=0.5,
+        max_tenant_share=0.6,
+        max_draft_lag=4,
+        rng=random.Random(0),
+        reward_weight=weights.weight,
+    )
+    for number in range(2):
+        replay.restore(stored_of(f"{number}", request_id=f"g/{number}"), domain="")
+    drawn = Counter(replay.draw(1, published=1).batch[0].stored.trace_id for _ in range(1000))
+    assert 750 < drawn["0"] < 850, "four times as often: 800 of 1,000, give or take four standard deviations"

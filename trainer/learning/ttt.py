@@ -1,0 +1,296 @@
+"""The loss of a batch by training-time test: the draft's chains step by step, against labels and verdicts.
+
+A batch's loss is a sum over its labelled positions' number, so that several processes can make one loss out of their
+parts of a batch: each divides its sum by the number of all.
+
+**Training-time test** (EAGLE-3, arXiv 2503.01840, section 3.2) unrolls the draft. A chain goes on only while its
+proposals are the tokens that were committed. That is what happens in service: the target emits a fixed next token, and
+the first proposal that differs ends the round. So a deeper step is trained on exactly the chains that reach it, and
+costs only their share of the work. States that an older draft reached, and that a verdict speaks about, can be asked
+for.
+
+No two batches have the same shapes, and oneDNN takes longer to compile a kernel for a new one than to multiply matrices
+as small as these. So their rows are filled up with zeros, whose results are cut off again, to one of a few numbers.
+
+Shape letters: N base positions, K steps of a chain, S states of a step (chains still alive), P of them and what fills
+up, J judged proposals, M keys, R rows, H query heads, G key heads, h head size, d hidden size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speculator.draft.eagle3 import Eagle3Draft
+from trainer.learning.batch import Batch, Context
+from trainer.learning.labels import Verdicts
+from trainer.learning.losses import LossMix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a loss is about."""
+
+    num_bases: int = 0
+    """Base positions of the batch."""
+    num_labels: int = 0
+    """Those with a label."""
+    num_accepted: int = 0
+    """Accepted proposals of the chains that start there, of at most `ttt_steps` each."""
+    num_verdicts: int = 0
+    """Judged proposals that a term of the loss was about."""
+    num_rewarded: int = 0
+    """Verdicts that say accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLoss(Counts):
+    """The sums of `ttt_loss`'s three parts over a batch, discounted and weighted, and the counts of what they sum."""
+
+    on_text: Tensor
+    reinforced: Tensor
+    dropped: Tensor
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The fields of `Counts`, in their order."""
+        return tuple(getattr(self, each.name) for each in fields(Counts))
+
+    @property
+    def loss(self) -> Tensor:
+        """In nats a base position, ready for `backward`."""
+        return self.mean_over(self)
+
+    def mean_over(self, counts: Counts) -> Tensor:
+        """This batch's part of a loss that is about all that `counts` says."""
+        return (self.on_text + self.reinforced + self.dropped) / max(counts.num_labels, 1)
+
+
+def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, baseline: float) -> BatchLoss:
+    """The loss of a batch, with γ = `mix.step_discount`:
+
+        (Σ_k γ^k Σ_states (committed-text terms)  +  Σ_k γ^k Σ_verdicts (proposal terms)) / N
+
+    N counts base positions with a label: a verdict weighs as much as a state, however few there are. Under `chains=own`
+    chains that ended add nothing, so a deeper step weighs as much as it is reached, and states that only an older draft
+    reached enter no committed-text term.
+    """
+    on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
+    num_labels = num_accepted = num_verdicts = num_rewarded = 0
+    verdicts = _recorded(mix, batch, num_steps)
+    wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
+    if mix.chains == "all":
+        wanted_NK = torch.ones(len(batch.rows), num_steps, dtype=torch.bool, device=batch.rows.device)
+    for proposals in unroll(draft, batch, num_steps=num_steps, wanted_NK=wanted_NK):
+        labels = batch.labels[proposals.label_rows]
+        logits_SD = labels.tempered(proposals.logits)
+        weight = mix.step_discount**proposals.step
+        if mix.chains == "all" or bool(proposals.own.all()):
+            on_text = on_text + weight * mix.on_states(logits_SD, labels).sum()
+        else:
+            on_text = on_text + weight * mix.on_states(logits_SD[proposals.own], labels[proposals.own]).sum()
+        num_accepted += int((proposals.hits & proposals.own).sum())
+        if proposals.step == 0:
+            num_labels = int(proposals.own.sum())
+        if mix.uses_verdicts:
+            states_J, judged = _judged_here(verdicts, proposals, len(batch.rows))
+            terms = mix.on_proposals(logits_SD[states_J], labels[states_J], judged, baseline=baseline)
+            reinforced, dropped = reinforced + weight * terms[0], dropped + weight * terms[1]
+            num_verdicts += len(judged)
+            num_rewarded += int(judged.accepted.sum())
+    return BatchLoss(
+        on_text=on_text,
+        reinforced=reinforced,
+        dropped=dropped,
+        num_bases=len(batch.rows),
+        num_labels=num_labels,
+        num_accepted=num_accepted,
+        num_verdicts=num_verdicts,
+        num_rewarded=num_rewarded,
+    )
+
+
+def _recorded(mix: LossMix, batch: Batch, num_steps: int) -> Verdicts | None:
+    """The recorded verdicts that a term is about; None where the mix asks for none, or for the draft's own."""
+    if not mix.uses_verdicts or mix.verdicts != "recorded":
+        return None
+    useful_J = batch.verdicts.steps < num_steps
+    if not mix.policy_gradient:
+        useful_J &= ~batch.verdicts.accepted
+    return batch.verdicts[useful_J]
+
+
+def _states_of(verdicts: Verdicts, batch: Batch, num_steps: int) -> Tensor:
+    """[N, num_steps] bool: the states in which the verdicts' proposals were made."""
+    states_NK = torch.zeros(len(batch.rows), num_steps, dtype=torch.bool, device=batch.rows.device)
+    states_NK[verdicts.bases, verdicts.steps] = True
+    return states_NK
+
+
+def _judged_here(verdicts: Verdicts | None, proposals: Proposals, num_bases: int) -> tuple[Tensor, Verdicts]:
+    """([J] index into the step's states, the verdicts on proposals made there): recorded, or on the likeliest ones."""
+    device = proposals.chains.device
+    if verdicts is None:
+        likeliest_S = proposals.logits.detach().argmax(-1)
+        num_states = len(likeliest_S)
+        fresh = Verdicts(
+            bases=proposals.chains,
+            steps=torch.full((num_states,), proposals.step, device=device),
+            draft_ids=likeliest_S,
+            logprobs=torch.zeros(num_states, device=device),
+            accepted=proposals.hits,
+            versions=torch.zeros(num_states, dtype=torch.int64, device=device),
+        )
+        return torch.arange(num_states, device=device), fresh
+    state_N = torch.full((num_bases,), -1, device=device)
+    state_N[proposals.chains] = torch.arange(len(proposals.chains), device=device)
+    here = verdicts[verdicts.steps == proposals.step]
+    states_J = state_N[here.bases]
+    return states_J[states_J >= 0], here[states_J >= 0]
+
+
+_CHAINS, _CONTEXT, _KEYS = 64, 128, 256
+"""Their numbers are filled up to multiples of these: a few hundred kernels, most steps with fewer of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposals:
+    """What S chains propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows; `logits`
+    [S, D]; `hits` [S] bool, the likeliest proposal is the committed token; `own` [S] bool, the draft's own proposals
+    have led here, not the text alone.
+    """
+
+    step: int
+    chains: Tensor
+    label_rows: Tensor
+    logits: Tensor
+    hits: Tensor
+    own: Tensor
+
+
+def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tensor | None = None) -> Iterator[Proposals]:
+    """Yield one `Proposals` a step, until `num_steps` or until no chain is alive.
+
+    `wanted_NK` [N, num_steps] bool asks for states besides those that the draft's own chains reach: the chain of base n
+    then goes on along the text until the last of them. Vocabulary-sized work is done only for states that are own or
+    wanted and whose label exists; a chain without a label ends there.
+    """
+    attention = _ChainAttention(_context_keys(draft, batch.context), batch.mask)
+    feature_Sd = _fuse(draft, _filled(batch.aux))[: len(batch.rows)]
+    chains_S = torch.arange(len(batch.rows), device=batch.rows.device)
+    own_S = torch.ones_like(chains_S, dtype=torch.bool)
+    for step in range(num_steps):
+        feature_1Pd = draft(
+            _filled(batch.token_ids[batch.rows[chains_S] + 1 + step])[None],
+            _filled(feature_Sd)[None],
+            _filled(batch.positions[chains_S] + step)[None],
+            attention,
+        )
+        label_rows_S = batch.rows[chains_S] + 1 + step
+        alive_S = (label_rows_S < batch.last_rows[chains_S]) & batch.labels.labelled[label_rows_S]
+        chains_S, own_S, feature_Sd = _keep(alive_S, attention, chains_S, own_S, feature_1Pd[0, : len(chains_S)])
+        shown_S = own_S if wanted_NK is None else own_S | wanted_NK[chains_S, step]
+        proposals = _propose(draft, batch, step, chains_S[shown_S], own_S[shown_S], feature_Sd[shown_S])
+        if len(proposals.chains):
+            yield proposals
+        own_S = own_S.masked_scatter(shown_S, proposals.own & proposals.hits)
+        goes_on_S = own_S if wanted_NK is None else own_S | wanted_NK[chains_S, step + 1 :].any(-1)
+        chains_S, own_S, feature_Sd = _keep(goes_on_S, attention, chains_S, own_S, feature_Sd)
+        if not len(chains_S):
+            return
+
+
+def _propose(
+    draft: Eagle3Draft, batch: Batch, step: int, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
+) -> Proposals:
+    label_rows_S = batch.rows[chains_S] + 1 + step
+    logits_SD = draft.logits(_filled(feature_Sd))[: len(chains_S)]
+    # A row's label is about the token of the next row.
+    # In bfloat16 on a CPU `max` takes a sixth of `argmax`'s time.
+    hits_S = logits_SD.detach().max(-1).indices == batch.draft_ids[label_rows_S + 1]
+    return Proposals(step=step, chains=chains_S, label_rows=label_rows_S, logits=logits_SD, hits=hits_S, own=own_S)
+
+
+def _keep(
+    keep_S: Tensor, attention: _ChainAttention, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if bool(keep_S.all()):
+        return chains_S, own_S, feature_Sd
+    kept = keep_S.nonzero()[:, 0]
+    attention.keep(kept)
+    return chains_S[kept], own_S[kept], feature_Sd[kept]
+
+
+def _filled(rows: Tensor, unit: int = _CHAINS) -> Tensor:
+    """`rows` [n, …], and zeros behind them, a multiple of `unit` in all."""
+    missing = -len(rows) % unit
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def _fuse(draft: Eagle3Draft, aux: Tensor) -> Tensor:
+    # Back from autocast's bfloat16: the stream that the layer adds to keeps full precision, and so do its norms.
+    return draft.fuse(aux).to(draft.fc.weight.dtype)
+
+
+def _context_keys(draft: Eagle3Draft, context: Context) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, G, C, h] of positions that ask nothing: no query, no MLP, no logits."""
+    layer, attention = draft.midlayer, draft.midlayer.self_attn
+    feature_1Cd = _fuse(draft, _filled(context.aux, _CONTEXT))[None]
+    embed_1Cd = F.embedding(_filled(context.next_tokens, _CONTEXT), draft.embed)[None].to(feature_1Cd.dtype)
+    x_1Cw = torch.cat([layer.input_layernorm(embed_1Cd), layer.hidden_norm(feature_1Cd)], -1)
+
+    def heads(y: Tensor) -> Tensor:
+        return y.view(1, y.shape[1], draft.config.num_key_value_heads, attention.head_dim).transpose(1, 2)
+
+    num_keys = len(context.positions)
+    key = draft.rotary(heads(attention.k_proj(x_1Cw)), _filled(context.positions, _CONTEXT)[None])
+    return key[:, :, :num_keys], heads(attention.v_proj(x_1Cw))[:, :, :num_keys]
+
+
+class _ChainAttention:
+    """Attention of the chains. Step 0 sees the context and the bases through the mask; a deeper step sees the same
+    keys as its base did, and besides them only its own chain's keys.
+    """
+
+    def __init__(self, context: tuple[Tensor, Tensor], mask_NM: Tensor) -> None:
+        self._context = context
+        self._num_bases, num_keys = mask_NM.shape
+        # Nobody sees what fills up the keys. The rows that fill up see what the first one does: something.
+        self._num_missing = -num_keys % _KEYS
+        self._mask_PM = F.pad(mask_NM, (0, self._num_missing))
+        self._shared: tuple[Tensor, Tensor] | None = None
+        self._chain: list[tuple[Tensor, Tensor]] = []
+        self.keep(torch.arange(self._num_bases, device=mask_NM.device))
+
+    def keep(self, chains: Tensor) -> None:
+        """Go on with these of the current chains."""
+        rows_P = _filled(chains)
+        self._mask_PM = self._mask_PM[rows_P]
+        self._chain = [(key[:, :, rows_P], value[:, :, rows_P]) for key, value in self._chain]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._shared is None:
+            self._shared = (self._behind(self._context[0], key), self._behind(self._context[1], value))
+        else:
+            self._chain.append((key, value))
+        keys_GMh, values_GMh = self._shared[0][0], self._shared[1][0]
+        num_groups, M, head_dim = keys_GMh.shape
+        num_chains = query.shape[2]
+        # Heads that share a key stand together: [G, H/G, P, h].
+        query_GqPh = query[0].reshape(num_groups, -1, num_chains, head_dim) * head_dim**-0.5
+        scores = (query_GqPh.flatten(1, 2) @ keys_GMh.transpose(1, 2)).view(num_groups, -1, num_chains, M)
+        scores = scores.float().masked_fill(~self._mask_PM, float("-inf"))
+        own = [(query_GqPh * key[0][:, None]).sum(-1, keepdim=True).float() for key, _ in self._chain]
+        weights = torch.cat([scores, *own], -1).softmax(-1).to(values_GMh.dtype)
+        out = (weights[..., :M].flatten(1, 2) @ values_GMh).view_as(query_GqPh)
+        for index, (_, value) in enumerate(self._chain):
+            out = out + weights[..., M + index, None] * value[0][:, None]
+        return out.flatten(0, 1)[None]
+
+    def _behind(self, context: Tensor, bases: Tensor) -> Tensor:
+        """[1, G, M, h] of both and what fills up."""
+        return F.pad(torch.cat([context, bases[:, :, : self._num_bases]], 2), (0, 0, 0, self._num_missing))

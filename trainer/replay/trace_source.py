@@ -1,0 +1,344 @@
+"""Traces from the stream, each once, and their copies on disk: an entry is acked when a checkpoint has used it.
+
+    read ──▶ in hand ──▶ used, or set aside ──▶ (durable checkpoint with its trace id) ──▶ acked
+      └─▶ unusable: dead letter with the reason, acked at once
+
+Redis delivers at least once. A trace id that a durable checkpoint lists is acked without learning from it again. So a
+crash between checkpoint and ack applies nothing twice. A crash before the checkpoint loses the step and leaves its
+entries pending, to be learnt from again.
+
+Several processes that train together read one group, each as a consumer of its own (`consumer_name`), so an entry is in
+one hand only. The checkpoint that settles it is common to all. A trace id that a producer sent twice within one
+checkpoint's time may reach two of them, and is then learnt from twice.
+
+**On disk** (`Shelf`) lies one file a trace beside the checkpoint. It is written when the trace arrives, synced before
+the checkpoint that lists it, and removed when a checkpoint no longer does. So every trace that the last checkpoint
+lists is there after a kill or a power cut, whatever Redis has trimmed. A file that cannot be written is no failure: the
+trace may still be in the stream after a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+import structlog
+
+from speculator.errors import StreamError, TraceError
+from speculator.files import sync
+from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.trace import Trace, decode_trace
+from trainer.learning.batch import Example
+from trainer.metrics import TrainerMetrics
+from trainer.replay.memory import Provenance, Stored, provenance_of
+
+RETRY_S = 2.0
+_NUM_TAKEN_OVER = 16
+"""At once: their payloads come along."""
+log = structlog.get_logger()
+
+
+class _OtherTargetError(TraceError):
+    """Somebody serves another model, or other weights, under this stream's name."""
+
+
+def consumer_name(rank: int) -> str:
+    """The same after every restart, so that a process finds again what it had in hand."""
+    return f"trainer-{rank}"
+
+
+class TraceSource:
+    """Reads one stream. Redis being away is not an error here: reads come back empty, acks wait, both are counted."""
+
+    def __init__(
+        self,
+        stream: TraceStream,
+        make_example: Callable[[Trace], Example],
+        *,
+        target_fingerprint: str,
+        used_trace_ids: Iterable[str],
+        shelf: Shelf,
+        metrics: TrainerMetrics,
+        max_known: int = 20_000,
+        reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
+        has_refused: bool = False,
+    ) -> None:
+        """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
+        arrives goes on the `shelf`, whose owner takes it off again. A trace with a `reason_to_forget` is settled
+        unseen; `has_refused` says that the process before may have refused some that it did not sweep. Of the last
+        `max_known` traces each is known when it comes again.
+        """
+        self._stream = stream
+        self._make_example = make_example
+        self._fingerprint = target_fingerprint
+        self._shelf = shelf
+        self._metrics = metrics
+        self._max_known, self._reason_to_forget = max_known, reason_to_forget
+        self.has_refused = has_refused
+        """Traces came of a tenant that is to be forgotten: they are in the stream still. Old ones go by themselves."""
+        # Insertion order is age. Trace ids that were used, or are in hand to be.
+        self._known: dict[str, None] = dict.fromkeys(used_trace_ids)
+        self._in_hand: dict[str, str] = {}  # trace id -> entry id
+        self._settled: list[str] = []  # entry ids to ack after the next checkpoint
+        self._unusable: dict[str, tuple[StreamEntry, str]] = {}
+        self._wanted: set[str] = set()  # what `history` did not find; it may be pending
+        self._found: list[Stored] = []
+        self._retry_at_s = 0.0
+
+    def take_over(self) -> None:
+        """Make all pending entries this consumer's own, which `read` then brings first: after a restart with fewer
+        processes some consumers are gone for good. Call on one rank only, and before any rank reads.
+        """
+        start_s = time.monotonic()
+        try:
+            # What was taken over has been idle for less than that, to Redis's milliseconds: it comes once.
+            while self._stream.reclaim(int(1000 * (time.monotonic() - start_s)) + 2, _NUM_TAKEN_OVER):
+                pass
+        except StreamError as error:
+            self._report("take_over", error)
+
+    def read(self, count: int, block_ms: int) -> list[Stored]:
+        """Up to `count` new traces; waits up to `block_ms` for the first, or for Redis to come back."""
+        if (pause_s := self._retry_at_s - time.monotonic()) > 0:
+            time.sleep(min(pause_s, block_ms / 1000))
+            return []
+        try:
+            entries = self._stream.read(count, block_ms)
+        except StreamError as error:
+            self._report("read", error)
+            return []
+        traces = [stored for entry in entries if (stored := self._admit(entry)) is not None]
+        self._bury()
+        return traces
+
+    def take_found(self) -> list[Stored]:
+        """Traces that `history` wanted and that were still unacked: used before the restart, and read since."""
+        found, self._found = self._found, []
+        return found
+
+    def mark_used(self, traces: Iterable[Stored]) -> None:
+        """A step has learnt from these, or they need none, or the next checkpoint keeps them for later."""
+        for stored in traces:
+            if (entry_id := self._in_hand.pop(stored.trace_id, None)) is not None:
+                self._settled.append(entry_id)
+
+    def swept(self) -> None:
+        """What was refused is out of the stream."""
+        self.has_refused = False
+
+    @property
+    def trace_ids_in_hand(self) -> Collection[str]:
+        """Traces that no step has learnt from yet."""
+        return self._in_hand.keys()
+
+    @property
+    def has_used(self) -> bool:
+        """Some entries wait for a checkpoint."""
+        return bool(self._settled)
+
+    @property
+    def used_trace_ids(self) -> list[str]:
+        """What the next checkpoint must list, oldest first."""
+        return [trace_id for trace_id in self._known if trace_id not in self._in_hand]
+
+    def ack_used(self) -> None:
+        """Call after a checkpoint that lists `used_trace_ids` is on disk."""
+        try:
+            self._stream.ack(self._settled)
+            self._settled.clear()
+        except StreamError as error:
+            self._report("ack", error)
+            return
+        self.observe_lag()
+
+    def observe_lag(self) -> None:
+        """Where the stream stands, for the metrics."""
+        try:
+            self._metrics.observe_lag(self._stream.lag())
+        except StreamError as error:
+            self._report("lag", error)
+
+    def history(self, max_bytes: int, wanted: Collection[str] | None = None) -> Iterator[Stored]:
+        """Traces that were learnt from before a restart, to fill the replay again: the `wanted` trace ids in their
+        order, as far as the shelf has them, then those of the newest `max_bytes` of the stream; without `wanted` all of
+        the latter, oldest first.
+        """
+        self._wanted = set(wanted or ())
+        for trace_id in wanted or ():
+            payload = self._shelf.take_over(trace_id)
+            if payload is not None and (stored := self._decode_again(payload)) is not None:
+                self._wanted.discard(trace_id)
+                yield stored
+        if wanted is not None and not self._wanted:
+            return
+        try:
+            entries = self._stream.recent(max_bytes)
+        except StreamError as error:
+            self._report("recent", error)
+            return
+        for entry in entries:
+            if wanted is not None and entry.trace_id not in self._wanted:
+                continue
+            if (stored := self._decode_again(entry.payload)) is not None:
+                self._wanted.discard(stored.trace_id)
+                self._shelf.put(stored.trace_id, entry.payload)
+                yield stored
+
+    def _admit(self, entry: StreamEntry) -> Stored | None:
+        try:
+            stored = self._decode(entry.payload)
+        except TraceError as error:
+            self._unusable[entry.id] = (entry, str(error))
+            self._metrics.other_target.inc(isinstance(error, _OtherTargetError))
+            return None
+        trace_id = stored.trace_id
+        if (entry_id := self._in_hand.get(trace_id)) is not None and entry_id == entry.id:
+            return None  # delivered again after a read that failed half-way; it is in hand already
+        if trace_id in self._known:
+            self._settled.append(entry.id)
+            self._metrics.traces.labels("duplicate").inc()
+            if trace_id in self._wanted and self._reason_to_forget(stored.provenance) is None:
+                self._wanted.remove(trace_id)
+                self._shelf.put(trace_id, entry.payload)
+                self._found.append(stored)
+            return None
+        if (reason := self._reason_to_forget(stored.provenance)) is not None:
+            self.has_refused |= reason == "erased"
+            self._settled.append(entry.id)
+            self._metrics.traces.labels(reason).inc()
+            return None
+        self._known[trace_id] = None
+        while len(self._known) > self._max_known:
+            del self._known[next(iter(self._known))]
+        self._metrics.known_traces.set(len(self._known))
+        self._in_hand[trace_id] = entry.id
+        self._shelf.put(trace_id, entry.payload)
+        self._metrics.observe_arrival(stored.num_bases, entry.created_ms)
+        return stored
+
+    def _decode_again(self, payload: bytes) -> Stored | None:
+        try:
+            stored = self._decode(payload)
+        except TraceError:
+            return None  # a dead letter that the stream still holds and that was counted, or a damaged file
+        if self._reason_to_forget(stored.provenance) is None:
+            return stored
+        self._shelf.remove([stored.trace_id])
+        return None
+
+    def _decode(self, payload: bytes) -> Stored:
+        trace = decode_trace(payload)
+        fingerprint = trace.header.target_fingerprint
+        if fingerprint != self._fingerprint:
+            raise _OtherTargetError(
+                f"the trace is of target {fingerprint[:12]}, this trainer's is {self._fingerprint[:12]}"
+            )
+        return Stored(example=self._make_example(trace), provenance=provenance_of(trace))
+
+    def _bury(self) -> None:
+        buried = list(self._unusable.values())
+        for entry, reason in buried:
+            try:
+                self._stream.dead_letter(entry, reason)
+            except StreamError as error:
+                self._report("dead_letter", error)
+                return
+            del self._unusable[entry.id]
+            self._metrics.traces.labels("dead_lettered").inc()
+            log.warning("trace set aside", entry_id=entry.id, reason=reason)
+        if buried:
+            # No checkpoint follows where nothing but such traces comes.
+            self.observe_lag()
+
+    def _report(self, operation: str, error: StreamError) -> None:
+        self._metrics.stream_errors.labels(operation).inc()
+        self._retry_at_s = time.monotonic() + RETRY_S
+        log.warning("stream unavailable", operation=operation, error=str(error), retry_s=RETRY_S)
+
+
+_SUFFIX = ".trace"
+TEMPORARY = ".tmp"
+"""Of a file that is being written."""
+
+
+def shelf_folder(state_dir: Path) -> Path:
+    """Where a trainer with this state keeps its traces."""
+    return state_dir / "replay"
+
+
+class Shelf:
+    """Several processes may share the folder; each removes only what it put there or took over."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own: dict[str, None] = {}
+        self._unsynced: set[str] = set()
+
+    def put(self, trace_id: str, payload: bytes) -> None:
+        """Keep an encoded trace; a power cut may take it until `sync`."""
+        path = self._path(trace_id)
+        temporary = path.with_suffix(f".{os.getpid()}{TEMPORARY}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(payload)
+            temporary.rename(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            log.warning("a trace will not survive a restart", folder=str(self._folder), error=str(error))
+            return
+        self._own[trace_id] = None
+        self._unsynced.add(trace_id)
+
+    def sync(self, trace_ids: Collection[str]) -> None:
+        """Make those of these traces that are new survive a power cut; call before a checkpoint that lists them."""
+        new = self._unsynced & set(trace_ids)
+        try:
+            for trace_id in new:
+                # `slipstream tenants erase` may have removed it meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    sync(self._path(trace_id))
+            if new:
+                sync(self._folder)
+        except OSError as error:
+            log.warning("traces may not survive a power cut", folder=str(self._folder), error=str(error))
+            return
+        self._unsynced -= new
+
+    def take_over(self, trace_id: str) -> bytes | None:
+        """The encoded trace that an earlier process has put here; None where there is none."""
+        try:
+            payload = self._path(trace_id).read_bytes()
+        except OSError:
+            return None
+        self._own[trace_id] = None
+        return payload
+
+    def keep(self, trace_ids: Collection[str]) -> None:
+        """Remove this process's other traces; call after a checkpoint that lists these is on disk."""
+        for trace_id in [trace_id for trace_id in self._own if trace_id not in trace_ids]:
+            self._path(trace_id).unlink(missing_ok=True)
+            self._unsynced.discard(trace_id)
+            del self._own[trace_id]
+
+    def remove(self, trace_ids: Iterable[str]) -> None:
+        """Remove these traces, whoever put them here."""
+        for trace_id in trace_ids:
+            self._path(trace_id).unlink(missing_ok=True)
+            self._unsynced.discard(trace_id)
+            self._own.pop(trace_id, None)
+
+    def sweep(self, trace_ids: Collection[str]) -> None:
+        """Remove every file but those of these traces. Call at the start, while no process puts anything here."""
+        kept = {self._path(trace_id).name for trace_id in trace_ids}
+        for path in self._folder.glob("*") if self._folder.is_dir() else ():
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    def _path(self, trace_id: str) -> Path:
+        # A trace id is whatever a producer wrote; a file name must not be.
+        return self._folder / (hashlib.blake2b(trace_id.encode(), digest_size=16).hexdigest() + _SUFFIX)

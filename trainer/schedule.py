@@ -1,0 +1,365 @@
+"""When the trainer computes, and how much: the learning curve, drift alarms, and rests beside busy engines.
+
+**Training pressure** is a number from 0 to 1 that says how much more training is worth its compute:
+
+    1 during a drift alarm, and until enough candidates were judged to say whether training still changes anything
+    0 where the last WINDOW candidates were trained with the same acceptance and the same loss as the WINDOW before them
+    in between by the size of the change; and 0 as soon as the replay was learnt from `pressure · max_passes` times
+
+At 0 a new trace still gets its first step, together with old ones. A new trace is worth all passes anew. A repeated one
+is worth `max_passes` of its own tokens.
+
+**Drift** is a fall of acceptance: a short average against a long one, for each domain and for all traffic. As in TIDE
+(arXiv 2602.05145), training is called for when the short average falls below the long one by more than a margin. Here
+the margin is learnt from how much requests differ, so that it fits noisy and quiet domains:
+
+    margin = max(z · s · √(c · (1/n_short + 1/n_long)), MIN_MARGIN)        alarm: short < long − margin
+
+with s the deviation between requests and c = (1 + ρ)/(1 − ρ) for requests that resemble the one before them (ρ, their
+lag-1 correlation). The short average is that of the last SHORT requests. The long one knows only requests that have
+left the short one, forgets with a memory of LONG requests, and stands still during an alarm. Where acceptance rises by
+more than the margin, the long average starts over from the short one: otherwise a fall back to the old level would pass
+unnoticed. An alarm ends when half of the margin is made up for, or after MAX_ALARM more requests.
+
+**Rests.** `Throttle` makes the trainer's share of its time fall as the load of the engines of its machine rises:
+
+    share = 1 − busy · (1 − busy_share)
+
+`busy` is the share of time in steps of this machine's busiest engine (speculator/redis/control_plane.py). A turn of the
+loop that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+import structlog
+
+from speculator.errors import StreamError
+from speculator.redis.control_plane import busiest_here
+from trainer.metrics import TrainerMetrics
+from trainer.ranks import Ranks
+
+WINDOW = 8
+"""Candidates on either side of the comparison: four minutes at the default interval."""
+FULL_GAIN = 0.01
+"""Relative change, beyond noise, that is worth all the passes."""
+_NOISE = 2.0
+"""Standard errors that a change must exceed."""
+
+
+class LearningCurve:
+    """Mean acceptance length and loss of the steps between two candidates; `points` survives a restart."""
+
+    def __init__(self, points: Iterable[Sequence[float]] = ()) -> None:
+        self._points = [tuple(point) for point in points]
+        self._num_steps = 0
+        self._sums = (0.0, 0.0)
+
+    @property
+    def points(self) -> list[tuple[float, ...]]:
+        """(acceptance length, loss) by candidate, oldest first."""
+        return self._points
+
+    def observe(self, accept_length: float, loss: float) -> None:
+        """Take one step."""
+        self._num_steps += 1
+        self._sums = (self._sums[0] + accept_length, self._sums[1] + loss)
+
+    def mark(self) -> None:
+        """A candidate was made of the steps since the last one."""
+        if self._num_steps:
+            point = tuple(total / self._num_steps for total in self._sums)
+            self._points = [*self._points, point][-2 * WINDOW :]
+        self._num_steps, self._sums = 0, (0.0, 0.0)
+
+    @property
+    def gain(self) -> float | None:
+        """Relative change of acceptance or loss, whichever is larger, beyond noise; None while it is too early.
+
+        A change for the worse counts too: the traces became harder, and there is something to learn again.
+        """
+        if len(self._points) < 2 * WINDOW:
+            return None
+        lengths, losses = ([point[column] for point in self._points] for column in (0, 1))
+        return max(_excess(lengths), _excess(losses))
+
+
+def training_pressure(*, alarm: bool, gain: float | None) -> float:
+    """In [0, 1]; see above."""
+    return 1.0 if alarm or gain is None else min(gain / FULL_GAIN, 1.0)
+
+
+def tokens_owed(*, pressure: float, max_passes: float, replay_tokens: int, tokens_since_news: int) -> float:
+    """Tokens of old traces to learn from before the trainer may sleep; 0 or less: nothing is to be gained."""
+    return pressure * max_passes * replay_tokens - tokens_since_news
+
+
+def _excess(values: Sequence[float]) -> float:
+    older, newer = values[:WINDOW], values[WINDOW:]
+    noise = _NOISE * math.sqrt((statistics.variance(older) + statistics.variance(newer)) / WINDOW)
+    change = abs(statistics.fmean(newer) - statistics.fmean(older))
+    return max(change - noise, 0.0) / max(abs(statistics.fmean(older)), 1e-6)
+
+
+ALL = "all"
+"""Not a domain: the whole traffic, where it is watched beside the domains."""
+DEFAULT = "default"
+"""Traces without a label."""
+OTHER = "other"
+"""Shared by the labels that found no name free."""
+_MAX_LENGTH = 64
+
+
+class DomainNames:
+    """The first labels seen keep their own name; `known` has them with the tenants that brought them, and survives a
+    restart.
+    """
+
+    def __init__(self, max_domains: int, known: Mapping[str, str] | None = None) -> None:
+        self._max_domains = max_domains
+        self._tenants = dict(known or {})
+        self._num_of = Counter(self._tenants.values())
+
+    @property
+    def known(self) -> dict[str, str]:
+        return self._tenants
+
+    def name(self, label: str, tenant: str) -> str:
+        """The bounded name of a label in a tenant's trace; at most `max_domains` besides DEFAULT and OTHER."""
+        label = label[:_MAX_LENGTH]
+        if label in ("", DEFAULT):
+            return DEFAULT
+        if label in (ALL, OTHER):
+            return OTHER
+        if label not in self._tenants:
+            if self._num_of[tenant] >= self._max_domains - len(self._tenants):
+                return OTHER
+            self._tenants[label] = tenant
+            self._num_of[tenant] += 1
+        return label
+
+
+SHORT = 128
+LONG = 1000
+MIN_LONG = 64
+Z = 5.0
+MIN_MARGIN = 0.02
+"""Of an answer's tokens: a fall by less is not worth a training run."""
+MAX_CORRELATION = 0.8
+MAX_ALARM = 1000
+MIN_TOKENS = 16
+"""Completion tokens that make one sample: shorter answers of a domain are taken together."""
+
+
+class SeriesState(msgspec.Struct, kw_only=True):
+    """One domain's acceptance, and what a restart needs of it."""
+
+    recent: list[float] = msgspec.field(default_factory=list)
+    """The last SHORT requests, oldest first."""
+    num_passing: int = 0
+    """So many of the oldest do not go into the long average when they leave `recent`."""
+    num_long: int = 0
+    long: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+    """With the request before."""
+    last: float | None = None
+    """The request that last went into the long average."""
+    num_alarmed: int = 0
+    """Answers of all domains since the alarm; 0 without one."""
+    num_accepted: int = 0
+    num_tokens: int = 0
+    """Of answers that were too short to count alone."""
+
+
+class AcceptanceSeries:
+    """Short and long average of one domain, request by request."""
+
+    def __init__(self, state: SeriesState | None = None) -> None:
+        self.state = state or SeriesState()
+
+    @property
+    def alarm(self) -> bool:
+        return self.state.num_alarmed > 0
+
+    @property
+    def short(self) -> float:
+        return sum(self.state.recent) / max(len(self.state.recent), 1)
+
+    @property
+    def long(self) -> float:
+        return self.state.long
+
+    @property
+    def deviation(self) -> float:
+        """Between requests; 0 while it is not known."""
+        return math.sqrt(self.state.variance) if self.state.num_long >= MIN_LONG else 0.0
+
+    @property
+    def margin(self) -> float:
+        """Infinite until both averages rest on enough requests."""
+        state = self.state
+        if state.num_long < MIN_LONG or len(state.recent) < SHORT:
+            return math.inf
+        correlation = state.covariance / state.variance if state.variance > 0 else 0.0
+        correlation = min(max(correlation, 0.0), MAX_CORRELATION)
+        inflation = (1 + correlation) / (1 - correlation)
+        return max(Z * math.sqrt(state.variance * inflation * (1 / SHORT + 1 / state.num_long)), MIN_MARGIN)
+
+    def observe(self, num_accepted: int, num_tokens: int) -> bool:
+        """Take one answer; True when it raises an alarm."""
+        state = self.state
+        state.num_accepted += num_accepted
+        state.num_tokens += num_tokens
+        if state.num_tokens < MIN_TOKENS:
+            return False
+        acceptance = min(state.num_accepted / state.num_tokens, 1.0)
+        state.num_accepted = state.num_tokens = 0
+        state.recent.append(acceptance)
+        if len(state.recent) > SHORT:
+            self._leave(state.recent.pop(0))
+        return self._judge()
+
+    def age(self) -> None:
+        """One more answer of whatever domain: an alarm also ends when its domain's traffic has gone."""
+        if self.alarm:
+            self.state.num_alarmed += 1
+            if self.state.num_alarmed > MAX_ALARM:
+                self._start_over()
+
+    def _judge(self) -> bool:
+        state, fall, margin = self.state, self.long - self.short, self.margin
+        if self.alarm:
+            if fall < margin / 2:
+                self._end_alarm()
+        elif fall > margin:
+            state.num_alarmed = 1
+            return True
+        elif fall < -margin:
+            self._start_over()
+        return False
+
+    def _leave(self, acceptance: float) -> None:
+        state = self.state
+        if self.alarm:
+            return
+        if state.num_passing:
+            state.num_passing -= 1
+            return
+        state.num_long = min(state.num_long + 1, LONG)
+        share = 1 / state.num_long
+        distance = acceptance - state.long
+        state.long += share * distance
+        # Welford's update, with a memory of LONG requests.
+        state.variance += share * (distance * (acceptance - state.long) - state.variance)
+        if state.last is not None:
+            state.covariance += share * (distance * (state.last - state.long) - state.covariance)
+        state.last = acceptance
+
+    def _end_alarm(self) -> None:
+        self.state.num_alarmed = 0
+        # The requests of the alarm are no example of the normal level.
+        self.state.num_passing = len(self.state.recent)
+
+    def _start_over(self) -> None:
+        """The level of the short average is the normal one from now on."""
+        state = self.state
+        state.long, state.num_long, state.last = self.short, len(state.recent), None
+        self._end_alarm()
+
+
+class DriftMonitor:
+    """One series for each domain name, which `DomainNames` bounds, and one for all traffic."""
+
+    def __init__(self, states: Mapping[str, SeriesState] | None = None) -> None:
+        self.series = {name: AcceptanceSeries(state) for name, state in (states or {}).items()}
+
+    @property
+    def states(self) -> dict[str, SeriesState]:
+        return {name: series.state for name, series in self.series.items()}
+
+    @property
+    def alarm(self) -> bool:
+        return any(series.alarm for series in self.series.values())
+
+    def observe(self, domain: str, num_accepted: int, num_tokens: int) -> list[str]:
+        """Take one answer of a domain; returns the names of the series on which it raises an alarm."""
+        for series in self.series.values():
+            series.age()
+        names = (domain, ALL)
+        return [
+            name for name in names if self.series.setdefault(name, AcceptanceSeries()).observe(num_accepted, num_tokens)
+        ]
+
+    def level(self, domain: str) -> tuple[float, float]:
+        """(mean, deviation between requests) of a domain's acceptance as it was; the deviation is 0 while unknown."""
+        series = self.series.get(domain)
+        return (series.long, series.deviation) if series else (0.0, 0.0)
+
+
+log = structlog.get_logger()
+LOOK_S = 1.0
+"""Between two looks at the engines' reports, during a rest too: a rest ends when they become idle."""
+LONGEST_REST_S = 30.0
+"""Even after a long turn: traces and orders to erase wait meanwhile."""
+
+
+class Throttle:
+    """Rests after each turn of the training loop. Used by one thread.
+
+    Several ranks rest together, as the machine of rank 0 asks for: otherwise one would wait for the other, count that
+    as its own turn and rest the longer.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[str, Mapping[str, str]]],
+        ranks: Ranks,
+        metrics: TrainerMetrics,
+        *,
+        busy_share: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`engines` gives the engines' reports or raises StreamError; `busy_share` is the trainer's share of its time
+        beside an engine that is always busy, above 0 and at most 1. `clock` gives seconds.
+        """
+        self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
+        self._busy_share, self._share = busy_share, 1.0
+        self._looked_s = -math.inf
+        metrics.time_share.set(1.0)
+
+    def rest(self, worked_s: float, stop: threading.Event) -> None:
+        """Rest after a turn of `worked_s` seconds; not once `stop` is set."""
+        if self._busy_share == 1:
+            return
+        began_s, rested_s = self._clock(), 0.0
+        while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
+            # Ranks go on in the same order where one is told to stop: it does not wait, and asks as often.
+            stop.wait(pause_s)
+            # A look at the engines takes time, too, where Redis hangs.
+            rested_s = max(rested_s + pause_s, self._clock() - began_s)
+        self._metrics.yielded.inc(self._clock() - began_s)
+
+    def _pause_ms(self, worked_s: float, rested_s: float) -> int:
+        """Until the rest is over, or until the next look."""
+        self._look()
+        owed_s = min(worked_s * (1 / self._share - 1), LONGEST_REST_S) - rested_s
+        return int(1000 * min(max(owed_s, 0.0), LOOK_S))
+
+    def _look(self) -> None:
+        """Without Redis the engines are as busy as they were."""
+        if self._clock() - self._looked_s < LOOK_S:
+            return
+        with suppress(StreamError):
+            self._share = 1 - busiest_here(self._engines()) * (1 - self._busy_share)
+        self._looked_s = self._clock()
+        self._metrics.time_share.set(self._share)
