@@ -98,13 +98,8 @@ def parse(model: type[T], raw: bytes) -> T:
 
 def _param(details: ErrorDetails) -> str:
     """`("messages", 0, "content")` as `messages[0].content`."""
-    path = ""
-    for part in (*details["loc"], *details.get("ctx", {}).get("within", ())):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}" if path else part
-    return path
+    parts = (*details["loc"], *details.get("ctx", {}).get("within", ()))
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
 def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:

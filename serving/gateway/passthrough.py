@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator
 
 from serving.engine import CapturePolicy, DraftHost, EngineInfo
 from serving.gateway.body import Strict, invalid, parse, read_json, request_body
@@ -195,6 +195,9 @@ def _custom_params(value: object) -> dict[str, Any]:
     return value
 
 
+CustomParams = Annotated[dict[str, Any], PlainValidator(_custom_params, json_schema_input_type=dict[str, Any])]
+
+
 class ForwardedBody(Strict):
     """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
 
@@ -211,9 +214,7 @@ class ForwardedBody(Strict):
     temperature: Any = None
     cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
     """Parts the prefix cache within the tenant."""
-    custom_params: Annotated[dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": "object"})] = (
-        Field(default_factory=dict)
-    )
+    custom_params: CustomParams = Field(default_factory=dict)
     slipstream: GroupCapture = GroupCapture()
 
     @property

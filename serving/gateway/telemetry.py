@@ -17,7 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.gateway.errors import ApiError, describe, error_response, unavailable
+from serving.gateway.errors import ApiError, describe, error_response, shutting_down
 from serving.gateway.metrics import GatewayMetrics
 from speculator.tracing import prefixed, received, span
 
@@ -121,7 +121,7 @@ class Telemetry:
         except asyncio.CancelledError:
             # The server's grace period is over: say so rather than drop the connection.
             if not exchange.response_started:
-                error = exchange.fail(unavailable("The server is shutting down.", code="shutting_down"))
+                error = exchange.fail(shutting_down())
                 await error_response(error)(scope, receive, send_with_id)
             raise
         except Exception as failure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from serving.engine import CapturePolicy
 from serving.gateway.body import CANNOT, UNKNOWN, Neutral, Strict, asked_fields, changes_nothing, invalid, without_nulls
@@ -80,8 +80,6 @@ NEUTRAL_IN_MESSAGE: Neutral = {
     "refusal": ("",),
 }
 
-_NEUTRAL_IN_PART: Neutral = _all(..., "annotations cache_control")
-
 
 def _no_bias(value: object) -> None:
     if not isinstance(value, dict) or not all(changes_nothing(each, (0,)) for each in without_nulls(value).values()):
@@ -119,7 +117,7 @@ def _part_text(part: object, index: int) -> str:
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(asked_fields(part, _NEUTRAL_IN_PART, (), index).keys() - {"type", "text"}):
+    if unknown := sorted(asked_fields(part, TextPart.neutral, (), index).keys() - {"type", "text"}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text
@@ -157,48 +155,28 @@ def _token_ids(values: list[object], *within: int) -> tuple[int, ...]:
     return tuple(values)  # type: ignore[arg-type]
 
 
-_STRINGS_SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, **{name: {} for name in _NEUTRAL_IN_PART}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
+class TextPart(Strict):
+    """One part of the content of a message."""
 
-Stop = Annotated[
-    tuple[str, ...],
-    PlainValidator(_stop_strings),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                    "maxItems": MAX_STOP,
-                },
-            ]
-        }
-    ),
-]
-Content = Annotated[
-    str,
-    PlainValidator(_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}]}),
-]
+    neutral = _all(..., "annotations cache_control")
+
+    type: Literal["text"]
+    text: str
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP)]
+Stop = Annotated[tuple[str, ...], PlainValidator(_stop_strings, json_schema_input_type=StopString | StopStrings)]
+TextParts = Annotated[list[TextPart], Field(min_length=1)]
+Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | TextParts)]
+Strings = Annotated[list[str], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
+OnePrompt = Annotated[Prompt, PlainValidator(prompt_of, json_schema_input_type=str | TokenIds)]
 Prompts = Annotated[
     tuple[Prompt, ...],
-    PlainValidator(_prompts),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA, TOKENS_SCHEMA, {"type": "array", "items": TOKENS_SCHEMA}]}
-    ),
+    PlainValidator(_prompts, json_schema_input_type=str | Strings | TokenIds | list[TokenIds]),
 ]
-NoBias = Annotated[
-    None,
-    PlainValidator(_no_bias),
-    WithJsonSchema({"type": "object", "additionalProperties": {"enum": [0, None]}}),
-]
+NoBias = Annotated[None, PlainValidator(_no_bias, json_schema_input_type=dict[str, Literal[0] | None])]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda top_k: max(top_k, 0))]
 """0 keeps every token, and so does vLLM's and SGLang's -1."""

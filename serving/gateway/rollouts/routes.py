@@ -80,7 +80,7 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
                     len(prompt), group.max_tokens, info, settings, prompt_param=f"groups[{number}].prompt"
                 ),
                 priority=group.priority,
-                deadline_s=None if group.deadline_s is None else book.now_s + group.deadline_s,
+                deadline_s=None if group.deadline_s is None else book.clock() + group.deadline_s,
                 max_staleness=group.max_staleness,
                 when_stale=group.when_stale,
             )

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from serving.gateway.body import Strict, invalid
 from serving.gateway.openai.schema import (
     INT32_MAX,
     INT64_MAX,
-    TOKENS_SCHEMA,
     Capture,
     Message,
-    Prompt,
+    OnePrompt,
     SamplingBody,
-    prompt_of,
 )
 from serving.rollout.samples import MAX_SAMPLES
 
@@ -26,11 +24,6 @@ _MAX_DEADLINE_S = 7 * 24 * 3600.0
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Seed = Annotated[int, Field(ge=0, le=INT64_MAX)]
-OnePrompt = Annotated[
-    Prompt,
-    PlainValidator(prompt_of),
-    WithJsonSchema({"anyOf": [{"type": "string"}, TOKENS_SCHEMA]}),
-]
 
 
 class GroupBody(SamplingBody):

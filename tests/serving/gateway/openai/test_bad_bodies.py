@@ -7,10 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from serving.gateway.openai.schema import NEUTRAL_IN_CHAT, ChatBody, CompletionBody
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway
 
@@ -216,50 +213,3 @@ def test_missing_field(path: str, name: str) -> None:
     body = {key: value for key, value in valid(path).items() if key != name}
     error = error_of(send(path, json.dumps(body).encode()))
     assert (error["param"], error["code"]) == (name, MISSING)
-
-
-FIELDS = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *NEUTRAL_IN_CHAT}))
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.sampled_from([0, 1, 2**31, 2**63, -1, 1e308])
-)
-VALUES = st.recursive(
-    SCALARS | st.just("double") | st.just(HELLO),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=8) | st.sampled_from(["role", "content", "type", "text"]), inner, max_size=4)
-    ),
-    max_leaves=8,
-)
-BODIES = st.dictionaries(FIELDS | st.text(max_size=8), VALUES, max_size=5)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    path=st.sampled_from([CHAT, COMPLETIONS]),
-    is_based_on_a_valid_one=st.booleans(),
-    change=BODIES,
-    is_ascii=st.booleans(),
-)
-def test_no_json_makes_a_server_error(
-    path: str, is_based_on_a_valid_one: bool, change: dict[str, Any], is_ascii: bool
-) -> None:
-    body = {**valid(path), **change} if is_based_on_a_valid_one else change
-    raw = json.dumps(body, ensure_ascii=is_ascii).encode(errors="surrogatepass")
-    response = send(path, raw)
-    assert response.status_code in {200, 400, 404}, response.text
-    if response.status_code != 200:
-        error_of(response)
-        assert ENGINE.requests == []
-
-
-@settings(max_examples=150, deadline=None)
-@given(path=st.sampled_from([CHAT, COMPLETIONS]), raw=st.binary(max_size=200))
-def test_no_bytes_make_a_server_error(path: str, raw: bytes) -> None:
-    response = send(path, raw)
-    assert response.status_code == 400
-    error_of(response)

@@ -85,21 +85,13 @@ def test_default_max_tokens_shrinks_to_what_fits() -> None:
 
 def test_nulls_and_values_that_ask_for_nothing_are_accepted() -> None:
     engine = DoubleEngine()
+    absent = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "user", "max_tokens")
     nothing = {
-        "temperature": None,
-        "top_p": None,
-        "n": None,
-        "seed": None,
-        "stop": None,
-        "stream": None,
-        "stream_options": None,
-        "user": None,
-        "max_tokens": None,
+        **dict.fromkeys((*absent, "top_logprobs")),
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
         "logit_bias": {},
         "logprobs": False,
-        "top_logprobs": None,
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
