@@ -20,7 +20,7 @@ import httpx
 import typer
 
 from serving.local.kernels.build import available
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import RedisKeys

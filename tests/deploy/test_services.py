@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import RedisKeys
 from tests.deploy.compose import CPU

@@ -124,7 +124,9 @@ def test_down(machine: _WithStandIn) -> None:
 def test_what_is_missing_is_named(
     machine: Machine, refused: Callable[..., str], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.new_draft import init_lineage
+    from speculator.draft.checkpoint import target_fingerprint
+    from speculator.versions.lineage import ensure_lineage
+    from speculator.versions.store import DraftStore
 
     model = Path(machine.here("/models/toy"))
     common = ("--model", model, "--redis-url", redis_url, "--store", tmp_path / "drafts")
@@ -133,7 +135,7 @@ def test_what_is_missing_is_named(
     for name, value in install(tmp_path / "site").items():
         monkeypatch.setenv(name, value)
     assert "draft init" in refused("sglang", *common, "--sglang-python", sys.executable)
-    init_lineage(model, tmp_path / "drafts", draft_vocab_size=16, seed=0, texts=[])
+    ensure_lineage(DraftStore(tmp_path / "drafts"), model, target_fingerprint(model), draft_vocab_size=16)
     assert "no SGLang answers at http://127.0.0.1:9" in refused(*front)
     assert "no sglang-router with an engine answers at http://127.0.0.1:9" in refused(*front, "--pool")
     assert "leave --engine-id out" in refused(*front, "--pool", "--engine-id", "mine")

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
