@@ -246,12 +246,9 @@ def test_an_announcement_is_passed_on_and_answered_when_it_is_in_service() -> No
     [
         ({}, "version"),
         ({"version": 0}, "version"),
-        ({"version": -1}, "version"),
-        ({"version": 1.5}, "version"),
         ({"version": "2"}, "version"),
         ({"version": 10**9}, "version"),
         ({"version": 2, "path": ""}, "path"),
-        ({"version": 2, "path": ["x"]}, "path"),
         ({"version": 2, "path": "x" * 1001}, "path"),
         ({"version": 2, "wieghts": "x"}, "wieghts"),
     ],

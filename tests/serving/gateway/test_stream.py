@@ -56,12 +56,6 @@ def test_chunks_without_text_are_skipped() -> None:
     assert deltas(chunks) == [{"role": "assistant", "content": ""}, {"content": "日"}, {"content": "本"}, {}]
 
 
-def test_empty_answer() -> None:
-    *chunks, done = events(chat(DoubleEngine(answer=says("")), stream=True))
-    assert deltas(chunks) == [{"role": "assistant", "content": ""}, {}]
-    assert done == "[DONE]"
-
-
 def test_stream_says_what_the_whole_answer_says() -> None:
     body = {"seed": 11, "max_tokens": 40, "n": 3}
     whole = [choice["message"]["content"] for choice in chat(DoubleEngine(), **body).json()["choices"]]

@@ -136,13 +136,6 @@ def test_samples_are_concurrent_and_have_derived_seeds() -> None:
     assert len({request.request_id for request in engine.requests}) == 3
 
 
-def test_stop_strings_reach_the_answer() -> None:
-    response = chat(DoubleEngine(answer=says("one two three")), stop=["three", "two"])
-    choice = response.json()["choices"][0]
-    assert choice["message"]["content"] == "one "
-    assert choice["finish_reason"] == "stop"
-
-
 def test_too_long_prompt_says_by_how_much() -> None:
     engine = DoubleEngine(context_length=64)
     response = chat(engine, messages=[{"role": "user", "content": "x" * 100}])
