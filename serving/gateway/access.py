@@ -31,6 +31,8 @@ from serving.gateway.telemetry import exchange_of
 
 
 class Access(StrEnum):
+    """Who may reach a route."""
+
     OPEN = "open"
     """Everyone."""
     READ = "read"
@@ -108,8 +110,8 @@ class AccessControl:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        scope["path"] = _usual(scope["path"])
-        route = _chosen(self._routes, scope)
+        scope["path"] = _normalised(scope["path"])
+        route = _route_of(self._routes, scope)
         if route is None:
             raise HTTPException(404)
         request = Request(scope)
@@ -183,14 +185,14 @@ class AccessControl:
         return key
 
 
-def _usual(path: str) -> str:
-    """The path as the routes have it: without the server's address, and without slashes too many."""
+def _normalised(path: str) -> str:
+    """The path as the routes have it: without the server's address, and without repeated slashes."""
     if not path.startswith("/"):
         path = path.partition("://")[2].partition("/")[2]
     return "/" + "/".join(filter(None, path.split("/")))
 
 
-def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
     """The route that the router will choose: the first whose path and method match, or else whose path does."""
     of_another_method = None
     for route in routes:

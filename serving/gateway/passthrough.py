@@ -71,7 +71,7 @@ def passthrough_routes(
             response = EventStream(exchange, call.stream)
         else:
             response = await until_disconnect(request.receive, call.whole())
-        if body.needs_seed and (warning := _about_seed(body, heeds_seed=host.info.heeds_seed)):
+        if warning := _about_seed(body, heeds_seed=host.info.heeds_seed):
             response.headers[WARNING] = warning
         return response
 
@@ -79,7 +79,9 @@ def passthrough_routes(
 
 
 def _about_seed(body: ForwardedBody, *, heeds_seed: bool) -> str | None:
-    """What a client of SGLang must know that asks for the text of a seed."""
+    """What a client of SGLang must know that asks for the text of a seed; at temperature 0 nothing is drawn."""
+    if body.seed is None or body.temperature == 0:
+        return None
     if not heeds_seed:
         return "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
     if body.n > 1:
@@ -216,11 +218,6 @@ class ForwardedBody(Strict):
     """Parts the prefix cache within the tenant."""
     custom_params: CustomParams = Field(default_factory=dict)
     slipstream: GroupCapture = GroupCapture()
-
-    @property
-    def needs_seed(self) -> bool:
-        """Whether a seed is asked to decide the text; at temperature 0 nothing is drawn."""
-        return self.seed is not None and self.temperature != 0
 
     @property
     def num_samples(self) -> int:

@@ -33,7 +33,7 @@ OnChunk = Callable[[int, Chunk], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Gateway:
-    """What every endpoint of one gateway shares. Everything happens on the event loop."""
+    """What the endpoints in front of an engine of this process share. For the event loop."""
 
     engine: Engine
     settings: GatewaySettings

@@ -230,6 +230,8 @@ _LOGPROB_DIGITS = 6
 
 @dataclass(kw_only=True)
 class Rollout:
+    """One rollout: its groups, and what its samples have said so far, ready to be sent."""
+
     tenant: str
     rollout_id: str
     key: str
@@ -268,16 +270,10 @@ class Rollout:
         return "cancelled" if self.is_cancelled else "ended"
 
     def add(self, name: str, result: SampleResult) -> None:
-        number = result.sample_id.number
-        self.lines.append(msgspec.json.encode(self._document(name, result)))
-        self.ends[name, number] = result.state
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    def _document(self, name: str, result: SampleResult) -> dict[str, object]:
+        """A sample of the group `name` has ended."""
         number, work = result.sample_id.number, self.groups[name]
         logprobs = [round(logprob, _LOGPROB_DIGITS) for logprob in result.logprobs] if work.logprobs else None
-        return {
+        document = {
             "object": "rollout.sample",
             "number": len(self.lines),
             "group_id": name,
@@ -293,3 +289,7 @@ class Rollout:
             "num_leases": result.num_leases,
             "detail": result.detail or None,
         }
+        self.lines.append(msgspec.json.encode(document))
+        self.ends[name, number] = result.state
+        self.changed.set()
+        self.changed = asyncio.Event()

@@ -48,7 +48,7 @@ class FullEngine(DoubleEngine):
         return replace(super().health(), is_full=True)
 
 
-def gateway(engine: DoubleEngine, registry: CollectorRegistry | None = None, **settings: int) -> FastAPI:
+def gateway(engine: DoubleEngine, registry: CollectorRegistry | None = None, **settings: Any) -> FastAPI:
     return create_app(engine, settings=GatewaySettings(**settings), registry=registry or CollectorRegistry())
 
 
@@ -62,7 +62,7 @@ def ask(app: FastAPI, talk: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def post(engine: DoubleEngine, path: str, body: dict[str, Any], **settings: int) -> httpx.Response:
+def post(engine: DoubleEngine, path: str, body: dict[str, Any], **settings: Any) -> httpx.Response:
     return ask(gateway(engine, **settings), lambda client: client.post(path, json={"model": "double", **body}))
 
 
@@ -95,7 +95,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running(engine: DoubleEngine, *, grace_s: int = 5, **settings: int) -> AsyncIterator[GatewayServer]:
+async def running(engine: DoubleEngine, *, grace_s: int = 5, **settings: Any) -> AsyncIterator[GatewayServer]:
     """A gateway on a loopback port that the system chose."""
     async with serve(gateway(engine, **settings), port=0, grace_s=grace_s) as server:
         yield server
