@@ -7,7 +7,7 @@ from tests.fixtures.doubles import DoubleEngine, says, words_for
 from tests.serving.gateway.client import COMPLETIONS, complete, error_of, events, post
 
 
-def test_whole_answer() -> None:
+def test_whole_text() -> None:
     response = complete(DoubleEngine(answer=says("world")))
     body = response.json()
     assert body["id"] == f"cmpl-{response.headers['x-request-id']}"
@@ -66,7 +66,7 @@ def test_empty_prompts(prompt: object) -> None:
     assert engine.requests == []
 
 
-def test_stream() -> None:
+def test_streamed_text() -> None:
     response = complete(DoubleEngine(answer=says("hello world")), stream=True)
     *chunks, done = events(response)
     assert done == "[DONE]"
