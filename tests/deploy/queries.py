@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from slipstream.docs_pages import Described, describe
+from docs.tables import Described, describe
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
 _OURS = re.compile(r"\bslipstream[_:][a-z0-9_:]+")

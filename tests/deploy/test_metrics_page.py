@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from docs.tables import Described, describe, page
+from docs.tables import metrics as tables
 from serving.metrics import EngineMetrics
-from slipstream.docs_pages import Described, describe, page
-from slipstream.docs_pages import metrics as tables
 from trainer.metrics import TrainerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

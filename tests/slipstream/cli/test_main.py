@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream import docs_pages, terminal
+from docs import tables
+from slipstream import terminal
 from slipstream.cli.main import app, main
 from slipstream.models import BUNDLED_MODEL
-from slipstream.settings import commands, groups
+from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
 from speculator.errors import EngineDeadError
 
@@ -127,12 +128,12 @@ def test_a_model_of_the_hub_is_called_by_its_id(
 
 def test_the_page_of_settings_is_fresh() -> None:
     path = ROOT / "docs" / "configuration.md"
-    assert path.read_text() == docs_pages.page(path, docs_pages.configuration()), "run `make docs`"
+    assert path.read_text() == tables.page(path, tables.configuration()), "run `make docs`"
 
 
 def test_every_setting_and_option_is_explained() -> None:
-    for setting in (setting for settings in groups().values() for setting in settings):
-        assert setting.meaning, f"{setting.variable}: write a docstring below the field"
+    for variable, *_, meaning in (row for rows in tables.variable_rows().values() for row in rows):
+        assert meaning, f"{variable}: write a docstring below the field"
     for name, command in commands(app):
         for option in command.params:
             assert option.help, f"{name} {option.name}"
