@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slipstream.cli.main import main
 from slipstream.models import BUNDLED_MODEL
 from speculator.versions.store import DraftStore
+from tests.slipstream.conftest import Ended
 
 Refused = Callable[..., str]
 
@@ -122,11 +122,8 @@ def test_an_option_of_other_redis_clients(
 
 
 def test_doctor_names_the_option_of_another_redis_client(
-    toy_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., Ended], toy_model: Path, redis_url: str
 ) -> None:
-    url = f"{redis_url}&decode_responses=true"
-    monkeypatch.setattr(sys, "argv", ["slipstream", "doctor", "--model", str(toy_model), "--redis-url", url])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert "sets decode_responses," in capsys.readouterr().err
+    ended = command("doctor", "--model", toy_model, "--redis-url", f"{redis_url}&decode_responses=true")
+    assert ended.code == 1
+    assert "sets decode_responses," in ended.err

@@ -221,7 +221,8 @@ def test_a_step_and_a_publication(
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry())
+    registry = CollectorRegistry()
+    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), registry)
     trainer.read(block_ms=0)
     trainer.step()
     trainer.publish()
@@ -231,7 +232,7 @@ def test_a_step_and_a_publication(
     said = values(step)
     loss, tokens, traces = said.pop("loss"), said.pop("tokens"), said.pop("traces")
     assert loss > 0
-    assert tokens == trainer.metrics._registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
+    assert tokens == registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
     assert 1 <= traces <= 2
     assert said == {"applied": True, "step": 1}
     assert publish.parent is None
