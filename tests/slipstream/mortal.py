@@ -33,7 +33,6 @@ import serving.local.engine
 import slipstream.start.local
 import trainer.loop
 import trainer.process
-import trainer.release.gate
 import trainer.release.live_review
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
@@ -53,6 +52,7 @@ from speculator.versions.store import DraftStore
 from tests.fixtures.decoding import FixedPlanner
 from tests.fixtures.doubles import DoubleEngine
 from tests.trainer.examples import config_for, promote
+from trainer.loop import Trainer
 from trainer.process import run_trainer
 from trainer.session import Training
 
@@ -187,7 +187,7 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
         train_until(*args)
 
     trainer.process.train_until = told
-    trainer.release.gate.decide = promote
+    trainer.process.Trainer = functools.partial(Trainer, decide=promote)  # type: ignore[misc,assignment]
     trainer.loop.IDLE_BLOCK_MS = 20
     trainer.release.live_review.LOOK_INTERVAL_S = 0.02
     model_dir = Path(order.model_dir)

@@ -210,19 +210,12 @@ def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
 
 
 def test_a_step_and_a_publication(
-    seen: Seen,
-    monkeypatch: pytest.MonkeyPatch,
-    toy_model: Path,
-    tmp_path: Path,
-    redis_client: redis.Redis,
-    redis_url: str,
+    seen: Seen, toy_model: Path, tmp_path: Path, redis_client: redis.Redis, redis_url: str
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-    registry = CollectorRegistry()
-    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), registry)
+    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry(), decide=promote)
     trainer.read(block_ms=0)
     trainer.step()
     trainer.publish()
@@ -232,7 +225,7 @@ def test_a_step_and_a_publication(
     said = values(step)
     loss, tokens, traces = said.pop("loss"), said.pop("tokens"), said.pop("traces")
     assert loss > 0
-    assert tokens == registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
+    assert tokens == trainer.metrics.registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
     assert 1 <= traces <= 2
     assert said == {"applied": True, "step": 1}
     assert publish.parent is None

@@ -84,7 +84,7 @@ class Deployment:
             publish_min_tokens=1,
             **changes,
         )
-        return Trainer(config, CollectorRegistry())
+        return Trainer(config, CollectorRegistry(), decide=promote)
 
     def erase(self, tenant: str, *more: object) -> tuple[int, dict[str, Any]]:
         words = ["tenants", "erase", tenant, "--model", self.model, "--redis-url", self.server.url, "--store"]
@@ -144,9 +144,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     deployment: Deployment,
     running: Callable[[Trainer], None],
     traces: list[Trace],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
     for trace in traces:
         deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     # Cut off: the trainer sets it aside, and its header still says whose it is.
