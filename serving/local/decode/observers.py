@@ -9,7 +9,7 @@ from serving.engine import Proposed, Stratum, Verification, WatchedRound
 from serving.local.decode.rounds import RoundReport
 from serving.local.request import Generation
 from serving.metrics import EngineMetrics
-from serving.speedup import HeadArm, PlannedSpeedup, SpeedupMeter
+from serving.speedup import EstimatedSpeedup, HeadArm, SpeedupMeter
 from speculator.tracing import record
 
 
@@ -20,7 +20,7 @@ class RoundObserver:
         self, metrics: EngineMetrics, meter: SpeedupMeter, on_round: Callable[[WatchedRound], object] | None
     ) -> None:
         self._metrics, self._meter, self._on_round = metrics, meter, on_round
-        self.estimated_speedup = PlannedSpeedup()
+        self.estimated_speedup = EstimatedSpeedup()
 
     def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: HeadArm) -> None:
         plan, look, rows = report.proposals.plan, report.proposals.look, report.rows
