@@ -123,9 +123,8 @@ def _denial(do: Callable[[], object]) -> str:
 
 def _keys(keys: RedisKeys) -> tuple[str, ...]:
     """All that `_rights` may have written; a user who may not remove one of them may remove others."""
-    ledger = keys.ledger
     return (
-        *(ledger.traces, ledger.sizes, ledger.num_appended, ledger.accounts, ledger.open),
+        *(keys.traces, keys.sizes, keys.num_appended, keys.accounts, keys.open),
         *(keys.dead_letters, keys.desired_draft, keys.engines, keys.engine("doctor")),
     )
 

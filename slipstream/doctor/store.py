@@ -113,7 +113,7 @@ def _standing(client: Any, key: str) -> Finding:
     from speculator.redis.trace_stream import TraceStream
 
     name = "stream"
-    if not _num_appended(client, RedisKeys(model_key=key).ledger.num_appended):
+    if not _num_appended(client, RedisKeys(model_key=key).num_appended):
         return ok(name, f"no trace yet of {key}: serve with --capture")
     lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
     engines = DraftPointer(client, key).engines()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,7 +19,6 @@ from redis.sentinel import Sentinel
 
 from speculator.errors import ConfigError, StreamError
 from speculator.host import read_secret
-from speculator.redis.stream_accounting import LedgerKeys
 from speculator.redis.url import RedisUrl
 
 SOCKET_TIMEOUT_S = 5.0
@@ -65,7 +63,7 @@ def _client(url: RedisUrl) -> redis.Redis:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "protocol": 2,
-        "password": _password_of(url.username),
+        "password": _password_of(url.options.get("username")),
         # What the URL itself says goes first.
         **url.options,
     }
@@ -75,7 +73,7 @@ def _client(url: RedisUrl) -> redis.Redis:
         return _master(url, retry=never, **options)
     if url.path:
         return redis.Redis(unix_socket_path=url.path, retry=never, **options)
-    [(host, port)] = url.places
+    [(host, port)] = url.hosts
     return redis.Redis(host=host, port=port, ssl=url.has_tls, retry=never, **options)
 
 
@@ -83,7 +81,7 @@ def _master(url: RedisUrl, **options: Any) -> redis.Redis:
     """A client of the master that the Sentinels of `url` name; each new connection asks them."""
     of_sentinels = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     common = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
-    sentinel = Sentinel(url.places, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
+    sentinel = Sentinel(url.hosts, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
     client: redis.Redis = sentinel.master_for(url.service, ssl=url.has_tls, **options)
     return client
 
@@ -95,7 +93,7 @@ def _check_files(url: RedisUrl) -> None:
             raise ConfigError(f"{name} in the Redis URL names nothing that can be read: correct the path")
 
 
-def _password_of(user: str) -> str | None:
+def _password_of(user: str | None) -> str | None:
     """From the file; a URL without a user is of a server that asks for none, such as the demo's own."""
     file = os.environ.get(PASSWORD_FILE_VARIABLE)
     return read_secret(Path(file), PASSWORD_FILE_VARIABLE) if file and user else None
@@ -145,69 +143,43 @@ def _explain(error: Exception) -> str:
     return f"Redis refuses the command: {error}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RedisKeys:
     """The names of one model's keys; `model_key` is a slug that the caller derives from the target's name."""
 
-    model_key: str
-
-    def _key(self, name: str) -> str:
-        return f"slipstream:{{{self.model_key}}}:{name}"
-
-    @property
-    def ledger(self) -> LedgerKeys:
-        return LedgerKeys(
-            traces=self._key("traces"),
-            sizes=self._key("sizes"),
-            num_appended=self._key("num_appended"),
-            accounts=self._key("accounts"),
-            open=self._key("open"),
-            former_erased=self._key("erased"),
-        )
-
-    @property
-    def dead_letters(self) -> str:
-        return self._key("dead_letters")
-
-    @property
-    def desired_draft(self) -> str:
-        return self._key("desired_draft")
-
-    @property
-    def pinned_draft(self) -> str:
-        return self._key("pinned_draft")
-
-    @property
-    def erasures(self) -> str:
+    def __init__(self, *, model_key: str) -> None:
+        self.model_key = model_key
+        self._prefix = f"slipstream:{{{model_key}}}:"
+        self.traces = self._key("traces")
+        """Stream of traces."""
+        self.sizes = self._key("sizes")
+        """List: "payload bytes:index" of every trace, in the order of the stream."""
+        self.num_appended = self._key("num_appended")
+        """Traces ever appended: also the index of the next one."""
+        self.accounts = self._key("accounts")
+        """Hash: acked, lost, dead_lettered, erased, expired, redelivered, foreign (entries), bytes (payload of the
+        entries in the stream), surplus (entries in the stream beyond those in `sizes`), position and next_index (the id
+        that the group has delivered last, and the index of what it delivers next)."""
+        self.open = self._key("open")
+        """Sorted set: traces that are neither acked nor lost nor erased, as `open_member`, by index."""
+        self.dead_letters = self._key("dead_letters")
+        self.desired_draft = self._key("desired_draft")
+        self.pinned_draft = self._key("pinned_draft")
+        self.erasures = self._key("erasures")
         """Hash: time of the order in milliseconds by tenant."""
-        return self._key("erasures")
-
-    @property
-    def rewards(self) -> str:
-        return self._key("rewards")
-
-    @property
-    def trainers(self) -> str:
+        self.rewards = self._key("rewards")
+        self.trainers = self._key("trainers")
         """Hash: the last report of each trainer process by its name."""
-        return self._key("trainers")
-
-    @property
-    def engines(self) -> str:
+        self.engines = self._key("engines")
         """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
-        return self._key("engines")
+        self.canary = self._key("canary")
+        """String: the engine that may try a version before it is confirmed; expires where it is not renewed."""
+        self.canary_awaited = self._key("canary_awaited")
+        """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
+        self.group_texts = self._key("group_texts")
+        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
 
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")
-
-    @property
-    def canary(self) -> str:
-        """String: the engine that may try a version before it is confirmed; expires where it is not renewed."""
-        return self._key("canary")
-
-    @property
-    def canary_awaited(self) -> str:
-        """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
-        return self._key("canary_awaited")
 
     def canary_trials(self, version: int) -> str:
         """Sorted set: processes that began to try a version and have not ended in order, by time in milliseconds."""
@@ -219,11 +191,9 @@ class RedisKeys:
     def target_version(self, process: str) -> str:
         return self._key(f"target_version:{process}")
 
-    @property
-    def group_texts(self) -> str:
-        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
-        return self._key("group_texts")
-
     def group_text(self, group: str) -> str:
         """String: serving/group_cache/texts.py; `group` is a member of `group_texts`."""
         return self._key(f"group_text:{group}")
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name

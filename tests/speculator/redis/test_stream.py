@@ -24,7 +24,7 @@ from speculator.redis.trace_stream import TraceStream
 MODEL = "smollm2"
 CAP = 1 << 20
 KEYS = RedisKeys(model_key=MODEL)
-TRACES = KEYS.ledger.traces
+TRACES = KEYS.traces
 # Above the 4 KiB of a stream node, as real traces are, so that each entry can be trimmed alone.
 ENTRY = b"x" * 5000
 

@@ -17,7 +17,7 @@ from speculator.trace import TraceHeader
 from tests.fixtures.traces import make_header
 
 CAP = 40_000
-TRACES = RedisKeys(model_key="machine").ledger.traces
+TRACES = RedisKeys(model_key="machine").traces
 CONSUMERS = st.sampled_from(["one", "two"])
 GROUP = "trainer"
 

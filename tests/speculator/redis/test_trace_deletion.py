@@ -122,7 +122,7 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
         assert on_disk() == [True, True, True]
         assert remover.compact()
         assert on_disk() == [False, True, False]
-        dumped = client.dump(RedisKeys(model_key="toy").ledger.traces) or b""
+        dumped = client.dump(RedisKeys(model_key="toy").traces) or b""
         assert [trace.token_ids.tobytes() in dumped for trace in traces] == [False, True, False]  # type: ignore[operator]
 
 
@@ -138,7 +138,7 @@ def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis
     fill(stream, ["anna"])
     payload = encode_trace(trace_of(9, "anna"))
     for index in (b"9" * 5000, b"9" * 30):
-        redis_client.xadd(RedisKeys(model_key="toy").ledger.traces, {"payload": payload, "index": index})
+        redis_client.xadd(RedisKeys(model_key="toy").traces, {"payload": payload, "index": index})
     assert remover.remove(is_annas) == Removed(stream=3)
     assert stream.lag().length == 0
 
