@@ -280,5 +280,6 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     except OSError as error:
         raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return found
