@@ -27,8 +27,7 @@ from typing import Any
 from benchmarks.common.engines import engine_with
 from benchmarks.common.workloads import Work
 from benchmarks.equal_cost import Round
-from serving.engine import CapturePolicy, GenerateRequest
-from serving.hotswap.breaker import WatchedRound
+from serving.engine import CapturePolicy, GenerateRequest, WatchedRound
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from speculator.draft.eagle3 import Eagle3Draft

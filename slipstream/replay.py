@@ -54,7 +54,6 @@ class ReplayOptions:
     loss: str | None = None
     num_steps: int | None = None
     seed: int = 0
-    min_confidence: float = 0.0
     num_points: int = 8
     """Points of the curve, the one before the first step not counted."""
     draft_vocab_size: int | None = None
@@ -120,7 +119,6 @@ def replay(
         "loss": str(LossMix.parse(config.loss)),
         "seed": options.seed,
         "depth": max(options.depths),
-        "min_confidence": options.min_confidence,
         "steps": num_steps,
         "skipped_steps": num_skipped,
         "learnt_traces": len(split.learnt),
@@ -266,7 +264,6 @@ def _point(
                 draft,
                 [example for example in split.held_out if example.domain == domain],
                 depths=options.depths,
-                min_confidence=options.min_confidence,
             )
             for domain in dict.fromkeys(example.domain for example in split.held_out)
         }

@@ -17,9 +17,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
+from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.hotswap.breaker import WatchedRound
 from serving.local.capture import Capture, TraceAssembler
 from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.decode.observers import RoundTeller

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.engine import Chunk, FinishReason, GenerateRequest, Source
-from serving.hotswap.breaker import Stratum, stratum_of
+from serving.engine import Chunk, FinishReason, GenerateRequest, Source, Stratum, stratum_of
 from serving.local.text import AnswerText
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws

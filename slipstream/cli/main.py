@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 from rich.markup import escape
 
-from slipstream.cli import demo, doctor, drafts, keys, replay, rollout, serve, services, tenants, traces, train
+from slipstream.cli import demo, doctor, drafts, keys, replay, rollout, services, tenants, traces
 from slipstream.cli.options import AsJson
 from slipstream.terminal import console, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
@@ -24,10 +24,10 @@ app = typer.Typer(
     help="Keeps the draft model of a speculative-decoding server in step with live traffic.",
 )
 app.command()(demo.demo)
-app.command()(serve.serve)
+app.command()(services.serve)
 app.command()(services.sglang)
 app.command()(services.gateway)
-app.command()(train.train)
+app.command()(services.train)
 app.command()(replay.replay)
 app.command()(rollout.rollout)
 app.command()(doctor.doctor)

@@ -202,14 +202,17 @@ class Lifecycle:
             return [*self.events.tail(count), *untold][-count:] if count else []
 
     def forget(self, version: int) -> bool:
-        """Drop what is known of a version whose files are to be removed; False for one that is live or the last good.
+        """Drop what is known of a version whose files are to be removed; False for the last good one, and for one that
+        went live after it. A version that went live before got no verdict, and nobody waits for one.
 
         Raises StoreError.
         """
         with self._locked():
             histories = self._histories()
-            state = histories[version][-1].state if version in histories else None
-            if state is State.LIVE or version == _last_good(histories):
+            good = _last_good(histories)
+            promoted_at = 0 if good is None else histories[good][-1].sequence
+            came = [one.sequence for one in histories.get(version, [])[-1:] if one.state is State.LIVE]
+            if version == good or max(came, default=0) > promoted_at:
                 return False
             # A full disk must not keep what fills it.
             with contextlib.suppress(StoreError):

@@ -10,10 +10,11 @@ import torch
 from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
 
-from serving.sglang.depth import one_token
-from serving.sglang.plugin import entry, hooks
+from serving.sglang.plugin import hooks
+from serving.sglang.settings import PluginSettings
 from tests.sglang.ops import sgl_kernel as ops
 
 NUM_SLOTS, QUERY_HEADS, HEADS, HEAD_DIM = 64, 4, 2, 8
@@ -105,24 +106,23 @@ def _attend(backend: Any, num_tokens: int, *, hooked: bool) -> list[Tensor]:
     backend.num_draft_tokens = num_tokens
     backend.init_forward_metadata(batch)
     if hooked:
-        one_token.after_plan(None, backend, batch)
-        out = one_token.around_extend(IntelAMXAttnBackend.forward_extend, backend, q, k, v, LAYER, batch)
+        hooks.after_plan(None, backend, batch)
+        out = hooks.around_extend(IntelAMXAttnBackend.forward_extend, backend, q, k, v, LAYER, batch)
     else:
         out = backend.forward_extend(q, k, v, LAYER, batch)
     pool = backend.token_to_kv_pool
     return [out, pool.keys.clone(), pool.values.clone()]
 
 
-def test_the_plugin_hooks_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_hooks_both() -> None:
     hooked = {}
 
-    def register(_registry: Any, _type: Any, target: hooks.Target, hook: Any, kind: str) -> None:
-        hooked[target] = kind, hook
+    def register(path: str, hook: Any, kind: HookType) -> None:
+        hooked[path] = kind, hook
 
-    monkeypatch.setattr(hooks, "register", register)
-    entry._hook(SimpleNamespace())  # type: ignore[arg-type]
-    assert hooked[hooks.CPU_PLAN] == ("after", one_token.after_plan)
-    assert hooked[hooks.CPU_EXTEND] == ("around", one_token.around_extend)
+    hooks.add_hooks(PluginSettings(), SimpleNamespace(register=register), HookType)
+    assert hooked[hooks.CPU_PLAN.path] == (HookType.AFTER, hooks.after_plan)
+    assert hooked[hooks.CPU_EXTEND.path] == (HookType.AROUND, hooks.around_extend)
 
 
 def test_one_token_attends_as_plain_decoding_does_and_several_as_before() -> None:
@@ -139,14 +139,14 @@ def test_one_token_attends_as_plain_decoding_does_and_several_as_before() -> Non
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND_V2])
 def test_other_passes_read_what_they_did(mode: ForwardMode) -> None:
     backend = _backend([])
-    one_token.after_plan(None, backend, _verification(backend, 1))
+    hooks.after_plan(None, backend, _verification(backend, 1))
     assert backend.draft_decode_metadata is not None
-    one_token.after_plan(None, backend, SimpleNamespace(forward_mode=mode, spec_info=None))
+    hooks.after_plan(None, backend, SimpleNamespace(forward_mode=mode, spec_info=None))
     assert backend.draft_decode_metadata is None
 
 
 def test_latent_attention_is_left_alone() -> None:
     backend = _backend([])
     backend.use_mla = True
-    one_token.after_plan(None, backend, _verification(backend, 1))
+    hooks.after_plan(None, backend, _verification(backend, 1))
     assert backend.draft_decode_metadata is None

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from serving.request_metadata import OTHER_TARGET, TARGET_KEY, Marks
-from serving.sglang.outside.router import check_routers
+from serving.sglang.outside.pool import check_routers
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect

@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.answers import SHORTEST, Traffic, read_answers
 from benchmarks.replayed import Answer, Costs, ReplayEngine, decode_again
-from serving.engine import GenerateRequest
-from serving.hotswap.breaker import WatchedRound
+from serving.engine import GenerateRequest, WatchedRound
 from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
@@ -61,14 +60,11 @@ class Replay:
         )
 
 
-@pytest.mark.parametrize("min_confidence", [0.0, 0.15])
-def test_an_answer_decoded_again_has_the_rounds_of_its_trace(
-    toy_model: Path, learner: Learner, min_confidence: float
-) -> None:
+def test_an_answer_decoded_again_has_the_rounds_of_its_trace(toy_model: Path, learner: Learner) -> None:
     served = random_draft(toy_model, seed=1, draft_vocab_size=40)
     served.load_state_dict(learner.draft.state_dict())
     prompts = torch.randint(6, 47, (6, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    with fixed_engine(toy_model, draft=served, depth=4, min_confidence=min_confidence) as harness:
+    with fixed_engine(toy_model, draft=served, depth=4) as harness:
         for index, prompt in enumerate(prompts):
             request = GenerateRequest(
                 request_id=str(index),
@@ -80,9 +76,7 @@ def test_an_answer_decoded_again_has_the_rounds_of_its_trace(
             harness.ask(request)
     same = []
     for trace in harness.traces:
-        chains = decode_again(
-            learner.draft, example_of(trace, learner.draft), min_confidence=min_confidence, autocast=False
-        )
+        chains = decode_again(learner.draft, example_of(trace, learner.draft), autocast=False)
         rounds = trace.rounds
         for row, position in enumerate(rounds.position - trace.header.num_prompt_tokens):
             if position + 5 > len(chains.accepted):
@@ -101,7 +95,7 @@ def test_a_replay_serves_as_offline_acceptance_predicts(toy_model: Path, learner
     while len(replay.traces) < 6:
         replay.engine.run_until(replay.engine.clock_s + 0.01)
     with autocast(learner.draft.embed.device, is_wanted=True):
-        found = predict_acceptance(learner.draft, [answers[0].example], depths=[4], min_confidence=0.15)[4]
+        found = predict_acceptance(learner.draft, [answers[0].example], depths=[4])[4]
     accepted = replay.engine.table.chains(replay.engine.served, answers[0]).accepted
     at = num_rounds = 0
     while at < answers[0].length:

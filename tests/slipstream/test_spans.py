@@ -34,9 +34,9 @@ from tests.serving.gateway.passage import host, talk
 from tests.serving.hotswap.test_hotswap import FakePointer
 from tests.serving.local.harness import fixed_engine
 from tests.serving.sglang.capture.test_capture import Request, end, make_capture, prefill, settle, verify
-from tests.serving.sglang.depth.test_depth import make_control, step
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
-from tests.serving.sglang.swap.test_swap import FusedDraft, make_draft, model
+from tests.serving.sglang.test_depth import make_control, step
+from tests.serving.sglang.test_swap import FusedDraft, make_draft, model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer
@@ -210,18 +210,12 @@ def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
 
 
 def test_a_step_and_a_publication(
-    seen: Seen,
-    monkeypatch: pytest.MonkeyPatch,
-    toy_model: Path,
-    tmp_path: Path,
-    redis_client: redis.Redis,
-    redis_url: str,
+    seen: Seen, toy_model: Path, tmp_path: Path, redis_client: redis.Redis, redis_url: str
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry())
+    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry(), decide=promote)
     trainer.read(block_ms=0)
     trainer.step()
     trainer.publish()
@@ -231,7 +225,7 @@ def test_a_step_and_a_publication(
     said = values(step)
     loss, tokens, traces = said.pop("loss"), said.pop("tokens"), said.pop("traces")
     assert loss > 0
-    assert tokens == trainer.metrics._registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
+    assert tokens == trainer.metrics.registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
     assert 1 <= traces <= 2
     assert said == {"applied": True, "step": 1}
     assert publish.parent is None

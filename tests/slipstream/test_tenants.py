@@ -84,7 +84,7 @@ class Deployment:
             publish_min_tokens=1,
             **changes,
         )
-        return Trainer(config, CollectorRegistry())
+        return Trainer(config, CollectorRegistry(), decide=promote)
 
     def erase(self, tenant: str, *more: object) -> tuple[int, dict[str, Any]]:
         words = ["tenants", "erase", tenant, "--model", self.model, "--redis-url", self.server.url, "--store"]
@@ -144,9 +144,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     deployment: Deployment,
     running: Callable[[Trainer], None],
     traces: list[Trace],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
     for trace in traces:
         deployment.stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
     # Cut off: the trainer sets it aside, and its header still says whose it is.
@@ -276,7 +274,7 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
     trainer = deployment.trainer()
     for _ in range(2):  # first what was pending
         trainer.read(block_ms=0)
-    kept = {*trainer._replay.members, *trainer._replay.waiting_trace_ids}
+    kept = {*trainer.replay.members, *trainer.replay.waiting_trace_ids}
     assert kept == {*(trace.header.trace_id for trace in of(traces[:8], BO)), "after the order"}
     assert len(list(shelf.glob("*.trace"))) == 5
     trainer.close()

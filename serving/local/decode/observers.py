@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound
+from serving.engine import Proposed, Stratum, Verification, WatchedRound
 from serving.local.decode.rounds import RoundReport
 from serving.local.request import Generation
 from serving.metrics import EngineMetrics

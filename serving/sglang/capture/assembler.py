@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.sglang.capture.host_copy import HostCopy
-from serving.sglang.capture.request_span import InconsistentSpanError, Round, Rows, Span, Ticket
+from serving.sglang.capture.device_reads import HostCopy
+from serving.sglang.capture.request import InconsistentSpanError, Round, Rows, Span, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.settings import PluginSettings
 from speculator.errors import type_and_place

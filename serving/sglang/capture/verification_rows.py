@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.sglang.capture.request_span import Round, Rows
+from serving.sglang.capture.request import Round, Rows
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import httpx
 import structlog
 
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
-from serving.sglang.report.read import EngineReport
+from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, type_and_place
 from speculator.redis.control_plane import ENGINE_TTL_S
 

@@ -1,7 +1,8 @@
 """Starts SGLang beside us with the plugin configured, waits until it serves, and ends it with everything it started.
 
-SGLang's processes share one process group of their own, so that Ctrl-C reaches us first. When we are killed, the
-kernel ends SGLang's main process and SGLang its workers.
+SGLang pins its own torch, so it usually has an environment of its own: `find_interpreter` and `check_interpreter` say
+whether the plugin is installed there. SGLang's processes share one process group of their own, so that Ctrl-C reaches
+us first. When we are killed, the kernel ends SGLang's main process and SGLang its workers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -32,13 +34,11 @@ from speculator.host import free_port
 
 REFUSAL = "slipstream: "
 """How the plugin's one line begins when it does not let SGLang start."""
-
 _RESERVED = (
     *("--model-path", "--model", "--served-model-name", "--host", "--port", "--api-key"),
     *("--speculative-draft-model-path", "--speculative-draft-model"),
 )
 """Flags that the gateway and the plugin rely on."""
-
 # The only backends whose CPU kernels know a draft's tree; without AMX, SGLang replaces the plain choice by another.
 # Asleep when idle, it leaves the cores to a trainer beside it.
 _ON_CPU = (
@@ -46,7 +46,6 @@ _ON_CPU = (
     *("--decode-attention-backend", "intel_amx", "--speculative-draft-attention-backend", "intel_amx"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--max-total-tokens", "20000"),
 )
-
 _POLL_S = 0.2
 _TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
@@ -54,23 +53,18 @@ _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangOptions:
-    """One SGLang server, and what the plugin in it is told."""
+class SglangStart:
+    """What an operator says of an SGLang server and of the plugin in it."""
 
-    python: Path
-    """Interpreter of the environment that has SGLang and Slipstream."""
+    python: Path | None
+    """Interpreter of the environment that has SGLang and Slipstream; None looks for one."""
     model_dir: Path
     model_name: str
-    draft_dir: Path
-    """The version in the store that is loaded first."""
     depth: int
     dtype: str
     device: str
     redis_url: str
     store: Path
-    engine_id: str
-    model_key: str
-    target_fingerprint: str
     capture: bool
     control_share: float
     context_window: int
@@ -87,6 +81,17 @@ class SglangOptions:
         for argument in self.extra:
             if (flag := argument.partition("=")[0]) in _RESERVED:
                 raise ConfigError(f"{flag} is set by slipstream: leave it out after --")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions(SglangStart):
+    """One SGLang server that can be started: its interpreter is known, and which draft it loads first."""
+
+    draft_dir: Path
+    """The version in the store that is loaded first."""
+    engine_id: str
+    model_key: str
+    target_fingerprint: str
 
 
 def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: str = "127.0.0.1") -> list[str]:
@@ -256,3 +261,48 @@ def _end_with(parent_pid: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+_PROJECT = Path(__file__).resolve().parents[3]
+_PROBE_TIMEOUT_S = 60.0
+_PROBE = """
+import importlib.metadata as metadata, importlib.util, json
+plugins = metadata.entry_points(group="sglang.srt.plugins")
+print(json.dumps({
+    "has_sglang": importlib.util.find_spec("sglang") is not None,
+    "plugins": [plugin.name for plugin in plugins if plugin.value.startswith("serving.sglang")],
+}))
+"""
+
+
+def find_interpreter(given: Path | None = None) -> Path:
+    """The interpreter to run SGLang with; raises ConfigError naming the fix where there is none."""
+    if given is not None:
+        return given
+    if find_spec("sglang") is not None:
+        return Path(sys.executable)
+    beside = _PROJECT / ".venv-sglang" / "bin" / "python"
+    if os.access(beside, os.X_OK):
+        return beside
+    raise ConfigError(
+        "SGLang is not installed here: pip install 'slipstream-spec[sglang]', or pass --sglang-python the interpreter "
+        "of an environment that has it"
+    )
+
+
+def check_interpreter(python: Path) -> None:
+    """Raise ConfigError unless SGLang would load the plugin: without it, it would serve and learn nothing."""
+    try:
+        done = subprocess.run(
+            [str(python), "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True
+        )
+        found = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{python} is not a Python that runs: check --sglang-python") from error
+    if not found["has_sglang"]:
+        raise ConfigError(f"{python} has no SGLang: install sglang there, or pass another --sglang-python")
+    if not found["plugins"]:
+        raise ConfigError(f"{python} has SGLang without the plugin: install slipstream-spec there too")
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if allowed and not allowed & set(found["plugins"]):
+        raise ConfigError(f"SGLANG_PLUGINS leaves the plugin out: add {found['plugins'][0]} to it, or unset it")

@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Hook this SGLang process; the entry point of the group `sglang.srt.plugins`."""
-    from serving.sglang.plugin import entry
+    from serving.sglang.plugin import hooks
 
-    entry.register()
+    hooks.register()

@@ -1,22 +1,34 @@
-"""Every name of SGLang that the plugin hooks, and the proof that each is still what the hook expects.
+"""The plugin's hooks into SGLang: which functions, what each hook does, and the check that they still fit.
 
-SGLang applies hooks with a log line where one fails; `check_targets` runs before and raises instead.
+SGLang calls `register` early in each of its processes. Without SLIPSTREAM_ENABLED=1 nothing happens. With it, either
+all hooks are in place or the server does not start. SGLang only logs a hook that it cannot apply, so `check_targets`
+runs before and raises.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from serving.request_metadata import HEADER, OTHER_TARGET
+from serving.sglang.capture.request import is_for_another_target, mark
+from serving.sglang.plugin.checks import (
+    check_draft_options,
+    check_server,
+    refuse,
+    refusing,
+    resolve,
+    resolved,
+    sglang_version,
+)
+from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 from speculator.errors import ConfigError
 
 _WORKER = "sglang.srt.speculative.eagle_worker_v2"
 _EAGLE = f"{_WORKER}.EAGLEWorkerV2"
 _DRAFT = f"{_WORKER}.EagleDraftWorker"
-
 Kind = Literal["before", "after", "around"]
 
 
@@ -58,12 +70,10 @@ CPU_PLAN = Target(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
 CPU_EXTEND = Target(f"{_AMX}.forward_extend", _ATTEND)
 CPU_DECODE = Target(f"{_AMX}.forward_decode", _ATTEND)
 """Called, not hooked."""
-
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CONVERTED = ("self", "request", "raw_request")
 CHAT = Target(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
 COMPLETION = Target(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED)
-
 TARGETS = (
     CHECK_ARGS,
     SPECULATIVE_ARGS,
@@ -112,5 +122,182 @@ def check_not_hooked(registry: Any) -> None:
             raise ConfigError(f"another SGLang plugin hooks {target.path}: run one of them, see SGLANG_PLUGINS")
 
 
-def register(registry: Any, hook_type: Any, target: Target, hook: Callable[..., Any], kind: Kind) -> None:
-    registry.register(target.path, hook, hook_type[kind.upper()])
+_runtimes: dict[int, Any] = {}
+"""The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
+_registered = False
+_target = ""
+"""The fingerprint of the target; empty in a process that has not seen the server's arguments."""
+
+
+def register() -> None:
+    """Hook this SGLang process; ends it, with one line, where that is not possible."""
+    global _registered
+    if not refusing(is_enabled):
+        return
+    if _registered:
+        refuse("the plugin is registered twice in one process: install slipstream-spec once")
+    _registered = True
+    settings = refusing(load_settings)
+    refusing(_check_and_hook, settings)
+
+
+def _check_and_hook(settings: PluginSettings) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    check_targets(sglang_version())
+    check_not_hooked(HookRegistry)
+    add_hooks(settings, HookRegistry, HookType)
+
+
+def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
+    """Register every hook in SGLang's registry."""
+
+    def add(target: Target, hook: Any, kind: Kind) -> None:
+        registry.register(target.path, hook, hook_type[kind.upper()])
+
+    add(CHECK_ARGS, lambda _, args: _check(args, settings), "after")
+    add(SPECULATIVE_ARGS, _around_speculative_args, "around")
+    add(ATTACH, lambda worker: _attach(worker, settings), "before")
+    add(STEP, _around_step, "around")
+    add(SAMPLE, _before_sample, "before")
+    add(VERIFY, _around_verify, "around")
+    add(VERIFIED, _around_verified, "around")
+    add(DRAFT, _around_draft, "around")
+    add(EXTEND_PREFILL, _around_extend_prefill, "around")
+    add(EXTEND_DECODE, _around_extend_decode, "around")
+    add(TREE, _after_tree, "after")
+    add(EXTEND_GRAPH, _after_extend_graph, "after")
+    add(RELEASE, _before_release, "before")
+    add(STEPS, _around_steps, "around")
+    add(CPU_PLAN, after_plan, "after")
+    add(CPU_EXTEND, around_extend, "around")
+    for endpoint in (CHAT, COMPLETION):
+        add(endpoint, _before_conversion, "before")
+
+
+def _check(args: Any, settings: PluginSettings) -> None:
+    global _target
+    decided = refusing(resolved, args)
+    _target = refusing(check_server, decided, settings)
+    refusing(check_draft_options, decided, settings)
+
+
+def _around_speculative_args(run: Any, args: Any) -> None:
+    """A server that drafts takes as many requests at a time as one that does not; SGLang's own default is 48."""
+    limit = refusing(lambda: resolved(args).max_running_requests)
+    run(args)
+    refusing(resolve, args, {"max_running_requests": limit})
+
+
+def _attach(worker: Any, settings: PluginSettings) -> None:
+    from serving.sglang.plugin.runtime import EngineRuntime
+
+    runtime = refusing(EngineRuntime, worker, settings)
+    _runtimes[id(worker)] = runtime
+    draft = worker.draft_worker
+    _runtimes[id(draft)] = runtime
+    runner, forward = draft.draft_runner, draft.draft_runner.forward
+
+    def forward_and_look(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        runtime.saw_forward(lambda: output.logits_output)
+        return output
+
+    runner.forward = forward_and_look
+
+
+def _the_runtime() -> Any:
+    return next(iter(_runtimes.values()), None)
+
+
+def _around_step(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(worker)].step(lambda: run(worker, batch, *args, **kwargs), batch)
+
+
+def _before_sample(runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.sampling(runner, logits_output)
+
+
+def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(worker)].verify(lambda: run(worker, batch, *args, **kwargs), batch)
+
+
+def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **kwargs: Any) -> Any:
+    _runtimes[id(worker)].verified(lambda: run(worker, accepted, *args, **kwargs), accepted)
+
+
+def _around_draft(run: Any, draft: Any, forward_batch: Any) -> Any:
+    return _runtimes[id(draft)].probe.around_draft(lambda: run(draft, forward_batch))
+
+
+def _around_extend_prefill(
+    run: Any, draft: Any, batch: Any, hidden: Any, next_tokens: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return _runtimes[id(draft)].read_prompt(
+        lambda: run(draft, batch, hidden, next_tokens, *args, **kwargs), batch, next_tokens
+    )
+
+
+def _around_extend_decode(run: Any, draft: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(draft)].catch_up(lambda: run(draft, batch, result, *args, **kwargs), batch, result)
+
+
+def _after_extend_graph(result: Any, *args: Any, **kwargs: Any) -> None:
+    _the_runtime().saw_forward(lambda: result)
+
+
+def _after_tree(result: Any, score_list: Any, *args: Any, **kwargs: Any) -> None:
+    _the_runtime().saw_tree(score_list, result)
+
+
+def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.released(request)
+
+
+def _around_steps(run: Any, params: Any, batch_size: int) -> int:
+    depth: int = _the_runtime().steps_for(lambda: run(params, batch_size), batch_size)
+    return depth
+
+
+def _before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
+    """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
+    if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
+        mark(request, header)
+    # A router may have lost the header; the body has the same.
+    if is_for_another_target(getattr(request, "custom_params", None), _target):
+        from fastapi import HTTPException
+
+        raise HTTPException(503, OTHER_TARGET)
+
+
+# On a CPU a step without proposals attends as plain decoding does. SGLang verifies one token there as it reads prompts:
+# it stores keys and values first, in calls of their own. Its operator of plain decoding does both at once, and rounds
+# as a server without a draft does. On a GPU such a step has a graph of its own, and nothing is changed.
+
+
+def after_plan(_: Any, backend: Any, forward_batch: Any) -> None:
+    """Before the layers of a pass: what its attention reads, where it verifies one token of each request."""
+    if _is_one_token(forward_batch) and not backend.use_mla:
+        # What the operator reads in the batch's place; a verification counts its own token in no length.
+        backend.draft_decode_metadata = (
+            backend.req_to_token_pool.req_to_token,
+            forward_batch.seq_lens + 1,
+            forward_batch.req_pool_indices,
+        )
+    elif backend.draft_decode_metadata is not None:
+        backend.draft_decode_metadata = None
+
+
+def around_extend(
+    run: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if backend.draft_decode_metadata is None:
+        return run(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    return backend.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+
+
+def _is_one_token(forward_batch: Any) -> bool:
+    verifies: bool = forward_batch.forward_mode.is_target_verify()
+    return verifies and forward_batch.spec_info.draft_token_num == 1

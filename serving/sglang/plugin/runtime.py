@@ -1,5 +1,7 @@
-"""Everything of Slipstream inside one SGLang scheduler process: built before SGLang captures its graphs, then called at
-each step, each verification and each end of a request.
+"""Everything of Slipstream inside one SGLang scheduler process, called by the hooks.
+
+It is built before SGLang captures its graphs, then called at each step, each verification and each end of a request.
+What fails in a part of it turns that part off (`Fence`); it never ends a step of SGLang.
 
 What may wait is elsewhere: the draft follower stages versions on its own thread, the assembler builds traces on its
 own, the recorder writes to Redis on its own. Here nothing blocks.
@@ -14,36 +16,32 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from serving.capture.privacy import ErasureWatch
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
-from serving.sglang.capture.draft_logprobs import DraftProbe
-from serving.sglang.capture.pipeline import TracePipeline
-from serving.sglang.depth.depth import DepthControl, QuietSwitches
-from serving.sglang.depth.sleep import Dormancy
-from serving.sglang.depth.step_clock import StepClock
-from serving.sglang.failure_fence import Fence, of_fences
+from serving.sglang.capture.capture import TracePipeline
+from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.depth import DepthControl, QuietSwitches, StepClock
+from serving.sglang.draft_sleep import Dormancy
 from serving.sglang.plugin.checks import resolved, version_of
+from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.rank_agreement import Agreement
-from serving.sglang.report.write import Fields, of_depth, of_speedup, of_swaps
+from serving.sglang.report import Fields, of_speedup, of_swaps
 from serving.sglang.settings import PluginSettings, default_engine_id
-from serving.sglang.swap.pointer import LazyPointer, RankPointer
-from serving.sglang.swap.swap import SglangDraft
-from serving.sglang.swap.target import RankTarget
-from serving.sglang.worker import depths_of, device_of, tensor_parallel_group
+from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
+from speculator.errors import ConfigError, type_and_place
 from speculator.proposals.depth import DepthPolicy, RoundCosts
 from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 
 log = logging.getLogger(__name__)
-
 _STEP_LASTS_S = 2.0
 """After so long without another step nothing runs, or a long prompt is being read."""
 
@@ -309,7 +307,7 @@ class EngineRuntime:
             **self._erasures.look(),
             **of_fences((self._capturing, self._choosing, self._meeting)),
             **of_swaps(self._follower.log),
-            **of_depth(self.depth),
+            **self.depth.report(),
             **of_speedup(self.meter.measure()),
             **({} if self._traces is None else self._traces.status()),
         }
@@ -335,3 +333,69 @@ def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:
         topk=worker.topk,
         device=device_of(worker),
     )
+
+
+def depths_of(worker: Any) -> list[int]:
+    """Between which it can choose. Raises ConfigError where it could never go without the draft."""
+    controller = worker.adaptive_controller
+    depths = controller.candidate_steps if controller is not None else [worker.speculative_num_steps]
+    if controller is not None and 0 not in depths:
+        raise ConfigError("--speculative-adaptive-config has no candidate 0: add it, the baseline needs it")
+    return list(depths)
+
+
+def device_of(worker: Any) -> torch.device:
+    device: torch.device = next(worker.target_worker.model_runner.model.parameters()).device
+    return device
+
+
+def tensor_parallel_group() -> Any:
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Fence:
+    """Around the calls of one part, on the scheduler's thread. SGLang's own functions are called outside of it."""
+
+    def __init__(self, part: str, *, off: Callable[[], object] = lambda: None, holds: bool = True) -> None:
+        """`off` is called once, after the first failure: it frees what the part holds.
+
+        `holds` is False where other ranks would go on without this one: a failure then ends the server, since ranks
+        that part wait for each other for ever.
+        """
+        self.part, self._off, self._holds = part, off, holds
+        self.reason = ""
+        """The type of the error that turned the part off; empty while it is on."""
+
+    @property
+    def is_off(self) -> bool:
+        return bool(self.reason)
+
+    def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The result of `work`; None where the part is off, or is turned off now."""
+        if self.is_off:
+            return None
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:
+            self.reason = type(error).__name__
+            if not self._holds:
+                log.critical("slipstream: %s failed, and other ranks go on: %s", self.part, type_and_place(error))
+                raise
+            log.error("slipstream: %s is off from now on, serving goes on: %s", self.part, type_and_place(error))
+        # Behind the handler: by now the tensors of the failed call are free.
+        try:
+            self._off()
+        except Exception as error:
+            log.error("slipstream: %s did not end in order: %s", self.part, type_and_place(error))
+        return None
+
+
+def of_fences(fences: tuple[Fence, ...]) -> dict[str, str]:
+    """The field of the engine's report: parts that are off, by the error that turned them off."""
+    return {"failures": ",".join(f"{fence.part}:{fence.reason}=1" for fence in fences if fence.is_off)}

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from serving.engine import Chunk, GenerateRequest
+from serving.engine import Chunk, GenerateRequest, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.hotswap.breaker import WatchedRound
 from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target

@@ -19,8 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving.engine import CapturePolicy, Chunk
-from serving.hotswap.breaker import Verification
+from serving.engine import CapturePolicy, Chunk, Verification
 from serving.local.decode.rounds import Piece
 from serving.local.request import Generation, TopK
 from serving.local.target.layers import can_pack, pack, pack_linears

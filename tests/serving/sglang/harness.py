@@ -11,7 +11,7 @@ import torch
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, Capture
-from serving.sglang.capture.draft_logprobs import DraftProbe
+from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.settings import PluginSettings
 from speculator.trace import Trace
 

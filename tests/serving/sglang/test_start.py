@@ -15,8 +15,8 @@ import redis
 
 from serving.sglang.plugin import hooks
 from serving.sglang.plugin.checks import check_draft_options, check_server
+from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
-from serving.sglang.swap.pointer import LazyPointer
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
 from speculator.redis.client import connect
@@ -196,7 +196,7 @@ def test_it_is_off_unless_it_is_turned_on() -> None:
 
 
 def _register(**environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from serving.sglang.plugin.entry import register; register(); print('went on')"]
+    command = [sys.executable, "-c", "from serving.sglang.plugin.hooks import register; register(); print('went on')"]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
 
 

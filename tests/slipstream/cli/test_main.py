@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream import configuration_page, terminal
+from slipstream import docs_pages, terminal
 from slipstream.cli.main import app, main
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands, groups
@@ -111,9 +111,7 @@ def test_a_model_of_the_hub_is_called_by_its_id(
     monkeypatch.setattr(
         "slipstream.start.local.run_server", lambda options, _: served.append(options.engine.model_name)
     )
-    monkeypatch.setattr(
-        "slipstream.start.sglang_server.become_sglang", lambda start, **_: served.append(start.model_name)
-    )
+    monkeypatch.setattr("slipstream.start.sglang.become_sglang", lambda start, **_: served.append(start.model_name))
     hub = Path(shutil.copytree(toy_model, tmp_path / "models--some--Toy-8B" / "snapshots" / ("0123456789" * 4)))
     for command in ("serve", "sglang"):
         for model in (toy_model, hub):
@@ -129,7 +127,7 @@ def test_a_model_of_the_hub_is_called_by_its_id(
 
 def test_the_page_of_settings_is_fresh() -> None:
     path = ROOT / "docs" / "configuration.md"
-    assert path.read_text() == configuration_page.page(path, configuration_page.configuration()), "run `make docs`"
+    assert path.read_text() == docs_pages.page(path, docs_pages.configuration()), "run `make docs`"
 
 
 def test_every_setting_and_option_is_explained() -> None:

@@ -15,16 +15,27 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.doctor.doctor import _run
-from slipstream.doctor.finding import Finding, Level
-from slipstream.doctor.keys import check_keys
-from slipstream.doctor.machine import check_disk, check_gpu, check_memory, check_ports
-from slipstream.doctor.model import check_model
-from slipstream.doctor.redis import check_redis
-from slipstream.doctor.settings import COMPOSE_VARIABLES, check_settings
-from slipstream.doctor.sglang import check_sglang
-from slipstream.doctor.store import check_fit, check_store, check_stream, check_trainer
-from slipstream.settings import known_variables
+from slipstream.doctor.deployment import (
+    check_fit,
+    check_keys,
+    check_redis,
+    check_settings,
+    check_store,
+    check_stream,
+    check_trainer,
+    judge_server,
+)
+from slipstream.doctor.finding import Finding, Level, run_check
+from slipstream.doctor.machine import (
+    check_disk,
+    check_gpu,
+    check_hooks,
+    check_memory,
+    check_model,
+    check_ports,
+    check_sglang,
+)
+from slipstream.settings import COMPOSE_VARIABLES, known_variables
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import RedisKeys
 from speculator.redis.trace_stream import TraceStream
@@ -36,7 +47,7 @@ from tests.serving.gateway.keyfile import KeyFile, an_hour_ago
 
 
 def found(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    return list(_run("check", check))
+    return list(run_check("check", check))
 
 
 def levels(findings: list[Finding]) -> list[Level]:
@@ -101,11 +112,9 @@ def test_for_a_person(toy_model: Path) -> None:
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 1000)
-    assert "the demo needs" in the_fault(found(check_memory))
-    monkeypatch.setattr("slipstream.doctor.machine._NEEDED_DISK_GIB", 1e9)
-    assert "SLIPSTREAM_CACHE" in the_fault(found(check_disk))
+def test_little_memory_and_disk() -> None:
+    assert "the demo needs" in the_fault(found(lambda: check_memory(needed_gib=1e9)))
+    assert "SLIPSTREAM_CACHE" in the_fault(found(lambda: check_disk(needed_gib=1e9)))
 
 
 def test_a_gpu_is_needed_for_sglang_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +263,12 @@ def test_redis_that_forgets(redis_url: str, redis_client: redis.Redis) -> None:
             redis_client.config_set(name, value)
 
 
-def test_an_old_redis() -> None:
-    from slipstream.doctor.redis import _persistence, _version
-
-    assert _version("6.0.16").level is Level.FAILED
-    assert _version("8.6.3").level is Level.OK
-    assert "directory" in _persistence({"aof_enabled": 1, "aof_last_write_status": "err"}).detail
+def test_an_old_redis_and_one_that_cannot_write() -> None:
+    info = {"redis_version": "6.0.16", "maxmemory": 0, "maxmemory_policy": "noeviction", "used_memory": 1}
+    version, persistence, _ = judge_server({**info, "aof_enabled": 1, "aof_last_write_status": "err"})
+    assert version.level is persistence.level is Level.FAILED
+    assert "directory" in persistence.detail
+    assert levels(list(judge_server({**info, "redis_version": "8.6.3", "aof_enabled": 1}))) == [Level.OK] * 3
 
 
 # -- store, trainer, stream -------------------------------------------------------------------------------------------
@@ -316,17 +325,17 @@ def test_no_sglang() -> None:
     assert "--sglang-python" in the_fault(found(lambda: check_sglang(Path("/no/python"))))
 
 
-def test_a_hook_point_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hook_point_that_has_moved(tmp_path: Path) -> None:
     """A stand-in for an interpreter whose SGLang is another one."""
-    monkeypatch.setattr("slipstream.doctor.sglang.check_interpreter", lambda python: None)
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\necho 'SGLang 0.9.9 has no usable EAGLEWorkerV2.verify: install sglang==0.5.23' >&2\nexit 1\n"
     )
     python.chmod(0o755)
-    assert "install sglang==0.5.23" in the_fault(found(lambda: check_sglang(python)))
+    moved = check_hooks(python)
+    assert (moved.level, "install sglang==0.5.23" in moved.detail) == (Level.FAILED, True)
     python.write_text("#!/bin/sh\necho '0.5.23, all 14 places that the plugin hooks are there'\n")
-    assert levels(found(lambda: check_sglang(python))) == [Level.OK] * 2
+    assert check_hooks(python).level is Level.OK
 
 
 # -- the gateway's keys ------------------------------------------------------------------------------------------------

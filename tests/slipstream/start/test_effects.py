@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from serving.gateway.config import load_settings
+from slipstream.cli import effects
 from slipstream.cli.main import main
 from slipstream.logs import configure_logs
-from slipstream.start import effects
 from speculator.errors import ConfigError
 from trainer.config import load_config
 

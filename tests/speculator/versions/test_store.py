@@ -105,6 +105,16 @@ def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
     load(store, 2)
 
 
+def test_a_live_version_without_a_verdict_goes_once_a_later_one_is_promoted(store: DraftStore) -> None:
+    for version in (1, 2, 3):
+        write(store)
+        for state in (State.VALIDATED, State.SCORED, State.LIVE):
+            store.lifecycle.move(version, state, actor="test")
+    assert store.prune(keep=1) == []
+    store.lifecycle.move(2, State.PROMOTED, actor="test")
+    assert store.prune(keep=1) == [1]
+
+
 # -- damage
 
 

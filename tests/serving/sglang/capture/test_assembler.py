@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 import torch
 
-from serving.sglang.capture.host_copy import HostCopy
-from serving.sglang.capture.request_span import Span, Ticket
+from serving.sglang.capture.device_reads import HostCopy
+from serving.sglang.capture.request import Span, Ticket
 from speculator.trace import Trace, check_trace
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify

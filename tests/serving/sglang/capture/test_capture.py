@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.capture.sampling import CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, Marks
-from serving.sglang.capture.capture import ByteBudget
-from serving.sglang.capture.draft_logprobs import DraftProbe
-from serving.sglang.capture.pipeline import TracePipeline
-from serving.sglang.capture.request_policy import is_for_another_target, mark, policy_of, sampling_of
+from serving.sglang.capture.capture import ByteBudget, TracePipeline
+from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.request import is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.capture.verification_rows import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
-from serving.sglang.plugin import entry
+from serving.sglang.plugin import hooks
 from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
@@ -387,15 +386,15 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
     monkeypatch: pytest.MonkeyPatch, has_header: bool, meant: str
 ) -> None:
     """A router may lose either."""
-    monkeypatch.setattr(entry, "_target", "own")
+    monkeypatch.setattr(hooks, "_target", "own")
     marks = Marks(rid="r", cache_salt="t", policy={"target": meant})
     body = SimpleNamespace(custom_params=None if has_header else {"slipstream": marks.policy})
     raw_request = SimpleNamespace(headers=marks.to_header() if has_header else {})
     if meant == "own":
-        entry._before_conversion(None, body, raw_request)
+        hooks._before_conversion(None, body, raw_request)
         return
     with pytest.raises(HTTPException) as refused:
-        entry._before_conversion(None, body, raw_request)
+        hooks._before_conversion(None, body, raw_request)
     assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
 
 

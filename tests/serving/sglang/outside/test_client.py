@@ -13,10 +13,10 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
+from serving.sglang.gateway_metrics import SglangCollector
 from serving.sglang.outside import client as client_module
 from serving.sglang.outside.client import SglangClient
-from serving.sglang.report.gateway_metrics import SglangCollector
-from serving.sglang.report.read import EngineReport
+from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.waiting import wait_until

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.sglang.outside.interpreter import check_interpreter, find_interpreter
-from serving.sglang.outside.launcher import SglangProcess, command, environment
+from serving.sglang.outside.launcher import SglangProcess, check_interpreter, command, environment, find_interpreter
 from speculator.errors import ConfigError, EngineDeadError
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.conftest import MakeOptions, started
@@ -228,8 +227,8 @@ def test_an_interpreter_that_lacks_something_names_the_fix(tmp_path: Path, says:
 
 
 def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.outside.interpreter.find_spec", lambda name: None)
-    monkeypatch.setattr("serving.sglang.outside.interpreter._PROJECT", tmp_path)
+    monkeypatch.setattr("serving.sglang.outside.launcher.find_spec", lambda name: None)
+    monkeypatch.setattr("serving.sglang.outside.launcher._PROJECT", tmp_path)
     assert find_interpreter(Path("/given")) == Path("/given")
     with pytest.raises(ConfigError, match="--sglang-python"):
         find_interpreter()
@@ -238,5 +237,5 @@ def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch
     beside.write_text("")
     beside.chmod(0o755)
     assert find_interpreter() == beside
-    monkeypatch.setattr("serving.sglang.outside.interpreter.find_spec", lambda name: "found")
+    monkeypatch.setattr("serving.sglang.outside.launcher.find_spec", lambda name: "found")
     assert find_interpreter() == Path(sys.executable)

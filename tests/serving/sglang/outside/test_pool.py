@@ -13,11 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
 from serving.request_metadata import HEADER, OTHER_TARGET
-from serving.sglang.outside.pool import PoolClient
-from serving.sglang.outside.router import check_routers
-from serving.sglang.report.gateway_metrics import PoolCollector, SglangCollector
-from serving.sglang.report.pooled import MOST_SILENT, Pool, commonest
-from serving.sglang.report.read import EngineReport
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
+from serving.sglang.outside.pool import PoolClient, check_routers
+from serving.sglang.report import MOST_SILENT, EngineReport, Pool, commonest
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.waiting import wait_until

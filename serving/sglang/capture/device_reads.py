@@ -1,0 +1,124 @@
+"""What is read from the device: copies to the host, and the draft's own log-probability of every proposal.
+
+Copies do not hold the device up: they take a side stream, pinned memory, and an event to wait for.
+
+SGLang keeps only the token that the draft likes best and throws the logits away, so `DraftProbe` reads them where they
+appear. Values land in buffers that live as long as the worker: the writes are recorded into CUDA graphs like any other
+kernel and are repeated at every replay. A value is read in the step that made it, on the same stream.
+
+A chain (topk 1) proposes the likeliest token: its log-probability is max z − log Σ exp z. The first proposal of a
+round comes out of the pass that brings the draft up to date at the end of the step before, so it is kept by request
+slot. A tree has cumulative scores; a node's own log-probability is its score minus its parent's, taken when the tree
+is read.
+
+Shape letters: B requests, P proposals a round, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator.errors import ConfigError
+
+
+class HostCopy:
+    """Named tensors on their way to the host; `wait` blocks the calling thread, never the device."""
+
+    def __init__(self, tensors: dict[str, Tensor], done: torch.cuda.Event | None) -> None:
+        self._tensors, self._done = tensors, done
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def wait(self) -> dict[str, Tensor]:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tensors
+
+
+class HostCopier:
+    """Starts copies from one device; used by the thread that runs the model."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError for a device whose copies it cannot wait for."""
+        if device.type not in ("cuda", "cpu"):
+            raise ConfigError(f"capture has no way to copy from {device.type}: leave capture off")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def start(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> HostCopy:
+        """Copy tensors as they are at this point of the current stream.
+
+        `shared` ones may be overwritten right afterwards; nobody writes to the `own` ones any more.
+        """
+        # A graph overwrites its outputs at the next replay: a copy on the device is cheap, waiting for the host is not.
+        staged = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
+        if self._stream is None:
+            return HostCopy(staged, None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host: dict[str, Tensor] = {}
+        with torch.cuda.stream(self._stream):
+            for name, tensor in staged.items():
+                tensor.record_stream(self._stream)
+                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host[name].copy_(tensor, non_blocking=True)
+            done.record()
+        return HostCopy(host, done)
+
+
+class DraftProbe:
+    """Hooks one worker's draft; `logprobs` belongs to the round that was drafted last."""
+
+    def __init__(self, *, num_slots: int, max_batch: int, max_proposals: int, topk: int, device: torch.device) -> None:
+        self._topk = topk
+        self._first = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self._later = torch.zeros(max_batch, max_proposals, dtype=torch.float32, device=device)
+        self._scores = torch.zeros(max_batch, max_proposals, dtype=torch.float32, device=device)
+        self._step = 0
+        self._is_drafting = False
+        self._extended: Any = None
+
+    def around_draft(self, draft: Callable[[], Any]) -> Any:
+        """Run the drafting of a round; `saw_forward` is called for each of its passes."""
+        self._is_drafting, self._step = True, 0
+        try:
+            return draft()
+        finally:
+            self._is_drafting = False
+
+    def saw_forward(self, output: Any) -> None:
+        """A pass of the draft: inside a round pass i gives proposal i + 1, outside it was the catch-up pass."""
+        if not self._is_drafting:
+            self._extended = output
+            return
+        self._step += 1
+        if self._topk == 1:
+            logits = output.next_token_logits
+            self._later[: len(logits), self._step].copy_(_best_logprob(logits))
+
+    def saw_extended(self, req_pool_indices: Tensor) -> None:
+        """The catch-up pass is over, and its logits are those that the next first proposal was chosen from."""
+        output, self._extended = self._extended, None
+        if output is not None and self._topk == 1 and len(output.next_token_logits) == len(req_pool_indices):
+            self._first[req_pool_indices.long()] = _best_logprob(output.next_token_logits)
+
+    def saw_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
+        """The tree of a round: cumulative probabilities of all candidates, and which became its nodes [B, P]."""
+        flat = torch.cat(scores, dim=1).flatten(1)
+        self._scores[: len(chosen), : chosen.shape[1]].copy_(flat.gather(1, chosen).clamp_min(1e-30).log())
+
+    def logprobs(self, req_pool_indices: Tensor, num_proposals: int) -> Tensor:
+        """[B, P] float32: log q of each proposal given its parent for a chain, of its whole path for a tree."""
+        num_requests = len(req_pool_indices)
+        if self._topk > 1:
+            return self._scores[:num_requests, :num_proposals]
+        logprobs = self._later[:num_requests, :num_proposals].clone()
+        logprobs[:, 0] = self._first[req_pool_indices.long()]
+        return logprobs
+
+
+def _best_logprob(logits: Tensor) -> Tensor:
+    logits = logits.float()
+    return logits.amax(-1) - logits.logsumexp(-1)

@@ -1,0 +1,268 @@
+"""One captured request: what it says that a trace must know, what is captured of it, and the trace that this makes.
+
+A `Span` begins with a prefill and grows by verify rounds. Positions are absolute, so chunks of a prompt, a prefix that
+the radix cache already had, and rounds of any depth fall into place. The features of position t exist once the target
+has read token t, so the last committed token of an answer has none and stays outside.
+
+Shape letters: n rows, w = 3d feature width, K kept tokens, N nodes of a verification (the last committed token first,
+then the proposals), P = N − 1 proposals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.capture.recorder import make_header
+from serving.engine import CapturePolicy
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
+from speculator.draft.sampling_params import SamplingParams
+from speculator.host import now_ms
+from speculator.trace import Trace, VerifyRounds
+from speculator.tracing import Parent, joined
+
+_GREEDY_TOP_K = 1
+
+
+def mark(request: Any, header: str) -> None:
+    """Put the gateway's header into SGLang's model of the body, from which a router may have lost the same.
+
+    Raises ValueError for a header that the gateway did not write.
+    """
+    marks = Marks.of_header(header)
+    request.rid, request.cache_salt = marks.rid, marks.cache_salt
+    request.custom_params = {**(request.custom_params or {}), POLICY_KEY: marks.policy}
+
+
+def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
+    """Whether the request has come through the gateway, and is still as it was there."""
+    return bool(_ours(custom_params))
+
+
+def is_for_another_target(custom_params: Mapping[str, Any] | None, fingerprint: str) -> bool:
+    """Whether the gateway means a target other than that of `fingerprint`; not where either says nothing."""
+    meant = _ours(custom_params).get(TARGET_KEY, "")
+    return bool(meant and fingerprint and meant != fingerprint)
+
+
+def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
+    """The capture policy that the gateway put into the request; without one it is captured (but see `is_marked`)."""
+    values = _ours(custom_params)
+    return CapturePolicy(
+        capture=bool(values.get("capture", True)),
+        tenant=str(values.get("tenant", "default")),
+        group_id=str(values.get("group_id", "")),
+        domain=str(values.get("domain", "")),
+    )
+
+
+def parent_of(custom_params: Mapping[str, Any] | None) -> Parent | None:
+    """The gateway's span of the request; None where spans are off, or it is not sampled."""
+    return joined({"traceparent": str(_ours(custom_params).get("traceparent", ""))})
+
+
+def sampling_of(params: Any) -> SamplingParams:
+    """SGLang writes greedy as top-k 1, and "every token" as −1 or a huge top-k."""
+    if params.top_k == _GREEDY_TOP_K:
+        return SamplingParams(temperature=0.0)
+    top_k = params.top_k if 0 < params.top_k < 1 << 20 else 0
+    return SamplingParams(temperature=float(params.temperature), top_p=float(params.top_p), top_k=top_k)
+
+
+def came_ms(request: Any) -> int:
+    """When SGLang's scheduler got it: the same after a wait in its queue, and after a retraction."""
+    waited_s: float = time.perf_counter() - request.time_stats.scheduler_recv_time
+    return now_ms() - round(1000 * waited_s)
+
+
+def is_constrained(request: Any) -> bool:
+    """Whether something but temperature, top-k and top-p changes the distribution of this answer's tokens."""
+    params = request.sampling_params
+    return bool(
+        request.grammar is not None
+        or params.logit_bias
+        or params.min_new_tokens
+        or params.min_p
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or request.custom_logit_processor
+    )
+
+
+def _ours(custom_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    values = (custom_params or {}).get(POLICY_KEY)
+    return values if isinstance(values, Mapping) else {}
+
+
+MAX_COMPLETION_TOKENS = 4096
+"""A longer answer's trace is cut here: its features would take hundreds of megabytes of host memory."""
+
+
+class InconsistentSpanError(Exception):
+    """What was captured contradicts the tokens that were served: a bug, or a hook that moved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanRequest:
+    """What the trace's header says about the request."""
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    policy: CapturePolicy
+    constrained: bool
+    """A grammar, bias or penalty changes the distribution of the answer's tokens."""
+    created_ms: int
+    """When it came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Consecutive positions from `start`: features [n, w] bfloat16; ids and logprobs [m, K] of the last m of them."""
+
+    start: int
+    features: Tensor
+    topk_ids: np.ndarray
+    topk_logprobs: np.ndarray
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One verification with proposals: tokens, log-probabilities and parents [P] as in a trace, the accepted path."""
+
+    position: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    parents: np.ndarray
+    path: np.ndarray
+    """Tokens of the accepted proposals, in order."""
+    draft_version: int
+
+
+@dataclass
+class Span:
+    """Owned by the thread that assembles traces."""
+
+    request: SpanRequest
+    target_version: int = 0
+    """In service when the request was first read."""
+    rows: list[Rows] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    num_bytes: int = 0
+    is_cut: bool = False
+
+    def add_rows(self, rows: Rows) -> None:
+        """Take the next positions; they must follow the ones before them. Raises InconsistentSpanError."""
+        if self.is_cut:
+            return
+        if self.rows and rows.start != self.rows[-1].end:
+            raise InconsistentSpanError(f"positions from {rows.start} follow positions up to {self.rows[-1].end}")
+        self.rows.append(rows)
+        self.num_bytes += rows.features.nbytes + rows.topk_ids.nbytes + rows.topk_logprobs.nbytes
+        self.is_cut = rows.end - self.request.num_prompt_tokens >= MAX_COMPLETION_TOKENS
+
+    def add_round(self, round_: Round) -> None:
+        if not self.is_cut:
+            self.rounds.append(round_)
+
+    def trace(self, tokens: list[int], *, engine_id: str, target_fingerprint: str) -> Trace | None:
+        """The trace of an answer that ended; `tokens` are the prompt and the served completion.
+
+        None where there is nothing to learn: no position was computed, or the answer's first token is its last.
+        Raises InconsistentSpanError where rounds and tokens contradict each other.
+        """
+        if not self.rows:
+            return None
+        start = self.rows[0].start
+        length = min(self.rows[-1].end, len(tokens) - 1) - start
+        if start + length <= self.request.num_prompt_tokens:
+            return None
+        ids, logprobs = self._distributions(start, length)
+        features = torch.cat([rows.features for rows in self.rows])[:length]
+        request = self.request
+        constrained = np.zeros(length, np.bool_)
+        if request.constrained:
+            constrained[max(request.num_prompt_tokens - 1 - start, 0) :] = True
+        return Trace(
+            header=make_header(
+                request_id=request.request_id,
+                policy=request.policy,
+                sampling=request.sampling,
+                num_prompt_tokens=request.num_prompt_tokens,
+                first_position=start,
+                engine_id=engine_id,
+                target_fingerprint=target_fingerprint,
+                target_version=self.target_version,
+                created_ms=request.created_ms,
+            ),
+            token_ids=np.array(tokens[start : start + length], np.int32),
+            aux_hidden=features,
+            target_topk_ids=ids,
+            target_topk_logprobs=logprobs,
+            constrained=constrained,
+            rounds=self._rounds(tokens, start + length),
+        )
+
+    def _distributions(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        num_kept = self.rows[0].topk_ids.shape[1]
+        ids = np.full((length, num_kept), -1, np.int32)
+        logprobs = np.full((length, num_kept), -np.inf, np.float16)
+        for rows in self.rows:
+            first = rows.end - len(rows.topk_ids) - start
+            kept = max(min(len(rows.topk_ids), length - first), 0)
+            ids[first : first + kept] = rows.topk_ids[:kept]
+            logprobs[first : first + kept] = rows.topk_logprobs[:kept]
+        return ids, logprobs
+
+    def _rounds(self, tokens: list[int], end: int) -> VerifyRounds:
+        rounds = [round_ for round_ in self.rounds if round_.position < end]
+        for round_ in rounds:
+            served = tokens[round_.position + 1 : round_.position + 1 + len(round_.path)]
+            if served != round_.path[: len(served)].tolist():
+                raise InconsistentSpanError(f"the proposals accepted at position {round_.position} were not served")
+        width = max((len(round_.tokens) for round_ in rounds), default=0)
+        draft_tokens = np.full((len(rounds), width), -1, np.int32)
+        draft_logprobs = np.zeros((len(rounds), width), np.float16)
+        # Beyond a round's proposals the parents say nothing, but must be valid: a chain's are.
+        parents = np.broadcast_to(np.arange(-1, width - 1, dtype=np.int8), draft_tokens.shape).copy()
+        for row, round_ in enumerate(rounds):
+            size = len(round_.tokens)
+            draft_tokens[row, :size] = round_.tokens
+            draft_logprobs[row, :size] = round_.logprobs
+            parents[row, :size] = round_.parents
+        return VerifyRounds(
+            position=np.array([round_.position for round_ in rounds], np.int32),
+            draft_tokens=draft_tokens,
+            draft_logprobs=draft_logprobs,
+            draft_parents=parents,
+            num_accepted=np.array([len(round_.path) for round_ in rounds], np.int8),
+            draft_version=np.array([round_.draft_version for round_ in rounds], np.int32),
+        )
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What hangs on a running request."""
+
+    span: Span | None
+    """None where the request is not captured, and once its trace is built or dropped."""
+    parent: Parent | None = None
+    """What the assembling's span is put under."""
+    dropped: str = ""
+    """Why its trace will not be made; set by either thread, counted by the one that assembles."""
+
+    @property
+    def growing(self) -> Span | None:
+        """The span, where more of it is wanted."""
+        return None if self.dropped else self.span

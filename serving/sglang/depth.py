@@ -1,0 +1,339 @@
+"""Feeds SGLang's adaptive speculation: the depth of each decode step, and what the steps cost and earn.
+
+SGLang switches between prebuilt states, one for each candidate depth; depth 0 drafts nothing and keeps the draft's
+cache warm. Which one is next is decided here (`speculator.proposals.depth`). Without `--speculative-adaptive` the depth
+is fixed and only the measuring remains.
+
+A step's acceptance is known when its result is processed, its time when the device is through with it; with overlap
+scheduling both come after the next step was launched, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.sglang.capture.request import parent_of, policy_of, sampling_of
+from serving.sglang.draft_sleep import Dormancy
+from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
+from speculator.proposals.depth import DepthPolicy, RoundCosts
+from speculator.tracing import Parent, record
+
+_ASKED = "_slipstream_asked"
+
+
+class _Asked(NamedTuple):
+    """What is measured apart: whose request it is, and what kind; and the span that its rounds' are put under."""
+
+    group: Group
+    stratum: Stratum
+    parent: Parent | None
+
+
+@dataclass(eq=False)
+class _Round:
+    version: int
+    target_version: int
+    batch: int
+    depth: int
+    is_control: bool
+    cold: tuple[bool, ...]
+    requests: tuple[tuple[str, _Asked], ...]
+    """(request id, what it asked)."""
+    seconds: float | None = None
+    accepted: Sequence[int] | None = None
+
+
+class DepthControl:
+    """Used by the scheduler's thread. `policy` is None where SGLang's depth is fixed."""
+
+    def __init__(
+        self,
+        policy: DepthPolicy | None,
+        clock: StepClock,
+        meter: SpeedupMeter,
+        *,
+        dormancy: Dormancy,
+        version: int,
+        control: ControlShare,
+        measured: RoundCosts | None = None,
+        on_round: Callable[[WatchedRound], object] | None = None,
+    ) -> None:
+        """`measured` collects this rank's own times where the policy must decide by those of rank 0; with `dormancy`
+        a draft that does not pay is not kept up to date. `version` is the draft in service, `control` the share of
+        plain steps. `on_round` is told what each step says about the draft and must not block.
+        """
+        self._policy, self._clock, self._meter = policy, clock, meter
+        self.measured = measured or (policy.costs if policy is not None else RoundCosts())
+        self.estimated_speedup = EstimatedSpeedup(self.measured)
+        self.tally = RoundTally()
+        self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
+        self._is_control = False
+        self._are_cold = False
+        """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
+        self._rounds: deque[_Round] = deque()
+        self.limit: int | None = None
+        """What the operator asks for, as agreed at the last meeting; None leaves the choice to the policy."""
+        self.depth = 0
+        self.target_version = 0
+        """Set by the follower's thread when a new target is announced."""
+        self.num_verifications = self.num_verified_tokens = 0
+        """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
+
+    def steps_for(self, batch: int) -> int:
+        """The depth of the next decode step."""
+        assert self._policy is not None
+        if self._dormancy.is_asleep:
+            return 0
+        if self._control.is_control(batch):
+            self._is_control = True
+            return 0
+        return 0 if self._are_cold else self._policy.choose(batch, self.limit)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._policy is not None and self._dormancy.is_asleep
+
+    def needs_no_reading(self, requests: Sequence[Any]) -> bool:
+        """Whether the draft need not read what a step at depth 0 commits to these requests."""
+        return self.is_asleep or (self._policy is not None and self._dormancy.are_cold(requests))
+
+    def reads_prompt_of(self, requests: list[Any]) -> bool:
+        """Whether the draft reads a prefill of these requests; where it does not, they go cold."""
+        reads = self._policy is None or self._dormancy.reads_prompts
+        if not reads:
+            self._dormancy.mark(requests)
+        return reads
+
+    def started(self) -> None:
+        """A step begins."""
+        self._clock.start()
+
+    def launched(self, requests: list[Any], depth: int) -> None:
+        """A decode step with `depth` proposals a request has been launched; prefills are not told."""
+        self.depth = depth
+        if self.is_asleep:
+            self._dormancy.mark(requests)
+        cold = tuple(self._dormancy.is_cold(request) for request in requests)
+        asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
+        round_ = _Round(self._version, self.target_version, len(requests), depth, self._is_control, cold, asked)
+        self._are_cold = self._dormancy.are_cold(requests)
+        if self._policy is not None and not self._is_control:
+            wanted = self._policy.settled(len(requests))
+            if self._dormancy.step(wanted, are_cold=self._are_cold):
+                self._policy.look_again()
+        self._is_control = False
+        self._rounds.append(round_)
+        self._clock.stop(round_)
+        for timed in self._clock.finished():
+            timed.about.seconds = timed.seconds
+            self.measured.add(timed.about.batch, timed.about.depth, timed.seconds)
+        self._settle()
+
+    def verified(self, accepted: Sequence[int]) -> None:
+        """The result of the oldest launched step: accepted proposals of each request."""
+        round_ = next((round_ for round_ in self._rounds if round_.accepted is None), None)
+        if round_ is None:
+            return
+        round_.accepted = list(accepted)
+        if self._policy is not None:
+            warm = [count for count, cold in zip(round_.accepted, round_.cold, strict=True) if not cold]
+            self._policy.observe(round_.depth, warm)
+        if round_.depth > 0:
+            self.num_verifications += round_.batch
+            self.num_verified_tokens += round_.batch + sum(round_.accepted)
+        self._settle()
+
+    def renewed(self, version: int) -> None:
+        """Another draft version is in service."""
+        self._version = version
+        self._dormancy.wake()
+        if self._policy is not None:
+            self._policy.renew()
+
+    def adopt(self, costs: RoundCosts) -> None:
+        """Decide by these times from now on."""
+        if self._policy is not None:
+            self._policy.costs.adopt(costs.table())
+
+    def explanation(self) -> dict[str, str]:
+        """What the choice of the depth rests on; empty where it is fixed."""
+        return self._policy.explanation() if self._policy is not None else {}
+
+    def report(self) -> dict[str, str | int | float]:
+        """Fields of the engine's report."""
+        fields: dict[str, str | int | float] = {
+            "depth": self.depth,
+            "asleep": int(self.is_asleep),
+            "verifications": self.num_verifications,
+            "verified_tokens": self.num_verified_tokens,
+            **self.explanation(),
+            **self.tally.report(),
+        }
+        if self.num_verifications:
+            fields["accept_length"] = round(self.num_verified_tokens / self.num_verifications, 4)
+        if (estimate := self.estimated_speedup.ratio()) is not None:
+            fields["speedup_estimated"] = round(estimate, 4)
+        return fields
+
+    def _settle(self) -> None:
+        while self._rounds:
+            done = self._rounds[0]
+            if done.seconds is None or done.accepted is None:
+                return
+            self._rounds.popleft()
+            self._measure(done, done.seconds, done.accepted)
+
+    def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
+        committed = done.batch + sum(accepted)
+        groups = [asked.group for _, asked in done.requests]
+        self._meter.add(
+            batch=done.batch,
+            drafted=not done.is_control,
+            seconds=seconds,
+            committed=committed,
+            earned=[(group, 1 + count) for group, count in zip(groups, accepted, strict=True)],
+        )
+        self.tally.add(drafted=not done.is_control, depth=done.depth, seconds=seconds, accepted=accepted)
+        if not done.is_control:
+            self.estimated_speedup.add(batch=done.batch, depth=done.depth, committed=committed)
+        _record(done, seconds, accepted)
+        if self._on_round is None:
+            return
+        self._on_round(_watched(done, seconds, accepted))
+
+
+def _asked_by(request: Any) -> _Asked:
+    """Read from a request once; it is kept with it."""
+    asked: _Asked | None = getattr(request, _ASKED, None)
+    if asked is None:
+        params = request.sampling_params
+        policy = policy_of(params.custom_params)
+        stratum = stratum_of(policy.domain, sampling_of(params))
+        asked = _Asked((policy.tenant, policy.domain), stratum, parent_of(params.custom_params))
+        setattr(request, _ASKED, asked)
+    return asked
+
+
+def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRound:
+    rows = zip(done.requests, accepted, done.cold, strict=True) if done.depth > 0 else ()
+    return WatchedRound(
+        version=done.version,
+        target_version=done.target_version,
+        batch=done.batch,
+        drafted=not done.is_control,
+        seconds=seconds,
+        committed=done.batch + sum(accepted),
+        proposed=Proposed(done.batch * done.depth) if done.depth > 0 else None,
+        verifications=tuple(
+            Verification(request_id, asked.stratum, count, done.depth)
+            for (request_id, asked), count, is_cold in rows
+            if not is_cold
+        ),
+    )
+
+
+def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
+    """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
+    for (_, asked), count in zip(done.requests, accepted, strict=True):
+        record(
+            asked.parent,
+            "verify",
+            seconds,
+            batch=done.batch,
+            depth=done.depth,
+            accepted=count,
+            draft_version=done.version,
+        )
+
+
+class QuietSwitches(logging.Filter):
+    """SGLang logs every switch of the depth; control rounds would fill its log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Switch adaptive runtime state" not in record.getMessage()
+
+
+_MODES = ("speculative", "control")
+
+
+class RoundTally:
+    """What decode steps add up to since the start. Written by the scheduler's thread, read by the follower's."""
+
+    def __init__(self) -> None:
+        self._rounds, self._tokens = dict.fromkeys(_MODES, 0), dict.fromkeys(_MODES, 0)
+        self._seconds = dict.fromkeys(_MODES, 0.0)
+        self._proposals, self._accepted = Counter[int](), Counter[int]()
+
+    def add(self, *, drafted: bool, depth: int, seconds: float, accepted: Sequence[int]) -> None:
+        """A step with `depth` proposals for each request, of which so many were accepted."""
+        mode = "speculative" if drafted else "control"
+        self._rounds[mode] += 1
+        self._seconds[mode] += seconds
+        self._tokens[mode] += len(accepted) + sum(accepted)
+        for position in range(1, depth + 1):
+            self._proposals[position] += len(accepted)
+            self._accepted[position] += sum(count >= position for count in accepted)
+
+    def report(self) -> dict[str, str]:
+        """Fields of the engine's report, each `name=count,…`."""
+        return {
+            "rounds": _counts(self._rounds),
+            "decode_ms": _counts({mode: round(1000 * seconds) for mode, seconds in self._seconds.items()}),
+            "round_tokens": _counts(self._tokens),
+            # Copied in one piece: the other thread may be adding a position.
+            "proposals": _counts(self._proposals.copy()),
+            "accepted": _counts(self._accepted.copy()),
+        }
+
+
+def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:
+    return ",".join(f"{name}={count}" for name, count in counts.items())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One measured step, with whatever `stop` was told about it."""
+
+    seconds: float
+    about: Any
+
+
+class StepClock:
+    """How long decode steps take: on a GPU by events on the stream, elsewhere by the wall clock.
+
+    Steps may still be running on the device when the next one starts. Used by one thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._started: Any = None
+        self._running: deque[tuple[Any, Any, Any]] = deque()
+
+    def start(self) -> None:
+        self._started = self._mark()
+
+    def stop(self, about: Any) -> None:
+        self._running.append((self._started, self._mark(), about))
+
+    def finished(self) -> list[StepTime]:
+        """The steps that have ended since the last call, oldest first; never waits."""
+        times = []
+        while self._running and (not self._is_cuda or self._running[0][1].query()):
+            start, end, about = self._running.popleft()
+            times.append(StepTime(start.elapsed_time(end) / 1000 if self._is_cuda else end - start, about))
+        return times
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -1,1 +1,0 @@
-"""How deep SGLang drafts in each step, measured and chosen."""

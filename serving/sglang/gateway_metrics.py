@@ -1,0 +1,125 @@
+"""What the plugin reports, as the gateway's `/metrics`: the names are those of serving/metrics.py where they agree.
+
+A scrape reads what the client last saw and waits for nothing. Without a report the series are absent, not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from serving.metrics import (
+    ACCEPTED,
+    DEPTH,
+    DRAFT_VERSION,
+    PROPOSALS,
+    ROUND_SECONDS,
+    ROUND_TOKENS,
+    ROUNDS,
+    SWAPS,
+    VERIFICATIONS,
+    VERIFIED_TOKENS,
+    baseline_gauge,
+    estimated_speedup_gauge,
+    speedup_bounds,
+    speedup_gauge,
+    trace_metrics,
+    verdict_metrics,
+)
+from serving.sglang.report import EngineReport
+from serving.speedup import DEPTH_MODEL
+
+
+class SglangCollector(Collector):
+    def __init__(self, report: Callable[[], EngineReport | None], draft_version: Callable[[], int]) -> None:
+        self._report, self._draft_version = report, draft_version
+
+    def collect(self) -> Iterator[Metric]:
+        report = self._report()
+        yield GaugeMetricFamily(*DRAFT_VERSION, self._draft_version())
+        yield _gauge(
+            "slipstream_engine_report_fresh",
+            "1 while the plugin reports; its series are absent at 0",
+            report is not None,
+        )
+        if report is None:
+            return
+        yield from _draft_metrics(report)
+        yield from _round_metrics(report)
+        yield from trace_metrics(
+            captured=report.captured,
+            appended=report.appended,
+            dropped_by_reason=report.dropped_by_reason,
+            pending=report.pending,
+            num_bytes=report.trace_bytes,
+            num_tokens=report.trace_tokens,
+            share=report.capture_share,
+        )
+        yield from _speed_metrics(report)
+
+
+class PoolCollector(Collector):
+    """How many engines stand behind a gateway; figures of each one are in its own report and on its own port."""
+
+    def __init__(self, num_engines: Callable[[], int], num_on_version: Callable[[], int]) -> None:
+        self._num_engines, self._num_on_version = num_engines, num_on_version
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "slipstream_pool_engines", "Engines behind the router whose plugin reports", self._num_engines()
+        )
+        yield GaugeMetricFamily(
+            "slipstream_pool_same_version_engines",
+            "Engines that run the draft version that most of them run",
+            self._num_on_version(),
+        )
+
+
+def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
+    swaps = CounterMetricFamily(*SWAPS, labels=["outcome"])
+    for outcome, count in (("installed", report.swaps), ("failed", report.swap_failures)):
+        if count is not None:
+            swaps.add_metric([outcome], count)
+    yield swaps
+    yield from verdict_metrics(report.verdicts, report.watched, report.role, report.draft_accept_length)
+    stall_s = None if report.last_stall_ms is None else report.last_stall_ms / 1000
+    yield _gauge("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
+    yield GaugeMetricFamily(*DEPTH, report.depth)
+    failures = CounterMetricFamily(
+        "slipstream_plugin_failures",
+        "Parts of the plugin that an error has turned off for as long as SGLang's process lives",
+        labels=["part", "reason"],
+    )
+    for failure, count in report.failures.items():
+        failures.add_metric(failure.partition(":")[::2], count)
+    yield failures
+
+
+def _round_metrics(report: EngineReport) -> Iterator[Metric]:
+    seconds = {mode: milliseconds / 1000 for mode, milliseconds in report.decode_ms.items()}
+    for about, by_mode in ((ROUNDS, report.rounds), (ROUND_SECONDS, seconds), (ROUND_TOKENS, report.round_tokens)):
+        family = CounterMetricFamily(*about, labels=["mode", "batch"])
+        for mode, value in by_mode.items():
+            family.add_metric([mode, "all"], value)
+        yield family
+    for about, by_position in ((PROPOSALS, report.proposals), (ACCEPTED, report.accepted)):
+        family = CounterMetricFamily(*about, labels=["source", "position"])
+        for position, count in by_position.items():
+            family.add_metric(["head", position], count)
+        yield family
+
+
+def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
+    yield CounterMetricFamily(*VERIFICATIONS, report.verifications)
+    yield CounterMetricFamily(*VERIFIED_TOKENS, report.verified_tokens)
+    yield speedup_gauge(report.speedup)
+    yield from speedup_bounds(report.speedup_lower, report.speedup_upper)
+    yield estimated_speedup_gauge(report.speedup_estimated, DEPTH_MODEL)
+    yield baseline_gauge(report.baseline_ms_per_token)
+
+
+def _gauge(name: str, help_text: str, value: float | None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, help_text, value=value)

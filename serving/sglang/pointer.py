@@ -1,0 +1,166 @@
+"""Which draft and which target an SGLang server should run, on all of its ranks.
+
+Rank 0 reads both in Redis, without which the process must start and go on. The other ranks hear of them at meetings.
+SGLang's target weights are moved by its own means, by whoever then announces the new version to this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from serving.sglang.rank_agreement import Agreement
+from speculator.errors import ConfigError, StreamError
+from speculator.redis.client import connect
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.trace_deletion import Erasures
+
+
+class LazyPointer:
+    """Connects when it is first asked; every method raises StreamError while Redis is away. Used by one thread."""
+
+    def __init__(self, redis_url: str, model_key: str) -> None:
+        self._redis_url, self._model_key = redis_url, model_key
+        self._pointer: DraftPointer | None = None
+        self._erasures: Erasures | None = None
+
+    def desired(self) -> int | None:
+        return self._connected().desired()
+
+    def pinned(self) -> int | None:
+        return self._connected().pinned()
+
+    def replace(self, old: int, new: int) -> bool:
+        return self._connected().replace(old, new)
+
+    def depth_limit(self, engine_id: str) -> int | None:
+        return self._connected().depth_limit(engine_id)
+
+    def announced_target(self, process: str) -> int | None:
+        return self._connected().announced_target(process)
+
+    def withdraw_announcement(self, process: str) -> None:
+        self._connected().withdraw_announcement(process)
+
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        self._connected().report_engine(engine_id, status)
+
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        return self._connected().hold_canary(holder, ttl_s=ttl_s, on_probation=on_probation)
+
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        self._connected().release_canary(holder, forget_crashes=forget_crashes)
+
+    def orders(self) -> dict[str, int]:
+        """Tenants to be forgotten (speculator/redis/trace_deletion.py)."""
+        self._connected()
+        assert self._erasures is not None
+        return self._erasures.orders()
+
+    def refuse_second(self, engine_id: str) -> None:
+        """Raises ConfigError where another living server reports under this engine id; Redis may be away."""
+        try:
+            report = self._connected().engines().get(engine_id)
+        except StreamError:
+            return
+        if report is not None and _is_alive(report.get("process", "")):
+            raise ConfigError(
+                f"engine id {engine_id} is in use by {report['process']}: stop that server, or set SLIPSTREAM_ENGINE_ID"
+            )
+
+    def _connected(self) -> DraftPointer:
+        if self._pointer is None:
+            client = connect(self._redis_url)
+            self._erasures = Erasures(client, self._model_key)
+            self._pointer = DraftPointer(client, self._model_key)
+        return self._pointer
+
+
+class RankPointer:
+    """For the ranks that only follow: they stage what rank 0 stages, and one report per engine is enough."""
+
+    def __init__(self) -> None:
+        self.wanted: int | None = None
+        """Set at each meeting; None where rank 0 wants no other version."""
+
+    def desired(self) -> int | None:
+        return self.wanted
+
+    def pinned(self) -> int | None:
+        return None
+
+    def replace(self, old: int, new: int) -> bool:
+        return False
+
+    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
+        raise StreamError("only the first rank tries versions")
+
+    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
+        return
+
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
+        return
+
+
+def _is_alive(process: str) -> bool:
+    """Whether "host:pid" runs; a process of another host is taken at its word until its report expires."""
+    host, _, pid = process.rpartition(":")
+    if host != socket.gethostname() or not pid.isdigit() or int(pid) == os.getpid():
+        return bool(host) and host != socket.gethostname()
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+log = logging.getLogger(__name__)
+
+
+class Announcements(Protocol):
+    """The part of the pointer through which a process hears of its target; see
+    `speculator.redis.control_plane.DraftPointer`."""
+
+    def announced_target(self, process: str) -> int | None: ...
+
+    def withdraw_announcement(self, process: str) -> None: ...
+
+
+class RankTarget:
+    """One rank's target."""
+
+    def __init__(
+        self, agreement: Agreement, announcements: Announcements | None, *, on_version: Callable[[int], object]
+    ) -> None:
+        """`announcements` is None on ranks that only follow; `on_version` is told of each new target."""
+        self._agreement, self._announcements, self._on_version = agreement, announcements, on_version
+        self.process = f"{socket.gethostname()}:{os.getpid()}"
+        self.version = self._announced = 0
+        self._is_listening = False
+        """Whether announcements are for this process: a container that starts again often has its old host and pid."""
+
+    def agree(self) -> None:
+        """With the other ranks, at a meeting; on the scheduler's thread."""
+        self._announced = max(self._announced, self._agreement.first(self._announced))
+
+    def follow(self) -> None:
+        """Take over what is announced. On the follower's thread. Raises StreamError where that cannot be read."""
+        if self._announcements is not None:
+            if not self._is_listening:
+                # Before the first report, and so before anybody can mean this process.
+                self._announcements.withdraw_announcement(self.process)
+                self._is_listening = True
+            self._announced = max(self._announced, self._announcements.announced_target(self.process) or 0)
+        if self._announced > self.version:
+            self.version = self._announced
+            self._on_version(self.version)
+            log.info("slipstream: the target is of version %d now", self.version)
+
+    def status(self) -> dict[str, str | int | float]:
+        """Fields of the engine's report."""
+        return {"target_version": self.version, "process": self.process}

@@ -1,1 +1,0 @@
-"""What the plugin reports through Redis, and how the gateway reads it."""

@@ -1,1 +1,0 @@
-"""New draft weights into SGLang's running draft, and the version of its target."""

@@ -1,0 +1,190 @@
+"""What SGLang is told about depth, and how steps, times and acceptance find each other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from serving.engine import Stratum, WatchedRound
+from serving.sglang.depth import DepthControl, StepClock
+from serving.sglang.draft_sleep import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.report import EngineReport
+from serving.speedup import ControlShare, SpeedupMeter
+from speculator.proposals.depth import _PROBES_AFTER_RENEWAL, DepthPolicy, RoundCosts
+
+
+def make_control(
+    *,
+    is_fresh: bool = False,
+    control_share: float = 0.0,
+    seen: list[WatchedRound] | None = None,
+    seconds: dict[int, float] | None = None,
+) -> DepthControl:
+    """`seconds` by depth, of rounds of one request, are decided by instead of the measured ones."""
+    policy = DepthPolicy([0, 1, 3], probe_share=0.0)
+    policy.costs.adopt({(1, depth): [cost] * 8 for depth, cost in (seconds or {}).items()})
+    return DepthControl(
+        policy,
+        StepClock(torch.device("cpu")),
+        SpeedupMeter(),
+        dormancy=Dormancy(is_fresh=is_fresh),
+        version=1,
+        control=ControlShare(control_share),
+        measured=RoundCosts() if seconds else None,
+        on_round=None if seen is None else seen.append,
+    )
+
+
+def requests(count: int) -> list[Any]:
+    """Greedy ones of one domain."""
+    params = SimpleNamespace(custom_params={"slipstream": {"tenant": "t", "domain": "code"}}, top_k=1)
+    return [SimpleNamespace(rid=f"r{index}", sampling_params=params) for index in range(count)]
+
+
+def step(control: DepthControl, batch: list[Any], *, accepts: bool = False) -> int:
+    depth = control.steps_for(len(batch))
+    control.started()
+    control.launched(batch, depth)
+    control.verified([depth if accepts else 0] * len(batch))
+    return depth
+
+
+def test_a_fresh_draft_is_never_run_until_there_is_another_version() -> None:
+    control, batch = make_control(is_fresh=True), requests(2)
+    assert {step(control, batch) for _ in range(2 * _LOOK_EVERY_STEPS)} == {0}
+    assert control.is_asleep
+    control.renewed(2)
+    assert not control.is_asleep
+    assert {step(control, requests(2)) for _ in range(30)} == {0, 1, 3}
+
+
+def test_prompts_that_only_random_weights_could_read_are_not_read_and_leave_requests_cold() -> None:
+    seen: list[WatchedRound] = []
+    control, unread = make_control(is_fresh=True, seen=seen), requests(1)
+    assert not control.reads_prompt_of(unread)
+    control.renewed(2)
+    assert control.reads_prompt_of(requests(1))
+    while step(control, [*unread, *requests(1)], accepts=True) == 0:
+        pass
+    assert len(seen[-1].verifications) == 1
+    asleep = make_control()
+    while not asleep.is_asleep:
+        step(asleep, requests(1))
+    assert asleep.reads_prompt_of(requests(1)), "it may be woken at any step"
+
+
+def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
+    control, batch = make_control(), requests(1)
+    steps = 0
+    while not control.is_asleep:
+        step(control, batch)
+        steps += 1
+        assert steps < 4 * _SLEEP_AFTER_STEPS
+    for _ in range(_LOOK_EVERY_STEPS):
+        step(control, batch)
+    assert not control.is_asleep
+    assert control.needs_no_reading(batch)
+    assert step(control, requests(1)) == 0, "the step before was of cold ones alone"
+    assert [step(control, requests(1)) > 0 for _ in range(10)].count(True) >= _PROBES_AFTER_RENEWAL
+
+
+def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
+    control, cold = make_control(is_fresh=True), requests(1)
+    step(control, cold)
+    control.renewed(2)
+    for _ in range(200):
+        control.started()
+        control.launched([*cold, *requests(1)], 1)
+        control.verified([1, 0])
+    assert float(control.explanation()["acceptance"].split(",")[0]) < 0.1, "the other one's"
+    for _ in range(400):
+        step(control, requests(1), accepts=True)
+    assert float(control.explanation()["acceptance"].split(",")[0]) > 0.8
+
+
+@pytest.mark.parametrize("seconds", [{0: 1.0, 1: 1.8, 3: 3.0}, {0: 1.0, 1: 1.1, 3: 1.3}], ids=["dear", "cheap"])
+def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next(seconds: dict[int, float]) -> None:
+    """Where a draft that nobody has seen is taken to pay, and where it is not."""
+    control, cold = make_control(is_fresh=True, seconds=seconds), requests(1)
+    step(control, cold)
+    control.renewed(2)
+    assert {step(control, cold, accepts=True) for _ in range(20 * _SLEEP_AFTER_STEPS)} == {0}
+    assert not control.is_asleep
+    assert control.needs_no_reading(cold)
+    assert not control.needs_no_reading([*cold, *requests(1)])
+    depths = [step(control, requests(1), accepts=True) for _ in range(30)]
+    assert depths.count(3) > 10
+
+
+def test_what_the_steps_add_up_to() -> None:
+    control, batch = make_control(control_share=0.5), requests(2)
+    depths = [step(control, batch, accepts=True) for _ in range(40)]
+    report = EngineReport.parse(control.tally.report())
+    plain = report.rounds["control"]
+    assert (sum(report.rounds.values()), plain) == (40, 20)
+    assert report.round_tokens == {
+        "speculative": 2 * sum(1 + depth for depth in depths) - 2 * plain,
+        "control": 2 * plain,
+    }
+    assert report.decode_ms.keys() == {"speculative", "control"}
+    assert control.tally.report().keys().isdisjoint(control.explanation()), "both are in one report"
+    assert report.proposals == report.accepted
+    assert report.proposals["3"] == 2 * sum(depth >= 3 for depth in depths) > 0
+
+
+def test_results_that_come_a_step_late_meet_their_step() -> None:
+    """Overlap scheduling launches the next step before the result of the last one is processed."""
+    control, batch = make_control(control_share=0.5), requests(2)
+    depths = []
+    for turn in range(400):
+        depths.append(control.steps_for(2))
+        control.started()
+        control.launched(batch, depths[-1])
+        if turn > 0:
+            control.verified([depths[-2]] * 2)
+    control.verified([depths[-1]] * 2)
+    assert control.num_verified_tokens == sum(2 + 2 * depth for depth in depths if depth)
+    assert control.num_verifications == 2 * sum(depth > 0 for depth in depths)
+    measured = control._meter.measure()
+    assert measured.baseline_rounds + measured.speculative_rounds == 400
+    assert 150 < measured.baseline_rounds < 250
+
+
+def test_what_the_watch_is_told() -> None:
+    """The version at launch, the stratum of each request, and nothing of requests that went cold."""
+    seen: list[WatchedRound] = []
+    control, cold = make_control(is_fresh=True, control_share=0.2, seen=seen), requests(1)
+    step(control, cold)
+    assert [(round_.drafted, round_.verifications, round_.kind) for round_ in seen] == [(True, (), None)], "it sleeps"
+    control.renewed(2)
+    seen.clear()
+    for _ in range(50):
+        step(control, [*cold, *requests(1)], accepts=True)
+    assert {round_.version for round_ in seen} == {2}
+    assert sum(not round_.drafted for round_ in seen) in (9, 10, 11)
+    verified = [round_ for round_ in seen if round_.verifications]
+    assert len(verified) > 20
+    assert all(round_.drafted for round_ in verified)
+    for round_ in verified:
+        (only,) = round_.verifications
+        assert (only.stratum, only.accepted) == (Stratum("code", "greedy"), only.depth)
+        assert round_.kind == (2, 2 * only.depth, 0)
+
+
+def test_a_fixed_depth_is_measured_too() -> None:
+    control = DepthControl(
+        None,
+        StepClock(torch.device("cpu")),
+        SpeedupMeter(),
+        version=1,
+        control=ControlShare(0.0),
+        dormancy=Dormancy(is_fresh=True),
+    )
+    control.started()
+    control.launched(requests(1), 3)
+    control.verified([2])
+    assert (control.depth, control.num_verified_tokens, control.is_asleep) == (3, 3, False)
+    assert control.explanation() == {}

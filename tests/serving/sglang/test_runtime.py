@@ -1,0 +1,286 @@
+"""What fails in the plugin's hooks turns a part of it off; SGLang's step, and its own errors, go through unchanged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+import torch
+from torch import Tensor, nn
+
+from serving.sglang.plugin.runtime import EngineRuntime, Fence
+from serving.sglang.settings import PluginSettings
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.errors import EngineDeadError
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lineage import ensure_lineage
+from speculator.versions.store import DraftStore
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import wait_until
+from tests.serving.sglang.harness import VOCAB, WIDTH, Request
+
+SERVED = object()
+"""What SGLang's own function returns."""
+
+
+class Mode:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def is_extend(self) -> bool:
+        return self._kind == "extend"
+
+    def is_idle(self) -> bool:
+        return self._kind == "idle"
+
+
+class Draft(nn.Module):
+    """As SGLang loads the stored version."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                self.register_parameter(name.replace(".", "_"), nn.Parameter(tensor.clone(), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name.replace(".", "_")].copy_(tensor)
+
+
+class Scene:
+    """A runtime of one worker, and what the hooks call it with."""
+
+    def __init__(self, runtime: EngineRuntime, worker: Any, pointer: DraftPointer) -> None:
+        self.runtime, self.worker, self.pointer = runtime, worker, pointer
+
+    def prefill(self, requests: list[Any], output: Any = None, **changes: Any) -> Any:
+        """A step that reads whole prompts, and samples."""
+        lengths = [len(request.origin_input_ids) for request in requests]
+        starts = {"prefix_lens": [0] * len(requests), "extend_lens": lengths}
+        batch = self.batch("extend", requests, **starts | changes)
+        output = output or SimpleNamespace(
+            hidden_states=torch.randn(sum(lengths), WIDTH), next_token_logits=torch.randn(len(requests), VOCAB)
+        )
+
+        def run() -> object:
+            self.runtime.sampling(self.worker.target_worker.model_runner, output)
+            # As SGLang's sampler does, in place.
+            output.next_token_logits[:] = torch.softmax(output.next_token_logits, -1)
+            return SERVED
+
+        return self.runtime.step(run, batch)
+
+    def decode(self, requests: list[Any], run: Callable[[], Any] = lambda: SERVED, accepted: int = 0) -> Any:
+        """A step without proposals."""
+        batch = self.batch("decode", requests)
+        result = self.runtime.step(run, batch)
+        self.runtime.verified(lambda: None, [accepted] * len(requests))
+        return result
+
+    def verify(self, requests: list[Any], run: Callable[[], Any] = lambda: SERVED) -> Any:
+        return self.runtime.verify(run, self.batch("decode", requests))
+
+    def report(self) -> dict[str, str]:
+        return self.pointer.engines().get("under-test", {})
+
+    def wait_for_failure(self, failure: str) -> dict[str, str]:
+        wait_until(lambda: self.report().get("failures") == failure)
+        return self.report()
+
+    @staticmethod
+    def batch(kind: str, requests: list[Any], **changes: Any) -> Any:
+        values = {
+            "reqs": requests,
+            "forward_mode": Mode(kind),
+            "is_extend_in_batch": kind == "extend",
+            "req_pool_indices": torch.arange(len(requests)),
+            "extend_num_tokens": 3,
+            "seq_lens": torch.full((len(requests),), 3),
+            "spec_info": SimpleNamespace(draft_token=torch.arange(len(requests)), draft_token_num=1, topk=1),
+        }
+        return SimpleNamespace(**values | changes)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def scene(
+    model_dir: Path,
+    tmp_path: Path,
+    redis_url: str,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Scene]:
+    """One rank, on a CPU, capturing, with depths 0 and 2; a chain, or a tree of as many branches as the parameter."""
+    store = DraftStore(tmp_path / "drafts")
+    fingerprint = target_fingerprint(model_dir)
+    ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=24)
+    state = ModuleType("sglang.srt.distributed.parallel_state")
+    vars(state)["get_tp_group"] = lambda: SimpleNamespace(rank_in_group=0, cpu_group=None)
+    decided = ModuleType("sglang.srt.arg_groups.overrides")
+    # As SGLang does for --rl-on-policy-target.
+    vars(decided)["resolving_view"] = lambda args: SimpleNamespace(
+        **vars(args) | {"enable_deterministic_inference": True}
+    )
+    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (state, decided):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    runner = SimpleNamespace(model=nn.Linear(2, 2), model_config=SimpleNamespace(context_len=64))
+    arguments = {"model_path": str(model_dir), "served_model_name": "m", "port": 1}
+    given = {"speculative_eagle_topk": None, "enable_deterministic_inference": False}
+    worker = SimpleNamespace(
+        server_args=SimpleNamespace(
+            **arguments, **given, speculative_draft_model_path=str(store.root / "versions" / "000001")
+        ),
+        topk=getattr(request, "param", 1),
+        target_worker=SimpleNamespace(model_runner=runner),
+        draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Draft(store.load(1)))),
+        adaptive_controller=SimpleNamespace(candidate_steps=[0, 2]),
+        speculative_num_steps=0,
+        speculative_num_draft_tokens=3,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8)),
+    )
+    settings = PluginSettings(
+        redis_url=redis_url, store=store.root, engine_id="under-test", capture=True, capture_topk=4, poll_s=0.02
+    )
+    switch_s = sys.getswitchinterval()
+    runtime = EngineRuntime(worker, settings)
+    yield Scene(runtime, worker, DraftPointer(redis_client, model_key(model_dir, fingerprint)))
+    runtime.close()
+    sys.setswitchinterval(switch_s)
+
+
+class Exhausted:
+    """What a pass leaves, on a device without any memory left."""
+
+    next_token_logits = torch.zeros(1, VOCAB)
+
+    @property
+    def hidden_states(self) -> Tensor:
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("output", "changes", "failure"),
+    [
+        (Exhausted(), {}, "capture:OutOfMemoryError=1"),
+        (None, {"prefix_lens": None}, "capture:TypeError=1"),
+        (SimpleNamespace(next_token_logits=torch.zeros(1, VOCAB)), {}, "capture:AttributeError=1"),
+        (None, {"reqs": [SimpleNamespace(rid="unlike a request")]}, "capture:AttributeError=1"),
+    ],
+)
+def test_a_failure_turns_capture_off_and_serving_goes_on(
+    scene: Scene, output: Any, changes: dict[str, Any], failure: str
+) -> None:
+    running = Request([1, 2, 3], "running")
+    assert scene.prefill([running]) is SERVED
+    assert scene.prefill([Request([4, 5, 6], "failing")], output, **changes) is SERVED
+    # What was held of the request that runs is freed, and it is accounted for.
+    report = scene.wait_for_failure(failure)
+    wait_until(lambda: "failed=" in scene.report()["dropped_by_reason"])
+    assert scene.verify([running]) is SERVED
+    assert scene.prefill([Request([7, 8, 9], "later")]) is SERVED
+    scene.runtime.released(running)
+    assert (report["captured"], scene.report()["failures"]) == ("0", failure)
+
+
+def test_a_verification_that_cannot_be_read_is_served(scene: Scene) -> None:
+    request = Request([1, 2, 3])
+    scene.prefill([request])
+    assert scene.verify([request]) is SERVED
+    scene.wait_for_failure("capture:AttributeError=1")
+
+
+def test_the_draft_that_cannot_be_looked_at_goes_on(scene: Scene) -> None:
+    scene.runtime.saw_forward(lambda: SimpleNamespace().logits_output)
+    assert scene.prefill([Request([1, 2, 3])]) is SERVED
+    scene.wait_for_failure("capture:AttributeError=1")
+
+
+def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None:
+    assert scene.runtime.steps_for(lambda: 7, 1) == 0, "a fresh draft sleeps"
+    unlike_a_request = SimpleNamespace(rid="r")
+    assert scene.decode([unlike_a_request]) is SERVED
+    assert scene.runtime.steps_for(lambda: 7, 1) == 7
+    told: list[bool] = []
+    scene.runtime.verified(lambda: told.append(True), [1])
+    assert told == [True]
+    assert scene.runtime.catch_up(lambda: SERVED, scene.batch("decode", []), None) is SERVED
+    assert scene.prefill([Request([1, 2, 3])]) is SERVED
+    scene.wait_for_failure("depth:AttributeError=1")
+
+
+def test_what_sglang_has_decided_on_is_reported(scene: Scene) -> None:
+    """Of its arguments that nobody gave."""
+    wait_until(lambda: scene.report().get("heeds_seed") == "1")
+
+
+@pytest.mark.parametrize("scene", [4], indirect=True)
+def test_a_tree_that_nobody_asked_for_is_looked_at_as_one(scene: Scene) -> None:
+    scores = torch.tensor([[[0.5], [0.25]]])
+    scene.runtime.saw_tree([scores], (None, torch.tensor([[1, 0]])))
+    assert torch.equal(scene.runtime.probe.logprobs(torch.tensor([0]), 2), torch.tensor([[0.25, 0.5]]).log())
+
+
+def test_without_meetings_the_draft_stays(scene: Scene) -> None:
+    """Nobody would tell the depth that another draft is in service, also where an idle server swaps it."""
+    assert scene.runtime.draft.install_draft(1).version == 1
+    runtime: Any = scene.runtime
+    runtime.depth = object()
+    assert scene.prefill([Request([1, 2, 3])]) is SERVED
+    with pytest.raises(EngineDeadError):
+        scene.runtime.draft.install_draft(1)
+
+
+def test_what_sglang_raises_is_not_ours(scene: Scene) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("SGLang's own")
+
+    request, batch = Request([1, 2, 3]), scene.batch("decode", [])
+    scene.prefill([request])
+    scene.worker.speculative_num_steps = 2
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: scene.decode([request], fail),
+        lambda: scene.verify([Request([9])], fail),
+        lambda: scene.runtime.catch_up(fail, batch, None),
+        lambda: scene.runtime.read_prompt(fail, scene.batch("idle", []), torch.zeros(0)),
+        lambda: scene.runtime.probe.around_draft(fail),
+    )
+    for call in calls:
+        with pytest.raises(torch.OutOfMemoryError, match="SGLang's own"):
+            call()
+    wait_until(lambda: "failures" in scene.report())
+    assert scene.report()["failures"] == ""
+    # The step that failed is over: the next one begins.
+    assert scene.prefill([Request([4, 5])]) is SERVED
+
+
+def test_a_rank_that_others_depend_on_does_not_go_on_alone() -> None:
+    def fail() -> None:
+        raise AttributeError("gone")
+
+    fence = Fence("depth", holds=False)
+    with pytest.raises(AttributeError, match="gone"):
+        fence(fail)
+
+
+def test_a_part_that_does_not_end_in_order_ends() -> None:
+    def fail() -> None:
+        raise OSError("and again")
+
+    fence = Fence("capture", off=fail)
+    assert fence(fail) is None
+    assert (fence.is_off, fence.reason) == (True, "OSError")
+    assert fence(lambda: 1) is None
