@@ -10,8 +10,7 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.keys import read_keys
 from speculator.errors import ConfigError
 from speculator.host import read_secret
-from speculator.redis.client import PASSWORD_FILE_VARIABLE
-from speculator.redis.url import RedisUrl
+from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisUrl
 
 _ADMIN_KEY = f"{ENV_PREFIX}ADMIN_KEY"
 _LEAST_DISTINCT = 6
