@@ -63,6 +63,8 @@ def test_a_cluster_is_refused(scheme: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "",
+        "localhost",
         "http://localhost",
         "redis+something://localhost",
         "unix+cluster://localhost",

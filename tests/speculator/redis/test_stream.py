@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from speculator.errors import ConfigError, StreamError
+from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
@@ -350,13 +350,6 @@ def test_an_unreachable_server_is_a_stream_error_that_names_the_fix(tmp_path: Pa
     with pytest.raises(StreamError) as caught:
         connect("redis://user:hunter2@127.0.0.1:1/0")
     assert "127.0.0.1:1" in str(caught.value)
-    assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["", "localhost", "http://x", "redis://:hunter2/@host:port"])
-def test_a_malformed_url_is_a_setting_to_fix(url: str) -> None:
-    with pytest.raises(ConfigError, match="SLIPSTREAM_REDIS_URL") as caught:
-        connect(url)
     assert "hunter2" not in str(caught.value)
 
 
