@@ -36,7 +36,8 @@ _PORTS = range(10_000, 22_000)
 """Below what Linux hands out by itself (`ip_local_port_range`, from 32,768 on) to connections and to servers that
 name no port, any of which could take a port that nobody listens at yet; and below 22,000 to 29,999, where SGLang
 looks for its own."""
-_ports = (_PORTS[step % len(_PORTS)] for step in itertools.count(os.getpid() * 61))
+_first = os.getpid() * 61 % len(_PORTS)
+_ports = itertools.cycle([*_PORTS[_first:], *_PORTS[:_first]])
 """Processes that start one after another walk through the ports far from each other."""
 
 
