@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -37,7 +38,7 @@ _PORTS = range(10_000, 22_000)
 name no port, any of which could take a port that nobody listens at yet; and below 22,000 to 29,999, where SGLang
 looks for its own."""
 _first = os.getpid() * 61 % len(_PORTS)
-_ports = itertools.cycle([*_PORTS[_first:], *_PORTS[:_first]])
+_ports: Iterator[int] = itertools.cycle([*_PORTS[_first:], *_PORTS[:_first]])
 """Processes that start one after another walk through the ports far from each other."""
 
 
