@@ -143,7 +143,7 @@ def test_the_loop_learns_publishes_and_leaves_nothing_pending(
     pointer.pin(2)
     stop = threading.Event()
     thread = threading.Thread(target=train_until, args=(stop, trainer))
-    thread.start(decide=promote)
+    thread.start()
     send(stream, traces)
     store = DraftStore(tmp_path / "store")
     wait_until(lambda: (store.latest() or 0) >= 6)
