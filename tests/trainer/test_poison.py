@@ -49,7 +49,7 @@ def shares(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def counted(*args: object, **named: object) -> object:
         drawn = draw(*args, **named)  # type: ignore[arg-type]
         for one in drawn.batch:
-            mix[one.stored.provenance.tenant] += one.stored.num_bases
+            mix[one.provenance.tenant] += one.num_bases
         return drawn
 
     monkeypatch.setattr(trainer.replay, "draw", counted)

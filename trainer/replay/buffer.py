@@ -68,20 +68,16 @@ class Admission(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """`proposal_weight` in [0, 1]: how far its proposals still count in the off-policy terms
-    (trainer/replay/memory.py)."""
-
-    stored: Stored
-    proposal_weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One batch, and the new traces that were kept without a first step: their tenant had its share already."""
+    """One batch, and the new traces that were kept without a first step: their tenant had its share already.
 
-    batch: list[Drawn]
+    `proposal_weight` in [0, 1]: how far the batch's proposals still count in the off-policy terms, on average
+    (trainer/replay/memory.py).
+    """
+
+    batch: list[Stored]
     passed_over: list[Stored]
+    proposal_weight: float
 
 
 class Replay:
@@ -213,9 +209,13 @@ class Replay:
                 chosen.append(slot)
         for slot in chosen:
             self._mix.add(slot.tenant, slot.num_tokens)
-        batch = [Drawn(stored=slot.stored, proposal_weight=self._proposal_weight(slot, published)) for slot in chosen]
+        batch = [slot.stored for slot in chosen]
         self._make_room()
-        return Draw(batch=batch, passed_over=passed_over)
+        weights = [
+            proposal_weight(one.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag)
+            for one in batch
+        ]
+        return Draw(batch=batch, passed_over=passed_over, proposal_weight=sum(weights) / max(len(weights), 1))
 
     def discard(self, stored: Iterable[Stored]) -> None:
         """Forget drawn traces that cannot be learnt from, and refuse their texts from now on."""
@@ -254,7 +254,7 @@ class Replay:
         """Newer proposals on a text that is here; it stays whose it was, so that nobody can take another's place."""
         is_older = stored.provenance.target_version < slot.stored.provenance.target_version
         if slot.learnt and stored.num_bytes <= slot.num_bytes and not is_older:
-            self._memory.renew(slot, stored)
+            slot.stored = stored
 
     def _make_room(self) -> None:
         given_up = self._memory.make_room(self._waiting_bytes)
@@ -294,11 +294,6 @@ class Replay:
 
     def _freshness(self, provenance: Provenance) -> float:
         return version_weight(self._target_version - provenance.target_version, max_lag=self._max_target_lag)
-
-    def _proposal_weight(self, slot: Slot, published: int) -> float:
-        return proposal_weight(
-            slot.stored.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag
-        )
 
 
 def _num_tokens(slots: list[Slot]) -> int:

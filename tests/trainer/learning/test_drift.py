@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainer.schedule import ALL, MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor, SeriesState
+from trainer.schedule import ALL, MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor
 
 Answer = tuple[int, int]
 
@@ -117,7 +117,7 @@ def test_short_answers_count_together() -> None:
     series = AcceptanceSeries()
     for _ in range(SHORT):
         assert not series.observe(2, 4)
-    assert len(series.state.recent) == SHORT // 4
+    assert len(series.recent) == SHORT // 4
     assert series.short == 0.5
 
 
@@ -133,9 +133,9 @@ def test_a_restart_changes_nothing() -> None:
     through, restarted = DriftMonitor(), DriftMonitor()
     for number, answer in enumerate(stream):
         if number % 100 == 50:
-            saved = msgspec.json.encode(restarted.states)
-            restarted = DriftMonitor(msgspec.json.decode(saved, type=dict[str, SeriesState]))
+            saved = msgspec.json.encode(restarted.series)
+            restarted = DriftMonitor(msgspec.json.decode(saved, type=dict[str, AcceptanceSeries]))
         assert through.observe("math", *answer) == restarted.observe("math", *answer)
-    assert through.states == restarted.states
+    assert through.series == restarted.series
     assert through.level("math")[1] > 0
     assert through.level("unknown") == (0.0, 0.0)
