@@ -20,6 +20,7 @@ solves says nothing. A trace whose group has no rewards, or only equal ones, wei
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import statistics
 import time
@@ -44,7 +45,6 @@ from trainer.replay.memory import (
     sampling_key,
     version_weight,
 )
-from trainer.replay.trace_source import RETRY_S
 
 # Texts that were discarded and would spoil a batch again; the oldest are forgotten.
 _MAX_REFUSED = 1000
@@ -302,6 +302,7 @@ def _num_tokens(slots: list[Slot]) -> int:
 
 log = structlog.get_logger()
 _LOOK_EVERY_S = 1.0
+_RETRY_S = 2.0
 _CHUNK = 100
 
 
@@ -318,20 +319,27 @@ def reward_weights(rewards: Mapping[int, float], *, bound: float) -> dict[int, f
 class RewardWeights:
     """Reads the rewards as they come; the groups rewarded longest ago are forgotten. Owned by the training loop."""
 
-    def __init__(self, stream: RewardStream, *, bound: float, metrics: TrainerMetrics) -> None:
-        """With a `bound` of 1 rewards have no effect, and nothing is read."""
-        self._stream, self._bound, self._metrics = stream, bound, metrics
+    def __init__(
+        self,
+        stream: RewardStream,
+        *,
+        bound: float,
+        metrics: TrainerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """With a `bound` of 1 rewards have no effect, and nothing is read. `clock` gives seconds."""
+        self._stream, self._bound, self._metrics, self._clock = stream, bound, metrics, clock
         self._last_id = START
-        self._next_look_s = 0.0
+        self._next_look_s = -math.inf
         # By tenant and group, the newest last.
         self._rewards: OrderedDict[tuple[str, str], dict[int, float]] = OrderedDict()
         self._weights: dict[tuple[str, str], dict[int, float]] = {}
 
     def look(self) -> None:
         """Take what came since, now and then. Redis being away is no error here."""
-        if self._bound == 1 or time.monotonic() < self._next_look_s:
+        if self._bound == 1 or self._clock() < self._next_look_s:
             return
-        self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+        self._next_look_s = self._clock() + _LOOK_EVERY_S
         try:
             while True:
                 groups, last_id = self._stream.read(self._last_id, _CHUNK)
@@ -342,8 +350,8 @@ class RewardWeights:
                 self._last_id = last_id
         except StreamError as error:
             self._metrics.stream_errors.labels("rewards").inc()
-            self._next_look_s = time.monotonic() + RETRY_S
-            log.warning("rewards not read", error=str(error), retry_s=RETRY_S)
+            self._next_look_s = self._clock() + _RETRY_S
+            log.warning("rewards not read", error=str(error), retry_s=_RETRY_S)
 
     def weight(self, provenance: Provenance) -> float:
         """How much more often than others the trace is drawn."""
