@@ -46,8 +46,7 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
-from slipstream.demo.processes import Child, running_child
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Child, Sample, running_child
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from slipstream.cli import options as options
 from slipstream.cli.effects import check_options, check_variables, warn_of_unread_variables
 from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
 from slipstream.logs import configure_logs
-from slipstream.models import resolve_model
+from slipstream.models import checked_fingerprint, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from speculator.errors import ConfigError
 from speculator.tracing import configure_spans
@@ -59,55 +60,49 @@ def serve(
     """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
     configure_logs()
     configure_spans("slipstream-gateway")
-    from speculator.draft.checkpoint import model_name
+    from slipstream.demo.topics import read_prompts
 
     options.check_together(context)
     warn_of_unread_variables()
-    given: dict[str, Any] = dict(context.params)
-    given["model_dir"] = resolve_model(model)
-    given["model_name"] = name or model_name(given["model_dir"])
-    given["vocab_texts"] = _texts(vocab_from)
+    given = _given(context)
+    given["vocab_texts"] = tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
     if engine == "sglang":
-        _serve_sglang(given)
+        from serving.sglang.outside.launcher import SglangStart
+        from slipstream.start.gateway import run_sglang_server
+
+        given["device"] = device or "cuda"
+        places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s")
+        run_sglang_server(
+            SglangStart(**_fields(SglangStart, given)),
+            _gateway_settings(effects.GATEWAY_IN_FRONT),
+            **{name: given[name] for name in places},
+        )
     else:
-        _serve_locally(given)
+        from serving.local.config import LocalEngineConfig
+        from slipstream.start.local import ServeOptions, run_server
+
+        given |= {"device": device or "cpu", "num_slots": slots, "num_threads": threads}
+        config = LocalEngineConfig(**_fields(LocalEngineConfig, given))
+        served = ServeOptions(**_fields(ServeOptions, {**given, "engine": config}))
+        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL))
 
 
-def _texts(vocab_from: Path | None) -> tuple[str, ...]:
-    from slipstream.demo.topics import read_prompts
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The options of a command under the names of the fields that take them."""
+    from speculator.draft.checkpoint import model_name
 
-    return tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
-
-
-_EITHER = (
-    "store",
-    "redis_url",
-    "host",
-    "port",
-    "stream_max_bytes",
-    "draft_vocab_size",
-    "vocab_texts",
-    "seed",
-    "trace_ttl_hours",
-    "capture_filter",
-    "capture_floor",
-)
-"""Options that mean the same to both engines; the names of the fields that take them."""
+    given = dict(context.params)
+    model_dir = resolve_model(given["model"])
+    return given | {
+        "model_dir": model_dir,
+        "model_name": given["name"] or model_name(model_dir),
+        "python": given["sglang_python"],
+        "extra": tuple(given["sglang_arguments"] or ()),
+    }
 
 
-def _serve_locally(given: dict[str, Any]) -> None:
-    from serving.local.config import LocalEngineConfig
-    from slipstream.start.local import ServeOptions, run_server
-
-    same = ("model_dir", "model_name", "dtype", "context_length", "context_window", "depth", "control_share")
-    config = LocalEngineConfig(
-        **{name: given[name] for name in (*same, "capture", "suffix_depth", "head_off_share")},
-        device=given["device"] or "cpu",
-        num_slots=given["slots"],
-        num_threads=given["threads"],
-    )
-    settings = {name: given[name] for name in (*_EITHER, "share_groups")}
-    run_server(ServeOptions(engine=config, **settings), _gateway_settings(effects.GATEWAY_OF_LOCAL))
+def _fields(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in inspect.signature(kind).parameters if name in given}
 
 
 def _gateway_settings(rules: Iterable[effects.Rule]) -> GatewaySettings:
@@ -117,21 +112,6 @@ def _gateway_settings(rules: Iterable[effects.Rule]) -> GatewaySettings:
     settings = load_settings()
     check_variables(settings, rules)
     return settings
-
-
-def _serve_sglang(given: dict[str, Any]) -> None:
-    from slipstream.start.gateway import SglangServeOptions, run_sglang_server
-
-    same = ("model_dir", "model_name", "dtype", "depth", "capture", "control_share", "context_window")
-    run_sglang_server(
-        SglangServeOptions(
-            **{name: given[name] for name in (*_EITHER, *same, "capture_bytes_per_s", "start_timeout_s")},
-            python=given["sglang_python"],
-            device=given["device"] or "cuda",
-            extra=tuple(given["sglang_arguments"] or ()),
-        ),
-        _gateway_settings(effects.GATEWAY_IN_FRONT),
-    )
 
 
 EngineId = Annotated[
@@ -175,36 +155,12 @@ def sglang(
     configure_logs()
     check_options(context, effects.SGLANG)
     warn_of_unread_variables()
+    from serving.sglang.outside.launcher import SglangStart
     from slipstream.start.exposure import check_sglang_exposure
-    from slipstream.start.sglang import SglangStart, become_sglang
-    from speculator.draft.checkpoint import model_name
+    from slipstream.start.sglang import become_sglang
 
     check_sglang_exposure(host, redis_url, is_private=private_network)
-    model_dir = resolve_model(model)
-    become_sglang(
-        SglangStart(
-            python=sglang_python,
-            model_dir=model_dir,
-            model_name=name or model_name(model_dir),
-            dtype=dtype,
-            device=device,
-            depth=depth,
-            capture=capture,
-            trace_ttl_hours=trace_ttl_hours,
-            capture_filter=capture_filter,
-            control_share=control_share,
-            context_window=context_window,
-            capture_bytes_per_s=capture_bytes_per_s,
-            capture_floor=capture_floor,
-            store=store,
-            redis_url=redis_url,
-            stream_max_bytes=stream_max_bytes,
-            extra=tuple(sglang_arguments or ()),
-        ),
-        host=host,
-        port=port,
-        engine_id=engine_id,
-    )
+    become_sglang(SglangStart(**_fields(SglangStart, _given(context))), host=host, port=port, engine_id=engine_id)
 
 
 def gateway(
@@ -293,7 +249,6 @@ def train(
     """
     configure_logs()
     configure_spans("slipstream-trainer")
-    from slipstream.new_draft import checked_fingerprint
     from speculator.draft.checkpoint import model_key
     from speculator.versions.store import DraftStore
     from trainer.config import load_config

@@ -32,13 +32,13 @@ from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
-from serving.sglang.outside.launcher import SglangProcess
+from serving.sglang.outside.launcher import SglangProcess, SglangStart
 from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
 from serving.sglang.report import EngineReport, commonest
 from serving.target import TargetDesk
-from slipstream.new_draft import checked_fingerprint, version_folder
+from slipstream.models import checked_fingerprint
 from slipstream.start.exposure import check_exposure
-from slipstream.start.sglang import SglangStart, verified_version
+from slipstream.start.sglang import checked_interpreter, with_draft
 from speculator.draft.checkpoint import model_key
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
@@ -47,50 +47,8 @@ from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 
-
-async def serve_in_front(
-    urls: tuple[str, ...],
-    listener: socket.socket,
-    client: SglangClient,
-    *,
-    settings: GatewaySettings,
-    drafts: DraftDesk,
-    target: str,
-    beside: Coroutine[Any, Any, None] | None = None,
-) -> None:
-    """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
-    `beside`; `target` is the fingerprint of what it serves.
-
-    Raises ConfigError where this process may not have so many connections, and what `beside` raises.
-    """
-    make_room(settings, each=2)
-    registry = process_registry()
-    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
-    if isinstance(client, PoolClient):
-        registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
-    upstream = Upstream(*urls, max_connections=settings.max_in_flight)
-    targets = TargetDesk(client, TargetMetrics(registry), folder=None)
-    app = create_passthrough_app(
-        client,
-        upstream,
-        settings=settings,
-        registry=registry,
-        drafts=drafts,
-        targets=targets,
-        target=target,
-    )
-    try:
-        await serve_until_signal(
-            GatewayServer(app, listener, max_connections=settings.max_connections),
-            model=client.info.model,
-            draft_version=client.draft_version,
-            beside=beside,
-        )
-    finally:
-        await upstream.close()
-
-
 log = structlog.get_logger(__name__)
+
 _POLL_S = 0.2
 _HTTP_TIMEOUT_S = 5.0
 
@@ -132,10 +90,88 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         opened.callback(client.stop)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        front = serve_in_front(
-            options.sglang_urls, listener, client, settings=settings, drafts=drafts, target=fingerprint
+        asyncio.run(_serve(options.sglang_urls, listener, client, settings, drafts, fingerprint))
+
+
+def run_sglang_server(
+    start: SglangStart,
+    settings: GatewaySettings,
+    *,
+    host: str,
+    port: int,
+    draft_vocab_size: int | None,
+    vocab_texts: tuple[str, ...],
+    seed: int | None,
+    start_timeout_s: float,
+) -> None:
+    """Start SGLang, and serve in front of it until SIGTERM or SIGINT.
+
+    Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
+    """
+    check_exposure(host, start.redis_url, settings)
+    # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with ExitStack() as opened:
+        listener = opened.enter_context(bind(host, port))
+        python = checked_interpreter(start.python)
+        store = DraftStore(start.store)
+        fingerprint = checked_fingerprint(start.model_dir, store)
+        key = model_key(start.model_dir, fingerprint)
+        pointer = DraftPointer(opened.enter_context(connect(start.redis_url)), key)
+        newest = ensure_lineage(
+            store, start.model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=vocab_texts
         )
-        asyncio.run(front)
+        # Of this start alone: an order that was given to an earlier one ends with it.
+        engine_id = f"{socket.gethostname()}-{os.getpid()}"
+        options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
+        process = opened.enter_context(SglangProcess(options))
+        log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
+        process.wait_until_healthy(start_timeout_s)
+        client = SglangClient(
+            process.url,
+            pointer,
+            engine_id=engine_id,
+            max_depth=start.depth,
+            draft_version=version,
+            is_process_alive=lambda: process.is_alive,
+        )
+        opened.callback(client.stop)
+        client.start()
+        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
+        ended = _until_ended(process)
+        asyncio.run(_serve((process.url,), listener, client, settings, drafts, fingerprint, beside=ended))
+
+
+async def _serve(
+    urls: tuple[str, ...],
+    listener: socket.socket,
+    client: SglangClient,
+    settings: GatewaySettings,
+    drafts: DraftDesk,
+    target: str,
+    *,
+    beside: Coroutine[Any, Any, None] | None = None,
+) -> None:
+    """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
+    `beside`; `target` is the fingerprint of what it serves.
+
+    Raises ConfigError where this process may not have so many connections, and what `beside` raises.
+    """
+    make_room(settings, each=2)
+    registry = process_registry()
+    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    if isinstance(client, PoolClient):
+        registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
+    upstream = Upstream(*urls, max_connections=settings.max_in_flight)
+    targets = TargetDesk(client, TargetMetrics(registry), folder=None)
+    app = create_passthrough_app(
+        client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets, target=target
+    )
+    server = GatewayServer(app, listener, max_connections=settings.max_connections)
+    try:
+        await serve_until_signal(server, model=client.info.model, draft_version=client.draft_version, beside=beside)
+    finally:
+        await upstream.close()
 
 
 def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:
@@ -207,66 +243,6 @@ def _depth(http: httpx.Client, url: str) -> int | None:
         if http.get(f"{url}/health").status_code == 200:
             return int(http.get(f"{url}/server_info").json()["speculative_num_steps"])
     return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SglangServeOptions(SglangStart):
-    host: str
-    port: int
-    draft_vocab_size: int | None
-    vocab_texts: tuple[str, ...]
-    seed: int | None
-    start_timeout_s: float
-
-
-def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
-    """
-    check_exposure(options.host, options.redis_url, settings)
-    # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as opened:
-        listener = opened.enter_context(bind(options.host, options.port))
-        python = options.interpreter()
-        store = DraftStore(options.store)
-        fingerprint = checked_fingerprint(options.model_dir, store)
-        key = model_key(options.model_dir, fingerprint)
-        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
-        newest = ensure_lineage(
-            store,
-            options.model_dir,
-            fingerprint,
-            draft_vocab_size=options.draft_vocab_size,
-            seed=options.seed,
-            texts=options.vocab_texts,
-        )
-        version = verified_version(store, newest, fingerprint)
-        # Of this start alone: an order that was given to an earlier one ends with it.
-        engine_id = f"{socket.gethostname()}-{os.getpid()}"
-        folder = version_folder(store, version)
-        process = opened.enter_context(
-            SglangProcess(options.process(python, folder, fingerprint=fingerprint, key=key, engine_id=engine_id))
-        )
-        log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
-        process.wait_until_healthy(options.start_timeout_s)
-        client = SglangClient(
-            process.url,
-            pointer,
-            engine_id=engine_id,
-            max_depth=options.depth,
-            draft_version=version,
-            is_process_alive=lambda: process.is_alive,
-        )
-        opened.callback(client.stop)
-        client.start()
-        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        ended = _until_ended(process)
-        front = serve_in_front(
-            (process.url,), listener, client, settings=settings, drafts=drafts, target=fingerprint, beside=ended
-        )
-        asyncio.run(front)
 
 
 async def _until_ended(process: SglangProcess) -> None:

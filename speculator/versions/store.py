@@ -202,7 +202,7 @@ class DraftStore:
                 continue
             with _store_errors(self.root), self._temporary() as folder:
                 # Renamed before it is removed: a reader finds the version complete or not at all.
-                self._folder(version).rename(folder / "pruned")
+                self.folder(version).rename(folder / "pruned")
             removed.append(version)
         return removed
 
@@ -219,9 +219,9 @@ class DraftStore:
             sync(folder)
             try:
                 # Fails on an existing version, since a version's folder is never empty.
-                folder.rename(self._folder(version))
+                folder.rename(self.folder(version))
             except OSError:
-                if not self._folder(version).exists():
+                if not self.folder(version).exists():
                     raise
                 continue
             sync(self._versions)
@@ -242,14 +242,15 @@ class DraftStore:
             if _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _folder(self, version: int) -> Path:
+    def folder(self, version: int) -> Path:
+        """Where a version's files are: SGLang loads it from there."""
         return self._versions / f"{version:06d}"
 
     def _read(self, version: int, name: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
         with _store_errors(self.root):
             try:
                 # A pipe in the file's place must not hold up whoever opens it, nor an endless device take all memory.
-                with open(self._folder(version) / name, "rb", opener=_open_at_once) as file:
+                with open(self.folder(version) / name, "rb", opener=_open_at_once) as file:
                     status = os.fstat(file.fileno())
                     if not stat.S_ISREG(status.st_mode):
                         raise DraftFileError(f"draft version {version}: {name} is not a file")

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from slipstream.doctor.machine import check_model
-from slipstream.models import resolve_model
-from slipstream.new_draft import check_target, checked_fingerprint
+from slipstream.models import check_target, checked_fingerprint, resolve_model
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftError

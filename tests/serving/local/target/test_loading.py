@@ -15,9 +15,10 @@ from torch import Tensor
 from serving.local.target.loading import check_known_model, check_model, load_model, load_tokenizer
 from serving.local.target.model import Target
 from slipstream.doctor import machine
-from slipstream.new_draft import init_lineage
+from slipstream.models import checked_fingerprint
 from speculator.draft.checkpoint import is_finite
 from speculator.errors import ConfigError
+from speculator.versions.store import DraftStore
 from tests.fixtures.toy import make_toy_model
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -70,8 +71,7 @@ def test_a_tensor_that_does_not_fit_is_named(
         with pytest.raises(ConfigError, match=says):
             command(folder)
     with pytest.raises(ConfigError, match=says):
-        init_lineage(folder, tmp_path / "drafts", draft_vocab_size=None, seed=None, texts=[])
-    assert not (tmp_path / "drafts").exists()
+        checked_fingerprint(folder, DraftStore(tmp_path / "drafts"))
 
 
 @pytest.mark.parametrize(
