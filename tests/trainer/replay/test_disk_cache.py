@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from speculator.durable_files import sync
-
+from speculator.files import sync
 from trainer.replay.trace_source import Shelf
 
 
