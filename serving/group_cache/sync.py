@@ -41,11 +41,12 @@ class FollowedGroup:
     source: int = field(default_factory=lambda: secrets.randbits(64))
     """What is written from here: the index has it already."""
     since_ms: int = field(default_factory=now_ms)
-    active_s: float = field(default_factory=time.monotonic)
-    """When something was last committed here."""
+    active_s: float = 0.0
+    """When something was last committed here, on the clock of the engine's `GroupSharing`."""
     closed: bool = False
     """It has ended, or its tenant was erased: nothing more is published or taken."""
     place: Place = field(default_factory=Place)
+    max_texts: int = _MAX_TEXTS
     texts: OrderedDict[tuple[int, int], tuple[int, int]] = field(default_factory=OrderedDict)
     """By source and text, of those that grew last: its handle in the index and the tokens that it has. The decode
     thread's."""
@@ -62,7 +63,7 @@ class FollowedGroup:
         if tokens:
             self.texts[piece.source, piece.text] = index.append(handle, tokens), length + len(tokens)
             self.texts.move_to_end((piece.source, piece.text))
-            if len(self.texts) > _MAX_TEXTS:
+            if len(self.texts) > self.max_texts:
                 self.texts.popitem(last=False)
         return len(tokens)
 
@@ -121,11 +122,17 @@ class GroupSharing:
         target_version: int = 0,
         keep_versions: int = 4,
         interval_s: float = _INTERVAL_S,
+        max_followed: int = _MAX_FOLLOWED,
+        max_queued_tokens: int = _MAX_QUEUED_TOKENS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Text of targets more than `keep_versions` before this engine's is not taken."""
+        """Text of targets more than `keep_versions` before this engine's is not taken. At most `max_followed` groups
+        are followed, and `max_queued_tokens` wait for Redis. `clock` gives seconds, of any origin.
+        """
         self._texts, self._vocab_size, self._metrics = texts, vocab_size, metrics
         self._target_version, self._keep_versions = target_version, keep_versions
-        self._interval_s = interval_s
+        self._interval_s, self._clock = interval_s, clock
+        self._max_followed, self._max_queued_tokens = max_followed, max_queued_tokens
         self._exchanging = threading.Lock()
         # Shared, under `_changed`:
         self._changed = threading.Condition()
@@ -159,7 +166,7 @@ class GroupSharing:
             if group is None or group.index() is not index:
                 group = self._followed[key] = FollowedGroup(key, weakref.ref(index))
             self._followed.move_to_end(key)
-            if len(self._followed) > _MAX_FOLLOWED:
+            if len(self._followed) > self._max_followed:
                 self._followed.popitem(last=False)
             text, start = next(self._text_numbers), 0
 
@@ -188,11 +195,11 @@ class GroupSharing:
 
     def _publish(self, group: FollowedGroup, text: int, start: int, tokens: Sequence[int]) -> None:
         with self._changed:
-            group.active_s = time.monotonic()
+            group.active_s = self._clock()
             # One that was pushed out is not closed when it ends.
             if group.closed or self._has_ended(group.key) or not tokens:
                 return
-            if self._closing.is_set() or self._num_queued + len(tokens) > _MAX_QUEUED_TOKENS:
+            if self._closing.is_set() or self._num_queued + len(tokens) > self._max_queued_tokens:
                 self._metrics.count("buffer_full", len(tokens))
                 return
             at_ms = now_ms()
@@ -217,7 +224,7 @@ class GroupSharing:
         with self._changed:
             self._close([key])
             self._ended.add(key)
-            self._ended_s[key] = time.monotonic()
+            self._ended_s[key] = self._clock()
             self._ended_s.move_to_end(key)
             if len(self._ended_s) > _MAX_ENDED:
                 self._ended_s.popitem(last=False)
@@ -247,7 +254,7 @@ class GroupSharing:
     def _has_ended(self, key: GroupKey) -> bool:
         """A moment ago."""
         ended_s = self._ended_s.get(key)
-        return ended_s is not None and time.monotonic() - ended_s < _ENDED_LASTS_S
+        return ended_s is not None and self._clock() - ended_s < _ENDED_LASTS_S
 
     def _close(self, keys: Collection[GroupKey]) -> None:
         """Under the lock."""
@@ -288,7 +295,7 @@ class GroupSharing:
         """Groups to read, while there is room for what they bring; under the lock."""
         if self._num_arrived >= _MAX_ARRIVED_TOKENS:
             return []
-        since_s = time.monotonic() - _ACTIVE_S
+        since_s = self._clock() - _ACTIVE_S
         return [group for group in self._followed.values() if group.active_s >= since_s]
 
     def _write(self) -> None:
