@@ -58,7 +58,7 @@ format: .venv/.installed ## rewrite the code in the project's format
 	$(PYTHON) -m ruff check --fix .
 
 docs: .venv/.installed ## write the generated pages again
-	$(PYTHON) -m slipstream.docs_pages docs
+	$(PYTHON) -m docs.tables
 	$(PYTHON) -m deploy.kubernetes.rules
 
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)

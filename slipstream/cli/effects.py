@@ -17,13 +17,12 @@ from pydantic_settings import BaseSettings
 
 from speculator.errors import ConfigError
 
-_WITHOUT_EFFECT = "a setting has no effect here"
-_NO_ROUND_DRAFTS = "has no effect where no round drafts: --depth is 0"
 log = structlog.get_logger(__name__)
+
 Values = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """`otherwise` follows the name of a setting in the message where `needs` does not hold."""
 
@@ -41,123 +40,86 @@ def _sglang(values: Values) -> bool:
     return not _local(values)
 
 
+def _set(name: str) -> Callable[[Values], Any]:
+    return lambda values: values[name]
+
+
+def _never(_: Values) -> bool:
+    return False
+
+
 _CAPTURE = Rule(
-    names=("capture_floor", "capture_filter", "stream_max_bytes", "context_window", "capture_bytes_per_s"),
-    needs=lambda values: values["capture"],
-    otherwise="has no effect without --capture",
+    ("capture_floor", "capture_filter", "stream_max_bytes", "context_window", "capture_bytes_per_s"),
+    _set("capture"),
+    "has no effect without --capture",
     is_refused=False,
 )
+_NO_ROUND_DRAFTS = "has no effect where no round drafts: --depth is 0"
 SERVE = (
-    Rule(names=("slots",), needs=_local, otherwise="is for --engine local: pass --max-running-requests after --"),
-    Rule(names=("context_length",), needs=_local, otherwise="is for --engine local: pass --context-length after --"),
-    Rule(
-        names=("threads", "suffix_depth", "share_groups", "head_off_share"),
-        needs=_local,
-        otherwise="is for --engine local: leave it out",
-    ),
-    Rule(
-        names=("sglang_python", "capture_bytes_per_s", "start_timeout_s"),
-        needs=_sglang,
-        otherwise="is for --engine sglang: leave it out",
-    ),
-    Rule(
-        names=("share_groups",),
-        needs=lambda values: values["suffix_depth"],
-        otherwise="shares text for suffix drafts: set --suffix-depth to 1 or more",
-    ),
-    Rule(
-        names=("head_off_share",),
-        needs=lambda values: values["depth"],
-        otherwise="has no effect where the draft head is never asked: --depth is 0",
-        is_refused=False,
-    ),
-    Rule(
-        names=("suffix_depth",),
-        needs=lambda values: values["depth"] or not values["suffix_depth"],
-        otherwise=_NO_ROUND_DRAFTS,
-        is_refused=False,
-    ),
-    Rule(names=("control_share",), needs=lambda values: values["depth"], otherwise=_NO_ROUND_DRAFTS, is_refused=False),
+    Rule(("slots",), _local, "is for --engine local: pass --max-running-requests after --"),
+    Rule(("context_length",), _local, "is for --engine local: pass --context-length after --"),
+    Rule(("threads", "suffix_depth", "share_groups", "head_off_share"), _local, "is for --engine local: leave it out"),
+    Rule(("sglang_python", "capture_bytes_per_s", "start_timeout_s"), _sglang, "is for --engine sglang: leave it out"),
+    Rule(("share_groups",), _set("suffix_depth"), "shares text for suffix drafts: set --suffix-depth to 1 or more"),
+    Rule(("suffix_depth",), lambda values: values["depth"] or not values["suffix_depth"], _NO_ROUND_DRAFTS, False),
+    Rule(("control_share", "head_off_share"), _set("depth"), _NO_ROUND_DRAFTS, is_refused=False),
     _CAPTURE,
 )
 SGLANG = (_CAPTURE,)
 GATEWAY = (
     Rule(
-        names=("engine_id",),
-        needs=lambda values: not values["pool"],
-        otherwise="is of one SGLang, and --pool takes every engine that reports: leave --engine-id out",
+        ("engine_id",),
+        lambda values: not values["pool"],
+        "is of one SGLang, and --pool takes every engine that reports: leave --engine-id out",
     ),
 )
-DRAFT_INIT = (
-    Rule(names=("if_missing",), needs=lambda values: values["store"], otherwise="is for --store: leave it out"),
-)
+DRAFT_INIT = (Rule(("if_missing",), _set("store"), "is for --store: leave it out"),)
 REPLAY = (
     Rule(
-        names=("loss",),
-        needs=lambda values: values["steps"] != 0,
-        otherwise="has no effect with --steps 0, which learns nothing: leave it out",
+        ("loss",),
+        lambda values: values["steps"] != 0,
+        "has no effect with --steps 0, which learns nothing: leave it out",
     ),
 )
-PRUNE = (
-    Rule(
-        names=("redis_url",),
-        needs=lambda values: values["model"],
-        otherwise="is of a stream: pass --model, whose it is",
-    ),
-)
-DOCTOR = (Rule(names=("sglang_python",), needs=_sglang, otherwise="is for --engine sglang: leave it out"),)
-_KEYS = Rule(
-    names=("max_key_share",),
-    needs=lambda values: values["keys_file"],
-    otherwise="has no effect without keys",
-    is_refused=False,
-)
+PRUNE = (Rule(("redis_url",), _set("model"), "is of a stream: pass --model, whose it is"),)
+DOCTOR = (Rule(("sglang_python",), _sglang, "is for --engine sglang: leave it out"),)
+
+_KEYS = Rule(("max_key_share",), _set("keys_file"), "has no effect without keys", is_refused=False)
+_ROLLOUTS = ("slots_share", "chunk_tokens", "max_samples", "max_tokens", "grace_s", "keep_s")
 GATEWAY_OF_LOCAL = (_KEYS,)
 GATEWAY_IN_FRONT = (
     Rule(
-        names=("default_max_tokens", "max_prompt_tokens", "targets_dir"),
-        needs=lambda _: False,
-        otherwise="is for --engine local, SGLang has its own way: unset it",
+        ("default_max_tokens", "max_prompt_tokens", "targets_dir"),
+        _never,
+        "is for --engine local, SGLang has its own way: unset it",
     ),
     Rule(
-        names=(
-            "rollout_slots_share",
-            "rollout_chunk_tokens",
-            "rollout_max_samples",
-            "rollout_max_tokens",
-            "rollout_grace_s",
-            "rollout_keep_s",
-        ),
-        needs=lambda _: False,
-        otherwise="is for --engine local, which alone has rollouts: unset it",
+        tuple(f"rollout_{name}" for name in _ROLLOUTS),
+        _never,
+        "is for --engine local, which alone has rollouts: unset it",
     ),
     _KEYS,
 )
 TRAIN = (
     Rule(
-        names=("metrics_host",),
-        needs=lambda values: values["metrics_port"] is not None,
-        otherwise="has no effect without --metrics-port",
+        ("metrics_host",),
+        lambda values: values["metrics_port"] is not None,
+        "has no effect without --metrics-port",
         is_refused=False,
     ),
     Rule(
-        names=("golden", "golden_epsilon", "golden_patience_s"),
-        needs=lambda values: values["golden_traces"],
-        otherwise="has no effect where SLIPSTREAM_TRAINER_GOLDEN_TRACES is 0",
+        ("golden", "golden_epsilon", "golden_patience_s"),
+        _set("golden_traces"),
+        "has no effect where SLIPSTREAM_TRAINER_GOLDEN_TRACES is 0",
         is_refused=False,
     ),
     Rule(
-        names=("golden_patience_s",),
-        needs=lambda values: values["golden"] is None,
-        otherwise="has no effect on a recording, which SLIPSTREAM_TRAINER_GOLDEN names",
+        ("golden_patience_s",),
+        lambda values: values["golden"] is None,
+        "has no effect on a recording, which SLIPSTREAM_TRAINER_GOLDEN names",
         is_refused=False,
     ),
 )
-_USED_BY_REPLAY = (
-    *("batch_tokens", "max_bases", "max_context", "learning_rate", "warmup_steps", "max_gradient_norm", "autocast"),
-    *("loss", "draft_vocab_size"),
-)
-"""Of the trainer's settings; options of the command say the rest."""
 
 
 def check_options(context: typer.Context, rules: Iterable[Rule]) -> None:
@@ -189,7 +151,7 @@ def _apply(rule: Rule, values: Values, given: Mapping[str, str], *, is_refused: 
     if is_refused:
         raise ConfigError(f"{', '.join(named)} {rule.otherwise}")
     for name in named:
-        log.warning(_WITHOUT_EFFECT, setting=name, reason=f"{name} {rule.otherwise}")
+        log.warning("a setting has no effect here", setting=name, reason=f"{name} {rule.otherwise}")
 
 
 def warn_of_unread_variables() -> None:
@@ -200,13 +162,3 @@ def warn_of_unread_variables() -> None:
 
     for name, nearest in unknown_variables(os.environ, known_variables(app) | COMPOSE_VARIABLES).items():
         log.warning("nothing reads this variable", variable=name, nearest=nearest)
-
-
-def warn_of_trainer_variables() -> None:
-    """Of a replay, in whose environment a trainer's settings may be."""
-    from trainer.config import ENV_PREFIX, TrainerConfig
-
-    for name in TrainerConfig.model_fields:
-        variable = f"{ENV_PREFIX}{name.upper()}"
-        if variable in os.environ and name not in _USED_BY_REPLAY:
-            log.warning(_WITHOUT_EFFECT, setting=variable, reason=f"{variable} has no effect on a replay")

@@ -7,6 +7,7 @@ first: an option, a setting, the model, Redis, the store. Every error is one lin
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
@@ -51,10 +52,10 @@ def show_version(as_json: AsJson = False) -> None:
         typer.echo(found)
 
 
-def main() -> None:
-    """Run the command line; what an operator can fix ends in one line and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, by default this process's; what an operator can fix ends in one line and exit code 2."""
     try:
-        app(standalone_mode=True)
+        app(arguments)
     except (ConfigError, StreamError, StoreError, DraftError, LifecycleError) as error:
         _end(error, 2)
     except SlipstreamError as error:

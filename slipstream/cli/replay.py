@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.effects import REPLAY, check_options, warn_of_trainer_variables, warn_of_unread_variables
+from slipstream.cli.effects import REPLAY, check_options, warn_of_unread_variables
 from slipstream.cli.options import DraftVocab, JsonFile, Model, check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
@@ -40,7 +40,6 @@ def replay(
     configure_logs()
     check_options(context, REPLAY)
     warn_of_unread_variables()
-    warn_of_trainer_variables()
     import torch
 
     from slipstream.replay import ReplayOptions

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from docs.tables import Described, describe, page
+from docs.tables import metrics as tables
 from serving.metrics import EngineMetrics
 from serving.speedup import BASELINE
 from slipstream.cli.main import app
-from slipstream.docs_pages import Described, describe, page
-from slipstream.docs_pages import metrics as tables
 from slipstream.settings import commands
 from tests.deploy.compose import ROOT
 from tests.fixtures.command_line import check_slipstream

@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from os import _exit as exit_at_once
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def _child(order: Order) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        exit_at_once(status)
 
 
 if __name__ == "__main__":

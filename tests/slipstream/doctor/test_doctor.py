@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -193,19 +194,7 @@ def test_a_model_that_the_local_engine_does_not_run(tmp_path: Path, toy_model: P
     assert "at least 8" in the_fault(found(lambda: check_model(str(other), local=False)))
 
 
-def test_an_incomplete_model(tmp_path: Path, toy_model: Path) -> None:
-    other = Path(shutil.copytree(toy_model, tmp_path / "other"))
-    (other / "tokenizer.json").unlink()
-    (other / "tokenizer_config.json").unlink()
-    assert "--model" in the_fault(found(lambda: check_model(str(other), local=True)))
-    (other / "model.safetensors").unlink()
-    assert str(other) in the_fault(found(lambda: check_model(str(other), local=False)))
-
-
-def test_a_check_that_fails_itself_is_a_finding(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert "--model" in the_fault(found(lambda: check_model(str(tmp_path), local=False)))
-
+def test_a_check_that_fails_itself_is_a_finding() -> None:
     def sick() -> Iterator[Finding]:
         raise AttributeError("no such thing")
         yield
@@ -242,33 +231,23 @@ def test_redis_rights(redis_url: str, redis_client: redis.Redis, as_user: Callab
     assert redis_client.keys("*doctor*") == [], "nothing is left behind"
 
 
-def test_redis_that_forgets(redis_url: str, redis_client: redis.Redis) -> None:
-    kept = {name: redis_client.config_get(name)[name] for name in ("appendonly", "maxmemory", "maxmemory-policy")}
-    try:
-        redis_client.config_set("appendonly", "no")
-        assert "appendonly yes" in the_fault(found(lambda: check_redis(redis_url)), Level.WARNING)
-        redis_client.config_set("appendonly", "yes")
-        redis_client.config_set("maxmemory-policy", "allkeys-lru")
-        assert "noeviction" in the_fault(found(lambda: check_redis(redis_url)), Level.WARNING)
-        redis_client.config_set("maxmemory", "100mb")
-        assert "noeviction" in the_fault(found(lambda: check_redis(redis_url)))
-        redis_client.config_set("maxmemory-policy", "noeviction")
-        for limit in ("100mb", "700mb"):
-            redis_client.config_set("maxmemory", limit)
-            assert "--stream-max-bytes" in the_fault(found(lambda: check_redis(redis_url)), Level.WARNING)
-        redis_client.config_set("maxmemory", "800mb")
-        assert not [one for one in found(lambda: check_redis(redis_url)) if one.level is Level.WARNING]
-    finally:
-        for name, value in kept.items():
-            redis_client.config_set(name, value)
+KEEPS = {"redis_version": "8.6.3", "maxmemory": 0, "maxmemory_policy": "noeviction", "used_memory": 1, "aof_enabled": 1}
 
 
-def test_an_old_redis_and_one_that_cannot_write() -> None:
-    info = {"redis_version": "6.0.16", "maxmemory": 0, "maxmemory_policy": "noeviction", "used_memory": 1}
-    version, persistence, _ = judge_server({**info, "aof_enabled": 1, "aof_last_write_status": "err"})
-    assert version.level is persistence.level is Level.FAILED
-    assert "directory" in persistence.detail
-    assert levels(list(judge_server({**info, "redis_version": "8.6.3", "aof_enabled": 1}))) == [Level.OK] * 3
+@pytest.mark.parametrize(
+    ("changes", "level", "says"),
+    [
+        ({"redis_version": "6.0.16"}, Level.FAILED, "6.2 or newer"),
+        ({"aof_last_write_status": "err"}, Level.FAILED, "directory"),
+        ({"aof_enabled": 0}, Level.WARNING, "appendonly yes"),
+        ({"maxmemory_policy": "allkeys-lru"}, Level.WARNING, "noeviction"),
+        ({"maxmemory_policy": "allkeys-lru", "maxmemory": 100 << 20}, Level.FAILED, "noeviction"),
+        ({"maxmemory": 700 << 20}, Level.WARNING, "--stream-max-bytes"),
+    ],
+)
+def test_a_redis_that_is_old_or_forgets(changes: dict[str, Any], level: Level, says: str) -> None:
+    assert says in the_fault(list(judge_server({**KEEPS, **changes})), level)
+    assert levels(list(judge_server({**KEEPS, "maxmemory": 800 << 20}))) == [Level.OK] * 3
 
 
 # -- store, trainer, stream -------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""Writes the tables of docs/configuration.md and docs/metrics.md: `python -m slipstream.docs_pages docs`."""
+"""Writes the tables of docs/configuration.md and docs/metrics.md: `python -m docs.tables`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from pydantic_settings import BaseSettings
 
 from serving.capture.recorder import RecorderStats
 from serving.engine import EngineHealth
@@ -21,9 +21,14 @@ from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
 from slipstream.cli.main import app
-from slipstream.settings import commands, groups, variables
+from slipstream.settings import commands, other_variables, settings_classes, variables, variables_of
 from trainer.metrics import TrainerMetrics
 
+_MIB = 1024 * 1024
+_KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "1 or 0"}
+_FORMATS = {"path": "path", "password": "text, a secret"}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+"""Words of JSON Schema, and what the page says for them."""
 MARKER = "<!-- What follows is written by `make docs`; a test compares. -->\n"
 
 
@@ -44,14 +49,43 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def configuration() -> str:
     """All environment variables and all options of all commands."""
     parts = ["## Environment variables\n"]
-    for title, settings in groups().items():
-        parts += [f"### {title}\n", table(("variable", "type", "default", "meaning"), map(_setting, settings))]
+    for title, rows in variable_rows().items():
+        parts += [f"### {title}\n", table(("variable", "type", "default", "meaning"), rows)]
     return "\n".join([*parts, "## Commands\n", *_commands()])
 
 
-def _setting(setting: tuple[str, ...]) -> tuple[str, ...]:
-    variable, *rest = setting
-    return f"`{variable}`", *rest
+def variable_rows() -> dict[str, list[tuple[str, ...]]]:
+    """Name, type, default and meaning of every variable, by the services that read it."""
+    others = {name: (f"`{name}`", *row) for name, row in other_variables().items()}
+    enabled = others.pop("SLIPSTREAM_ENABLED")
+    rows = {title: list(_fields(owner)) for title, owner in settings_classes().items()}
+    rows["Plugin: the SGLang server"].insert(0, enabled)
+    return {"Every command": list(others.values()), **rows}
+
+
+def _fields(owner: type[BaseSettings]) -> Iterator[tuple[str, ...]]:
+    schema = owner.model_json_schema()["properties"]
+    for variable, name in variables_of(owner).items():
+        field = schema[name]
+        meaning = " ".join(field.get("description", "").split())
+        yield f"`{variable}`", _kind(name, field), _value(name, field["default"]), meaning
+
+
+def _kind(name: str, schema: Mapping[str, Any]) -> str:
+    """What a value may be, from the JSON schema of its field; that a value may be missing is left out."""
+    [schema] = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
+    if "enum" in schema:
+        return " or ".join(f"`{choice}`" for choice in schema["enum"])
+    kind = _FORMATS.get(schema.get("format", ""), _KINDS[schema["type"]])
+    return ", ".join([kind, *(f"{sign} {_value(name, schema[key])}" for key, sign in _BOUNDS.items() if key in schema)])
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None or value == "":
+        return "–"
+    if name.endswith("_bytes") and value and value % _MIB == 0:
+        return f"{value // _MIB} MiB"
+    return f"{int(value)}" if isinstance(value, bool) else f"{value}"
 
 
 def _commands() -> Iterator[str]:
@@ -164,5 +198,5 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
 
 if __name__ == "__main__":
     for name, tables in {"configuration.md": configuration(), "metrics.md": metrics()}.items():
-        path = Path(sys.argv[1]) / name
+        path = Path(__file__).with_name(name)
         path.write_text(page(path, tables))
