@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.capture.privacy import CaptureFilter
+from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Prefill, TraceAssembler, Verification

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from serving.capture.privacy import ErasureWatch
+from serving.capture.recorder import ErasureWatch
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.capture import TracePipeline
