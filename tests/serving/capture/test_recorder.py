@@ -184,7 +184,7 @@ def test_closing_wakes_a_pause_and_gives_up_in_time(fake: FakeStream, opened: Op
     recorder = opened(fake, retry_s=(3600.0, 3600.0))
     submit(recorder, 1)
     wait_until(lambda: fake.attempts == 1)
-    recorder.close(0.05)
+    recorder.close(1)
     assert fake.attempts == 2
     assert recorder.stats().dropped_by_reason == {"closed": 1}
 
