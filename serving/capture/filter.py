@@ -9,13 +9,13 @@ to its bound. A trace of which the function says False is dropped, and so is one
 
 from __future__ import annotations
 
-import logging
 import os
 import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
 from tokenizers import Tokenizer
 
 from speculator.errors import ConfigError, type_and_place
@@ -25,7 +25,7 @@ FILTER_REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
 _FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class CaptureFilter:

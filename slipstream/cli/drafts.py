@@ -34,7 +34,7 @@ from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculator.redis.control_plane import DraftPointer
-    from speculator.versions.operator import DraftDesk, Outcome
+    from speculator.versions.operator import DraftChange, DraftDesk
 
 
 from slipstream.cli.effects import DRAFT_INIT, check_options
@@ -268,7 +268,7 @@ def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> Non
         console.print(table, highlight=False, markup=False, soft_wrap=isinstance(table, str))
 
 
-def _say(what: str, outcome: Outcome, as_json: bool) -> None:
+def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
     state = "unknown" if outcome.state is None else outcome.state.value
     line = f"{what}: draft version {outcome.version}, {state}; engines should run {or_dash(outcome.desired)}"
     _print(outcome, as_json, lambda: [line])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 import torch
 
 from serving.capture.recorder import RecorderStats, TraceRecorder, memory_bytes
@@ -121,15 +122,13 @@ def test_a_failing_stream_is_tried_again_with_a_new_connection(fake: FakeStream,
     assert fake.num_opened >= 4
 
 
-def test_pauses_grow_to_a_bound(fake: FakeStream, opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_pauses_grow_to_a_bound(fake: FakeStream, opened: Open) -> None:
     fake.broken = True
-    submit(opened(fake, retry_s=(0.1, 0.2)), 1)
-    wait_until(lambda: len(caplog.messages) >= 3)
-    assert [message.partition("next attempt in ")[2] for message in caplog.messages[:3]] == [
-        "0.1 s)",
-        "0.2 s)",
-        "0.2 s)",
-    ]
+    with structlog.testing.capture_logs() as lines:
+        submit(opened(fake, retry_s=(0.1, 0.2)), 1)
+        wait_until(lambda: len(lines) >= 3)
+    pauses = [line["event"].partition("next attempt in ")[2] for line in lines[:3]]
+    assert pauses == ["0.1 s)", "0.2 s)", "0.2 s)"]
 
 
 def test_what_cannot_be_recorded_is_dropped_with_the_reason(fake: FakeStream, opened: Open) -> None:
