@@ -129,7 +129,7 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def invoke(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """Run a command line in this process."""
 
     def run(*arguments: object) -> Ended:
@@ -141,11 +141,11 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def refused(command: Callable[..., Ended]) -> Callable[..., str]:
+def refused(invoke: Callable[..., Ended]) -> Callable[..., str]:
     """Run a command line that must end with exit code 2 and one line, which is returned."""
 
     def run(*arguments: object) -> str:
-        code, _, err = command(*arguments)
+        code, _, err = invoke(*arguments)
         printed = [line for line in err.splitlines() if line and not line.startswith("{")]
         assert code == 2, printed
         assert len(printed) == 1, printed

@@ -67,8 +67,8 @@ def test_json_is_all_of_standard_output(toy_model: Path, tmp_path: Path) -> None
     assert json.loads(shown.stdout).keys() == {"version"}
 
 
-def test_exit_codes(refused: Refused, command: Callable[..., Ended], tmp_path: Path) -> None:
-    assert command("serve", "--no-such-option").code == 2
+def test_exit_codes(refused: Refused, invoke: Callable[..., Ended], tmp_path: Path) -> None:
+    assert invoke("serve", "--no-such-option").code == 2
     assert refused("traces", "info", tmp_path / "none.rec").startswith("error: ")
     (tmp_path / "groups.jsonl").write_text('{"prompt": "x"}\n')
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -79,7 +79,7 @@ def test_exit_codes(refused: Refused, command: Callable[..., Ended], tmp_path: P
 
         threading.Thread(target=hang_up).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        ended = command("rollout", tmp_path / "groups.jsonl", "--url", url, "--model", "m", "--retry-s", 0)
+        ended = invoke("rollout", tmp_path / "groups.jsonl", "--url", url, "--model", "m", "--retry-s", 0)
     assert (ended.code, ended.err.startswith("error: ")) == (1, True)
 
 
