@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import redis
@@ -46,6 +47,7 @@ API_KEY = "sk-slipstream-of-the-hostile-tests"
 KEYS = (API_KEY, ADMIN_KEY)
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
+T = TypeVar("T")
 Operation = APIOperation[Any, Any, Any, Any]
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "FOO")
@@ -128,50 +130,45 @@ def authorisations(site: Site) -> st.SearchStrategy[str | None]:
     return right | right | st.none() | st.builds("{} {}".format, st.sampled_from(["Bearer", "Basic", "b"]), _VISIBLE)
 
 
-def fuzz_operations(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> None:
-    """`count` generated requests to each operation, half of them such as the schema allows and half such as not."""
-    with requests.Session() as session:
-        for operation in operations(site):
-            for mode in GenerationMode:
-                # An operation without parameters and body has no request that its schema forbids.
-                with suppress(Unsatisfiable):
-                    _fuzz(operation, mode, site, session, tally, count=count // 2, fixed_seed=fixed_seed)
+def _draw(drawn: st.SearchStrategy[T], use: Callable[[T], None], count: int, fixed_seed: int) -> None:
+    """Call `use` with `count` drawn values. What fails is counted, and not shrunk."""
 
-
-def _fuzz(
-    operation: Operation,
-    mode: GenerationMode,
-    site: Site,
-    session: requests.Session,
-    tally: Tally,
-    *,
-    count: int,
-    fixed_seed: int,
-) -> None:
     @seed(fixed_seed)
-    @_quietly(count)
-    @given(case=operation.as_strategy(generation_mode=mode), key=authorisations(site))
-    def one(case: Case[Any], key: str | None) -> None:
-        headers = {} if key is None else {"authorization": key.encode("latin-1")}
-
-        def attempt() -> Outcome:
-            response = case.call(base_url=site.url, session=session, headers=headers, timeout=DEADLINE_S)
-            return judged(response.status_code, response.content, str(operation.label))
-
-        tally.take(f"{operation.label} {case.body!r}"[:300], attempt)
-
-    one()
-
-
-def _quietly(count: int) -> settings:
-    """Generate only: what fails is counted, and not shrunk."""
-    return settings(
+    @settings(
         max_examples=count,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+    @given(drawn)
+    def one(value: T) -> None:
+        use(value)
+
+    one()
+
+
+def fuzz_operations(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> None:
+    """`count` generated requests to each operation, half of them such as the schema allows and half such as not."""
+    with requests.Session() as session:
+
+        def ask(drawn: tuple[Case[Any], str | None]) -> None:
+            case, key = drawn
+            headers = {} if key is None else {"authorization": key.encode("latin-1")}
+            label = str(case.operation.label)
+
+            def attempt() -> Outcome:
+                response = case.call(base_url=site.url, session=session, headers=headers, timeout=DEADLINE_S)
+                return judged(response.status_code, response.content, label)
+
+            tally.take(f"{label} {case.body!r}"[:300], attempt)
+
+        for operation in operations(site):
+            for mode in GenerationMode:
+                drawn = st.tuples(operation.as_strategy(generation_mode=mode), authorisations(site))
+                # An operation without parameters and body has no request that its schema forbids.
+                with suppress(Unsatisfiable):
+                    _draw(drawn, ask, count // 2, fixed_seed)
 
 
 def fuzz_paths(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> None:
@@ -180,44 +177,34 @@ def fuzz_paths(site: Site, tally: Tally, *, count: int, fixed_seed: int = 0) -> 
     piece = st.sampled_from(sorted({part for path in known for part in path.split("/")})) | _VISIBLE
     paths = st.sampled_from(known) | st.lists(piece, max_size=6).map(lambda pieces: "/" + "/".join(pieces))
     headers = st.dictionaries(st.sampled_from(_HEADER_NAMES), _VISIBLE, max_size=4)
+    drawn = st.tuples(st.sampled_from(_METHODS), paths, headers, authorisations(site), st.binary(max_size=60))
     with httpx.Client(base_url=site.url, timeout=DEADLINE_S) as client:
 
-        @seed(fixed_seed)
-        @_quietly(count)
-        @given(st.sampled_from(_METHODS), paths, headers, authorisations(site), st.binary(max_size=60))
-        def one(method: str, path: str, sent: dict[str, str], key: str | None, body: bytes) -> None:
+        def ask(drawn: tuple[str, str, dict[str, str], str | None, bytes]) -> None:
+            method, path, sent, key, body = drawn
             keyed = {} if key is None else {"authorization": key}
+            raw = [(name.encode(), value.encode("latin-1")) for name, value in {**sent, **keyed}.items()]
+            tally.take(f"{method} {path}", partial(_exchange, client, method, site.url + path, raw, body))
 
-            def attempt() -> Outcome:
-                raw = [(name.encode(), value.encode("latin-1")) for name, value in {**sent, **keyed}.items()]
-                try:
-                    request = client.build_request(method, site.url + path, headers=raw, content=body)
-                    response = client.send(request)
-                except (httpx.InvalidURL, httpx.LocalProtocolError, httpx.UnsupportedProtocol):
-                    return "the client library refuses to send it"
-                except httpx.RemoteProtocolError:
-                    return "closed"
-                return judged(response.status_code, response.content, f"{method} {path}")
-
-            tally.take(f"{method} {path}", attempt)
-
-        one()
+        _draw(drawn, ask, count, fixed_seed)
 
 
 def send_bodies(site: Site, tally: Tally, path: str, bodies: Iterable[Body]) -> None:
     """With the first of the keys."""
     with httpx.Client(base_url=site.url, timeout=DEADLINE_S) as client:
         for name, raw, headers in bodies:
+            sent = {"content-type": "application/json", "authorization": f"Bearer {site.keys[0]}", **headers}
+            tally.take(f"{path} {name}", partial(_exchange, client, "POST", path, list(sent.items()), raw))
 
-            def attempt(raw: bytes = raw, headers: dict[str, str] = headers) -> Outcome:
-                sent = {"content-type": "application/json", "authorization": f"Bearer {site.keys[0]}", **headers}
-                try:
-                    response = client.post(path, content=raw, headers=sent)
-                except (httpx.WriteError, httpx.RemoteProtocolError):
-                    return "closed"
-                return judged(response.status_code, response.content, path)
 
-            tally.take(f"{path} {name}", attempt)
+def _exchange(client: httpx.Client, method: str, url: str, headers: list[Any], body: bytes) -> Outcome:
+    try:
+        response = client.send(client.build_request(method, url, headers=headers, content=body))
+    except (httpx.InvalidURL, httpx.LocalProtocolError, httpx.UnsupportedProtocol):
+        return "the client library refuses to send it"
+    except (httpx.WriteError, httpx.RemoteProtocolError):
+        return "closed"
+    return judged(response.status_code, response.content, f"{method} {url}")
 
 
 def judged(status: int, content: bytes, what: str) -> Outcome:
