@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from docs import tables
@@ -96,14 +98,15 @@ def test_bad_log_settings_end_the_start(refused: Refused, toy_model: Path, monke
     assert "SLIPSTREAM_LOG_FORMAT" in refused("serve", "--model", toy_model)
 
 
-def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_terminal in (False, True):
-        monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+        out = io.StringIO()
+        monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=is_terminal))
         with terminal.counting("steps") as bar:
             bar(3, 10)
         with terminal.working("reading"):
             pass
-        assert ("3/10" in capsys.readouterr().err) == is_terminal
+        assert ("3/10" in out.getvalue()) == is_terminal
 
 
 def test_a_model_of_the_hub_is_called_by_its_id(
