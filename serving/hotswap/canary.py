@@ -22,19 +22,20 @@ back never does.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import structlog
+
 from serving.hotswap.breaker import LiveWatch
 from speculator.errors import LifecycleError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 SLOT_S = 30.0
 """The slot of a canary that renews it no more is free after this time."""

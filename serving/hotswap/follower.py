@@ -20,12 +20,13 @@ back.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import structlog
 
 from serving.engine import SwapReport
 from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
@@ -36,7 +37,7 @@ from speculator.versions.lifecycle import Lifecycle
 
 Status = Mapping[str, str | int | float]
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4

@@ -33,7 +33,7 @@ from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from serving.local.text import AnswerText, LocalTokenizer
 from serving.metrics import EngineMetrics
-from serving.speedup import PlannedSpeedup, SpeedupMeter
+from serving.speedup import EstimatedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
@@ -126,7 +126,7 @@ class LocalEngine:
         return self._tokenizer
 
     @property
-    def estimated_speedup(self) -> PlannedSpeedup:
+    def estimated_speedup(self) -> EstimatedSpeedup:
         return self._teller.estimated_speedup
 
     @property

@@ -72,7 +72,7 @@ class DepthControl:
         """
         self._policy, self._clock, self._meter = policy, clock, meter
         self.measured = measured or (policy.costs if policy is not None else RoundCosts())
-        self.estimated_speedup = EstimatedSpeedup(self.measured)
+        self.estimated_speedup = EstimatedSpeedup()
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
@@ -203,7 +203,11 @@ class DepthControl:
         )
         self.tally.add(drafted=not done.is_control, depth=done.depth, seconds=seconds, accepted=accepted)
         if not done.is_control:
-            self.estimated_speedup.add(batch=done.batch, depth=done.depth, committed=committed)
+            plain_s, expected_s = (self.measured.seconds(done.batch, depth) for depth in (0, done.depth))
+            if plain_s is not None and expected_s is not None:
+                self.estimated_speedup.add(
+                    batch=done.batch, committed=committed, expected_s=expected_s, plain_s=plain_s
+                )
         _record(done, seconds, accepted)
         if self._on_round is None:
             return

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from speculator.versions.operator import (
         Details,
         Difference,
+        DraftChange,
         DraftDesk,
         DraftRow,
         EngineRow,
-        Outcome,
         Overview,
     )
 
@@ -195,7 +195,7 @@ def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> Non
         console.print(table, highlight=False, markup=False, soft_wrap=isinstance(table, str))
 
 
-def _say(what: str, outcome: Outcome, as_json: bool) -> None:
+def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
     state = "unknown" if outcome.state is None else outcome.state.value
     line = f"{what}: draft version {outcome.version}, {state}; engines should run {_or_dash(outcome.desired)}"
     _print(outcome, as_json, lambda: [line])

@@ -159,8 +159,7 @@ def _rights(client: Any) -> Finding:
         "see engines": pointer.engines,
     }
     denied = {what: reason for what, do in tried.items() if (reason := _denial(do))}
-    ledger = keys.ledger
-    written = (ledger.traces, ledger.sizes, ledger.num_appended, ledger.accounts, ledger.open)
+    written = (keys.traces, keys.sizes, keys.num_appended, keys.accounts, keys.open)
     # A user who may not remove one of them may remove others.
     for key in (*written, keys.dead_letters, keys.desired_draft, keys.engines, keys.engine("doctor")):
         _denial(partial(_ask, client, "delete", key))
@@ -269,7 +268,7 @@ def _model_key(model: str, store: DraftStore, version: int) -> str:
 
 def _standing(client: Any, key: str) -> Finding:
     """With commands that engine and trainer may run, and without making a stream where none is."""
-    name, counter = "stream", RedisKeys(model_key=key).ledger.num_appended
+    name, counter = "stream", RedisKeys(model_key=key).num_appended
     count: bytes = _ask(client, "get", counter) or b"0"
     if not count.isdigit():
         raise StreamError(f"{counter} in Redis holds no number: another client wrote there; remove that key")

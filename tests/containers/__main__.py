@@ -109,7 +109,7 @@ class Deployment:
 
     def num_traces(self) -> int:
         """In Redis."""
-        stream = RedisKeys(model_key=model_key(self.model, target_fingerprint(self.model))).ledger.traces
+        stream = RedisKeys(model_key=model_key(self.model, target_fingerprint(self.model))).traces
         login = ("--no-auth-warning", "--user", "trainer", "--pass", self.secret("redis_trainer"))
         return int(self.compose("exec", "-T", "redis", "redis-cli", *login, "XLEN", stream))
 

@@ -203,11 +203,11 @@ def test_the_gateway_does_not_see_traces(login: As) -> None:
     with pytest.raises(StreamError, match=r"(?i)no permissions"):
         TraceStream(login("gateway"), MODEL, max_bytes=CAP).append(ENTRY, trace_id="a")
     client = login("gateway")
-    for key in (KEYS.ledger.traces, KEYS.dead_letters, KEYS.ledger.accounts):
+    for key in (KEYS.traces, KEYS.dead_letters, KEYS.accounts):
         with pytest.raises(NoPermissionError):
             client.get(key)
     with pytest.raises(NoPermissionError):
-        client.execute_command("XRANGE", KEYS.ledger.traces, "-", "+")
+        client.execute_command("XRANGE", KEYS.traces, "-", "+")
 
 
 @EACH_USER

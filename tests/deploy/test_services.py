@@ -91,7 +91,7 @@ def test_up_again_with_what_was_kept(machine: Machine) -> None:
     """The next start finds the traces in Redis and leaves the store as it is."""
     machine.up("redis", "init")
     model = Path(machine.here("/models/toy"))
-    traces = RedisKeys(model_key=model_key(model, target_fingerprint(model))).ledger.traces
+    traces = RedisKeys(model_key=model_key(model, target_fingerprint(model))).traces
     with redis.Redis(
         port=int(machine.here("6379")), username="engine", password=machine.secret("redis_engine"), protocol=2
     ) as client:

@@ -30,7 +30,6 @@ from serving.engine import Engine
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.keys import ApiKey, change_keys, digest
-from serving.gateway.server import serve
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import State
@@ -41,6 +40,7 @@ from tests.fixtures.drafts import CONFIG, make_draft
 from tests.hostile.bodies import Body
 from tests.hostile.drafts import FINGERPRINT
 from tests.hostile.judge import DEADLINE_S, FailureError, Outcome, Tally
+from tests.serving.gateway.client import serve
 
 ADMIN_KEY = "admin-key-of-the-hostile-tests"
 API_KEY = "sk-slipstream-of-the-hostile-tests"
@@ -104,7 +104,7 @@ def running(app: FastAPI, *keys: str) -> Iterator[Site]:
     url: list[str] = []
 
     async def run() -> None:
-        async with serve(app, port=0, grace_s=1) as server:
+        async with serve(app, grace_s=1) as server:
             url.append(server.url)
             started.set()
             await asyncio.to_thread(ending.wait)

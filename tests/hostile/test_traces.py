@@ -26,8 +26,8 @@ def test_an_entry_of_somebody_else_is_in_the_books_by_itself(redis_client: redis
     stream.lag()
     for trace_id in ("ours", "ours too"):
         stream.append(b"x", trace_id=trace_id)
-    theirs = redis_client.xadd(traces.KEYS.ledger.traces, {"hello": "world"})
-    redis_client.xtrim(traces.KEYS.ledger.traces, minid=theirs, approximate=False)
+    theirs = redis_client.xadd(traces.KEYS.traces, {"hello": "world"})
+    redis_client.xtrim(traces.KEYS.traces, minid=theirs, approximate=False)
     lag = stream.lag()
     assert (lag.appended, lag.lost, lag.pending, lag.undelivered, lag.foreign) == (2, 2, 0, 0, 0)
     (entry,) = stream.read(10, 0)

@@ -88,7 +88,7 @@ def consume(client: Any, fields: dict[str, Any]) -> Outcome:
     """What a trainer does with the entry, and with one of ours behind it, which must come through."""
     client.flushall()
     stream = TraceStream(client, MODEL_KEY, max_bytes=100_000_000)
-    client.xadd(KEYS.ledger.traces, fields)
+    client.xadd(KEYS.traces, fields)
     stream.append(encode_trace(make_trace()), trace_id="ours")
     seen = []
     try:

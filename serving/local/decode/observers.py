@@ -10,7 +10,7 @@ from serving.engine import Proposed, Stratum, Verification, WatchedRound
 from serving.local.decode.rounds import RoundReport
 from serving.local.request import Generation
 from serving.metrics import EngineMetrics
-from serving.speedup import HeadArm, PlannedSpeedup, SpeedupMeter
+from serving.speedup import EstimatedSpeedup, HeadArm, SpeedupMeter
 from speculator.tracing import record
 
 
@@ -34,7 +34,7 @@ class RoundTeller:
         self, metrics: EngineMetrics, meter: SpeedupMeter, on_round: Callable[[WatchedRound], object] | None
     ) -> None:
         self._metrics, self._meter, self._on_round = metrics, meter, on_round
-        self.estimated_speedup = PlannedSpeedup()
+        self.estimated_speedup = EstimatedSpeedup()
 
     def tell(self, round_: Round) -> None:
         report = round_.report

@@ -293,7 +293,7 @@ def test_where_the_stream_stands(
     [finding] = stream()
     assert finding.level is Level.OK
     assert finding.detail.startswith("2 traces, 0 settled, 2 waiting, 0 lost")
-    redis_client.xtrim(RedisKeys(model_key=key).ledger.traces, maxlen=1, approximate=False)
+    redis_client.xtrim(RedisKeys(model_key=key).traces, maxlen=1, approximate=False)
     assert "1 lost" in the_fault(stream(), Level.WARNING)
 
 
