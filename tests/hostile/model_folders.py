@@ -123,7 +123,7 @@ def _serve(path: Path, window: int) -> None:
     draft = fresh_draft(model_dir, seed=0)
     if draft.config.max_position_embeddings < target.context_length:
         raise FailureError("the draft's window is smaller than the target's")
-    hidden, features = target.forward(torch.tensor([ids]), first_slot=0, starts=[0])
+    hidden, features = target.forward([ids], first_slot=0, starts=[0])
     if not bool(torch.isfinite(target.logits(hidden)).all()):
         raise FailureError("the target computes what is no number")
     draft.fuse(features.float())
