@@ -19,8 +19,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speculator.proposals.depth import RoundCosts
-
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
 
@@ -323,7 +321,6 @@ def _log(ratio: float | None) -> float | None:
     return math.log(ratio) if ratio and ratio > 0 else None
 
 
-DEPTH_MODEL = "accept_length_over_round_costs"
 PLAN_MODEL = "planned_rounds"
 _KEPT_ROUNDS = 2000
 
@@ -346,34 +343,3 @@ class PlannedSpeedup:
         """For any thread; None before the first round."""
         rounds = list(self._rounds)
         return sum(plain for plain, _ in rounds) / sum(planned for _, planned in rounds) if rounds else None
-
-
-class EstimatedSpeedup:
-    """For rounds at a depth that was chosen for many of them. `add` is for the thread that decodes, `ratio` for any.
-
-    With n_bγ of the last rounds at batch size b and depth γ, their accept length L_γ and the median times T(b, γ):
-
-        estimate = Σ n_bγ · L_γ · T(b, 0) / Σ n_bγ · T(b, γ)
-    """
-
-    def __init__(self, costs: RoundCosts) -> None:
-        self._costs = costs
-        self._rounds: deque[tuple[int, int, float]] = deque(maxlen=_KEPT_ROUNDS)
-
-    def add(self, *, batch: int, depth: int, committed: int) -> None:
-        """A round that is no control round; its time is told to the costs."""
-        self._rounds.append((batch, depth, committed / batch))
-
-    def ratio(self) -> float | None:
-        """None until a round's time is known with and without drafting."""
-        sums: dict[tuple[int, int], tuple[int, float]] = {}
-        for batch, depth, length in list(self._rounds):
-            count, total = sums.get((batch, depth), (0, 0.0))
-            sums[batch, depth] = count + 1, total + length
-        plain_s = drafted_s = 0.0
-        for (batch, depth), (count, total) in sums.items():
-            plain, drafted = self._costs.seconds(batch, 0), self._costs.seconds(batch, depth)
-            if plain is not None and drafted is not None:
-                plain_s += total * plain
-                drafted_s += count * drafted
-        return plain_s / drafted_s if drafted_s else None

@@ -173,7 +173,9 @@ _LONGEST_LOOK = 12.0
 """Steps. A request whose prompt would take longer to read is not looked at."""
 _AWAKE_ROUNDS = 100
 _LEAST_LOOK = 0.5
-"""Plain rounds that a look at another length costs at least: so looks are few where lengths differ by little."""
+"""Plain rounds that a look at short chains counts as at least: so such looks are few where chains cost little."""
+_TRIAL_ROUNDS = 12.0
+"""Of a length for a whole round: more than for single chains, since it is hardly run again where it seems too dear."""
 _BETTER = 1.02
 """What more proposals must at least promise where all requests get them: times are noisy, and switching has a price."""
 
@@ -202,6 +204,11 @@ class Plan:
     """Of a suffix tree, where the head is not asked."""
     from_suffix: tuple[bool, ...] = ()
     """Which requests take their suffix tree where the head is asked."""
+
+    @property
+    def is_look(self) -> bool:
+        """Whether something is drafted only to see how good the draft is, or what another length costs."""
+        return self.look is not None
 
     @property
     def rate(self) -> float:
@@ -317,23 +324,26 @@ class RoundPlanner:
         if not best.plain_s:
             return best  # nothing was measured yet
         deeper = [depth for depth in depths if depth > best.num_proposals]
-        if deeper and not self.times.is_known(batch, deeper[0]):
+        if deeper and not self.times.is_known(batch, deeper[0], after=_TRIAL_ROUNDS):
             # What it costs is unknown: it is tried where it would pay if it cost no more.
             trial = self._at_depth(best, deeper[0], gains)
             if trial.expected_tokens > _BETTER * best.expected_tokens:
                 return trial
+        if best.num_proposals:
+            # Now and then the next shorter or longer one is run to see what it costs.
+            if self._random.random() < self._look_share:
+                nearest = [*[depth for depth in depths if depth < best.num_proposals][-1:], *deeper[:1]]
+                return replace(self._at_depth(best, self._random.choice(nearest), gains), look=0)
+            return best
+        if not deeper:
+            return best
         if self._granted:
             self._looks_left_s, self._granted = self._granted * best.plain_s, 0.0
         if self._looks_left_s <= 0:
-            self._looks_left_s += self._look_share * best.expected_s
+            self._looks_left_s += self._look_share * best.plain_s
             return best
-        # The shortest chains say whether drafting pays. Where it does, other lengths are run to see what they cost.
-        others = [depth for depth in depths if depth != best.num_proposals] if best.num_proposals else deeper[:1]
-        if not others:
-            return best
-        depth = min(others, key=lambda depth: self.times.num_rounds(batch, depth))
-        look = self._at_depth(best, depth, gains)
-        self._looks_left_s -= max(look.expected_s - look.value / best.rate, _LEAST_LOOK * best.plain_s)
+        look = self._at_depth(best, deeper[0], gains)
+        self._looks_left_s -= max(look.expected_s - best.plain_s, _LEAST_LOOK * best.plain_s)
         return replace(look, look=0)
 
     def _at_depth(self, plan: Plan, depth: int, gains: Sequence[float]) -> Plan:

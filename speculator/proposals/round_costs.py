@@ -148,17 +148,14 @@ class RoundTimes:
         features, sizes = _of_drafting(batch, num_steps, num_pairs)
         return self._pace * self._draft.seconds(features, sizes=sizes)
 
-    def num_rounds(self, batch: int, num_proposals: int) -> float:
-        """About how often a verification of this size was measured; older ones fade."""
-        return self._verify.weight(_size(batch, num_proposals))
-
-    def is_known(self, batch: int, num_proposals: int) -> bool:
-        """Whether a verification of this size was run often enough to be judged by its own time."""
-        return self.num_rounds(batch, num_proposals) > _KNOWN_AFTER
+    def is_known(self, batch: int, num_proposals: int, *, after: float = _KNOWN_AFTER) -> bool:
+        """Whether a verification of this size was run often enough, `after` times, to be judged by its own time."""
+        return self._verify.weight(_size(batch, num_proposals)) > after
 
     def verify_ms_by_size(self) -> dict[tuple[int, int], float]:
         """Milliseconds of each (batch size, proposals) that was measured, of short contexts."""
-        return {size: 1000 * self.verify_s(*size, 0) for size in self._verify.sizes() if isinstance(size, tuple)}
+        sizes = [size for size in self._verify.sizes() if isinstance(size, tuple)]
+        return {(batch, proposals): 1000 * self.verify_s(batch, proposals, 0) for batch, proposals in sizes}
 
     def add_verification(self, batch: int, num_proposals: int, num_keys: int, seconds: float) -> None:
         features, sizes = _of_verification(batch, num_proposals, num_keys)

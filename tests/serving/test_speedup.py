@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from serving.speedup import ControlShare, EstimatedSpeedup, PlannedSpeedup, SpeedupMeter, speedup
-from speculator.proposals.depth import RoundCosts
+from serving.speedup import ControlShare, PlannedSpeedup, SpeedupMeter, speedup
 
 
 @pytest.fixture
@@ -148,19 +147,3 @@ def test_the_estimate_of_planned_rounds_is_their_tokens_at_the_plain_price_over_
     estimate.add(batch=1, committed=3, expected_s=0.040, plain_s=0.030)
     estimate.add(batch=2, committed=2, expected_s=0.032, plain_s=0.032)
     assert estimate.ratio() == pytest.approx((3 * 0.030 + 2 * 0.016) / (0.040 + 0.032))
-
-
-def test_the_estimate_is_accept_length_over_cost() -> None:
-    costs = RoundCosts()
-    estimate = EstimatedSpeedup(costs)
-    assert estimate.ratio() is None
-    for _ in range(3):
-        costs.add(1, 0, 0.030)
-        costs.add(1, 3, 0.040)
-        costs.add(2, 0, 0.032)
-    estimate.add(batch=1, depth=3, committed=2)
-    estimate.add(batch=1, depth=3, committed=3)
-    estimate.add(batch=2, depth=3, committed=4)  # never timed
-    assert estimate.ratio() == pytest.approx((2 + 3) * 0.030 / (2 * 0.040))
-    estimate.add(batch=1, depth=0, committed=1)
-    assert estimate.ratio() == pytest.approx((5 * 0.030 + 0.030) / (2 * 0.040 + 0.030))
