@@ -24,6 +24,9 @@ It is halved where many looks in a row were in vain, until one is not or another
 at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
 says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
 
+SGLang fixes one length for all chains before it drafts, and tells the times of whole rounds alone. For it `plan_depth`
+takes the same maximum, R_k being the product of the shares of proposals that were accepted at each position.
+
 `Earnings` has what the head earns: by domain, as verifications and looks say, older ones fading.
 """
 
@@ -36,8 +39,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from speculator.proposals.calibration import Calibration
-from speculator.proposals.depth import PositionAcceptance
+from speculator.proposals.calibration import Calibration, PositionAcceptance
 from speculator.proposals.round_costs import RoundTimes
 
 _MEMORY = 0.98
