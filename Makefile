@@ -58,8 +58,7 @@ format: .venv/.installed ## rewrite the code in the project's format
 	$(PYTHON) -m ruff check --fix .
 
 docs: .venv/.installed ## write the generated pages again
-	$(PYTHON) -m slipstream.configuration_page docs/configuration.md
-	$(PYTHON) -m slipstream.metrics_page docs/metrics.md
+	$(PYTHON) -m docs.tables
 	$(PYTHON) -m deploy.kubernetes.rules
 
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)

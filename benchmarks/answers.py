@@ -17,13 +17,12 @@ from benchmarks.replayed import Answer
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
-from slipstream.models import cache_root
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError, TraceError
-from speculator.host import now_ms
+from speculator.host import cache_root, now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace import Trace, encode_trace
 from trainer.learning.batch import make_example

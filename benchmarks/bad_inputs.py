@@ -24,6 +24,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.drafts import make_draft
 from tests.fixtures.toy import make_toy_model, random_draft
 from tests.hostile import api, bodies, drafts, line_files, model_folders, redis_urls, traces, wire
-from tests.hostile.judge import FailureError, Outcome, Tally
-from tests.hostile.site import API_KEY, KEYS, full_app, open_app
+from tests.hostile.api import API_KEY, KEYS, full_app, open_app
+from tests.hostile.judge import FailureError, Outcome, Tally, tallied
 
 # Name: (with --quick, without).
 COUNTS = {
@@ -70,18 +71,14 @@ def gateway(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> 
         table, mutated = Tally("HTTP: table of bodies"), Tally("HTTP: mutated bodies")
         for path in api.GENERATING:
             api.send_bodies(site, table, path, bodies.hostile_bodies(path))
-            generated = ((str(n), bodies.mutate(path, choose), {}) for n in range(counts["bodies"] // 2))
-            api.send_bodies(site, mutated, path, generated)
+            api.send_bodies(site, mutated, path, bodies.mutated(path, choose, counts["bodies"] // 2))
         yield table
         yield mutated
-        raw = Tally("socket: table of bytes")
-        for name, sent in {**wire.HOSTILE, **wire.bodies_as_requests()}.items():
-            raw.take(name, lambda sent=sent: wire.exchange(site.url, sent))
-        yield raw
-        requests = Tally("socket: mutated requests")
-        for number in range(counts["requests"]):
-            requests.take(str(number), lambda: wire.exchange(site.url, wire.mutate(choose)))
-        yield requests
+        yield tallied(
+            "socket: table of bytes",
+            wire.inputs(site.url, {**wire.HOSTILE, **wire.bodies_as_requests()}, choose, 0),
+        )
+        yield tallied("socket: mutated requests", wire.inputs(site.url, {}, choose, counts["requests"]))
         yield _is_well(site.url)
 
 
@@ -126,72 +123,30 @@ def _is_well(url: str) -> Tally:
 
 def stream_and_files(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
     choose = random.Random(seed).randrange
-    codec = Tally("codec: mutated traces")
-    for number in range(counts["traces"]):
-        raw = traces.mutate(traces.original(choose), choose)
-        codec.take(str(number), lambda raw=raw: traces.decode(raw))
-    yield codec
-    recordings, path = Tally("recordings: mutated files"), folder / "mutated.rec"
-    written = traces.recording(path, choose)
-    for number in range(counts["recordings"]):
-        raw = traces.mutate(written, choose)
-        recordings.take(str(number), lambda raw=raw: traces.read_recording(path, raw))
-    yield recordings
-    stream = Tally("stream: entries of others")
-    for name, fields in traces.foreign_entries():
-        stream.take(name, lambda fields=fields: traces.consume(client, fields))
-    yield stream
-    pointers = Tally("Redis: odd draft pointers")
-    for name, value in traces.odd_pointers():
-        pointers.take(name, lambda value=value: traces.follow(client, value))
-    yield pointers
-
-
-def redis_addresses(socket_url: str, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
-    tally, choose = Tally("Redis URLs"), random.Random(seed).randrange
-    for number in range(counts["Redis URLs"]):
-        url = redis_urls.make(choose, socket_url)
-        tally.take(f"{number}: {url[:200]!r}", lambda url=url: redis_urls.use(url))
-    yield tally
+    yield tallied("codec: mutated traces", traces.mutated_traces(choose, counts["traces"]))
+    recordings = traces.mutated_recordings(folder / "mutated.rec", choose, counts["recordings"])
+    yield tallied("recordings: mutated files", recordings)
+    foreign = ((name, partial(traces.consume, client, fields)) for name, fields in traces.foreign_entries())
+    yield tallied("stream: entries of others", foreign)
+    yield tallied("Redis: odd draft pointers", traces.odd_pointers(client))
 
 
 def draft_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
     choose = random.Random(seed).randrange
     original = drafts.Original.of(make_draft(), folder / "original")
-    corpus, mutated, places = (
-        Tally("store: corpus of drafts"),
-        Tally("store: mutated drafts"),
-        Tally("store: odd files"),
-    )
-    for name, files in drafts.corpus(original):
-        store = drafts.put(folder / "corpus", files)
-        corpus.take(name, lambda store=store: drafts.load(store, original))
-    yield corpus
-    for number in range(counts["drafts"]):
-        store = drafts.put(folder / "mutated", drafts.mutate(original, choose))
-        mutated.take(str(number), lambda store=store: drafts.load(store, original))
-    yield mutated
-    for name, store in drafts.odd_places(folder / "places", original):
-        places.take(name, lambda store=store: drafts.load(store, original))
-    yield places
+    yield tallied("store: corpus of drafts", drafts.corpus_inputs(folder / "corpus", original))
+    mutated = drafts.mutated_inputs(folder / "mutated", original, choose, counts["drafts"])
+    yield tallied("store: mutated drafts", mutated)
+    yield tallied("store: odd files", drafts.odd_places(folder / "places", original))
 
 
-def prompt_files(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
-    choose, path = random.Random(seed).randrange, folder / "lines.jsonl"
-    tally = Tally("files: prompts and rollout groups")
-    for number in range(counts["prompt files"]):
-        raw = line_files.broken(choose)
-        tally.take(str(number), lambda raw=raw, n=number: line_files.read(path, raw, as_groups=n % 2 > 0))
-    yield tally
-
-
-def targets(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
-    tally, choose = Tally("model folders: one thing broken"), random.Random(seed).randrange
-    folders = model_folders.ModelFolders(folder / "targets")
-    for number in range(counts["model folders"]):
-        what, path = folders.broken(choose)
-        tally.take(f"{number} {what}", lambda path=path: model_folders.attempt(path))
-    yield tally
+def settings_and_files(folder: Path, socket_url: str, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    choose = random.Random(seed).randrange
+    lines = line_files.inputs(folder / "lines.jsonl", choose, counts["prompt files"])
+    yield tallied("files: prompts and rollout groups", lines)
+    targets = model_folders.ModelFolders(folder / "targets").inputs(choose, counts["model folders"])
+    yield tallied("model folders: one thing broken", targets)
+    yield tallied("Redis URLs", redis_urls.inputs(choose, socket_url, counts["Redis URLs"]))
 
 
 def hot_swap(folder: Path) -> Iterator[Tally]:
@@ -222,7 +177,7 @@ def hot_swap(folder: Path) -> Iterator[Tally]:
         files = {name: files for name, files in drafts.corpus(original) if "config" not in name}
         for version, (name, changed) in enumerate(files.items(), start=2):
             stores[version] = drafts.put(folder / "swaps" / str(version), changed)
-            tally.take(name, lambda version=version: attempt(version))
+            tally.take(name, partial(attempt, version))
     yield tally
 
 
@@ -243,9 +198,7 @@ def main() -> None:
                 local_engine(folder, counts, arguments.seed),
                 stream_and_files(folder, client, counts, arguments.seed),
                 draft_files(folder, counts, arguments.seed),
-                prompt_files(folder, counts, arguments.seed),
-                targets(folder, counts, arguments.seed),
-                redis_addresses(server.url, counts, arguments.seed),
+                settings_and_files(folder, server.url, counts, arguments.seed),
                 hot_swap(folder),
             ):
                 print(f"{tally.surface}: {tally.num_inputs}", flush=True)

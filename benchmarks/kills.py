@@ -116,6 +116,11 @@ class Scene:
             if not service.is_alive:
                 service.start()
 
+    def answers_again(self) -> bool:
+        """Whether something was answered in the last seconds; meanwhile what ends is started again."""
+        self.revive()
+        return bool(self.load.last(2).outcomes[OK])
+
     def stop_asking(self) -> None:
         self.load.stop()
         self._stopping.set()
@@ -207,7 +212,7 @@ def run(folder: Path, *, num_kills: int, fsync: str, seed: int) -> Outcome:
             if scene.kill(victim):
                 victims[victim] += 1
             scene.revive()
-        wait(lambda: scene.revive() is None and bool(scene.load.last(2).outcomes[OK]), "answers after the last kill")
+        wait(scene.answers_again, "answers after the last kill")
         scene.stop_asking()
         settled_s = wait(scene.is_settled, "everything to be settled", timeout_s=600)
         scene.trainer.end(signal.SIGTERM)

@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
 from benchmarks.common.drafts import add_first, add_version, as_examples, trained
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.replayed import DEPTH, MIN_CONFIDENCE, Answer, Costs, ReplayEngine, Table
+from benchmarks.replayed import DEPTH, Answer, Costs, ReplayEngine, Table
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from slipstream.models import resolve_model
@@ -115,7 +115,7 @@ def subtly_worse(
     def length(state: dict[str, Tensor]) -> float:
         copy = Eagle3Draft(draft.config, draft.embed, draft.d2t)
         apply_state(copy, state)
-        return predict_acceptance(copy, examples, depths=[DEPTH], min_confidence=MIN_CONFIDENCE)[DEPTH].length
+        return predict_acceptance(copy, examples, depths=[DEPTH])[DEPTH].length
 
     good = length(draft_state(draft))
     low, high = 0.0, 2.0

@@ -3,8 +3,8 @@
 Under drafter-invariant verification the text does not depend on the draft, so a greedy answer that was recorded once
 can be served again with any draft: each round accepts as many proposals as are the text
 (trainer/release/acceptance.py). What a round costs is told to the engine, since nothing of the target is computed. Two
-things differ from a live engine: a chain ends by its own request's confidence, not by the batch's mean, and after a
-swap in the middle of an answer the draft's keys before it are those of the new version.
+things differ from a live engine: every chain is as long as the depth, and after a swap in the middle of an answer the
+draft's keys before it are those of the new version.
 
 A share of the tokens may be remembered: earlier text then proposes them, right each time, and the draft is asked for
 the others alone. Remembered are those of which the target is surest.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import Proposed, Verification, WatchedRound, stratum_of
+from serving.engine import Proposed, SwapReport, Verification, WatchedRound, stratum_of
 from serving.speedup import ControlShare
 from speculator.draft import eagle3
 from speculator.draft.eagle3 import Eagle3Draft
@@ -35,7 +34,7 @@ from speculator.trace import Trace, VerifyRounds
 from trainer.learning.batch import Example, Window, pack
 from trainer.learning.ttt import unroll
 
-DEPTH, MIN_CONFIDENCE, CONTROL_SHARE = 4, 0.15, 0.02
+DEPTH, CONTROL_SHARE = 4, 0.02
 """The local engine's defaults."""
 TEXT_DEPTH, ROW_SHARE = 8, 0.037
 """Tokens that earlier text proposes at a time, and what each of them adds to a round."""
@@ -73,7 +72,6 @@ def decode_again(
     example: Example,
     *,
     depth: int = DEPTH,
-    min_confidence: float = MIN_CONFIDENCE,
     autocast: bool = True,
 ) -> Chains:
     """The chains of a greedy answer's every position; `autocast` multiplies matrices in bfloat16 where that is fast."""
@@ -82,17 +80,13 @@ def decode_again(
     batch = pack([window], max_context=_ALL_CONTEXT)
     tokens_NK = torch.full((num, depth), -1)
     logprobs_NK = torch.zeros(num, depth)
-    accepted_N, confidence_N = torch.zeros(num, dtype=torch.long), torch.zeros(num)
-    least = math.log(min_confidence) if min_confidence else -math.inf
+    accepted_N = torch.zeros(num, dtype=torch.long)
     with eagle3.autocast(draft.embed.device, is_wanted=autocast):
         for proposals in unroll(draft, batch, num_steps=depth):
             likeliest_S = proposals.logits.float().log_softmax(-1).max(-1)
-            confidence_N[proposals.chains] += likeliest_S.values
-            verified_S = confidence_N[proposals.chains] >= least
-            chains = proposals.chains[verified_S]
-            tokens_NK[chains, proposals.step] = draft.target_ids[likeliest_S.indices[verified_S]]
-            logprobs_NK[chains, proposals.step] = likeliest_S.values[verified_S]
-            accepted_N[chains] += proposals.hits[verified_S]
+            tokens_NK[proposals.chains, proposals.step] = draft.target_ids[likeliest_S.indices]
+            logprobs_NK[proposals.chains, proposals.step] = likeliest_S.values
+            accepted_N[proposals.chains] += proposals.hits
     return Chains(tokens=tokens_NK.int().numpy(), logprobs=logprobs_NK.half().numpy(), accepted=accepted_N.numpy())
 
 
@@ -187,7 +181,7 @@ class ReplayEngine:
         self.clock_s = 0.0
         self.num_requests = self.num_rounds = 0
         self.rounds_of: Counter[int] = Counter()
-        self.seconds_of: Counter[int] = Counter()
+        self.seconds_of: defaultdict[int, float] = defaultdict(float)
         """By version, in service."""
         self._load, self._traffic, self._costs = load, traffic, costs
         self._clients, self._interval_s, self._next_s = len(costs.round_ms), 60 / per_minute, 0.0

@@ -45,7 +45,9 @@ class Costs:
         by_context = [table["round_ms"][f"{context:.0f}"] for context in self._contexts]
         self._batches = sorted(float(batch) for batch in by_context[0])
         self._rounds_s = [[[ms / 1000 for ms in rows[f"{b:.0f}"]] for b in self._batches] for rows in by_context]
-        self._prefill_s = [table["prefill_ms_a_token"][f"{context:.0f}"] / 1000 for context in self._contexts]
+        self._prefill_s: list[float] = [
+            table["prefill_ms_a_token"][f"{context:.0f}"] / 1000 for context in self._contexts
+        ]
         self._siblings = sorted(int(count) for count in table["suffixes"])
         self._chains = [
             [Chain(**each) for each in table["suffixes"][str(count)]["classes"]] for count in self._siblings

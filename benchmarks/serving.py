@@ -105,7 +105,7 @@ def _hugging_face(model_dir: Path) -> dict[str, Callable[[Work], int]]:
                 pad_token_id=0,
                 **options,
             )
-        return out.shape[1] - prompt.shape[1]
+        return int(out.shape[1] - prompt.shape[1])
 
     return {
         "generate": generate,
@@ -330,8 +330,8 @@ def _finish(
         ]
         targets.append(Target(f"{kind}_lowest_window", one.equal_cost.low, 0.97))
     seen = {key: sums.to_dict() for key, sums in sorted(forecasts.items()) if sums.seconds > 1.0}
-    for (way, batch), ratio in seen.items():
-        told = f"{ratio['rate']:8.2f}    (tokens {ratio['tokens']:.2f}, seconds {ratio['seconds']:.2f})"
+    for (way, batch), of in seen.items():
+        told = f"{of['rate']:8.2f}    (tokens {of['tokens']:.2f}, seconds {of['seconds']:.2f})"
         rows.append((f"{way}, {batch} together: expected ÷ measured token/s", told))
     if workloads:
         error = max((abs(ratio["rate"] - 1) for ratio in seen.values()), default=1.0)

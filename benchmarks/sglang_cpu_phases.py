@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.common.report import Median, Spread
 from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
+from slipstream.demo.servers import running_child
 from slipstream.demo.topics import Prompt
-from slipstream.start.processes import running_child
 from tests.sglang.server import SglangServer
 
 CLIENTS = 4
@@ -187,11 +187,12 @@ def _gaps(scene: Scene, live: SglangServer, seconds: float, *, swap: Callable[[]
     deadline_s = time.monotonic() + seconds
 
     def client(_: int) -> Gaps:
-        gaps_ms, failed = [], 0
+        gaps_ms = list[float]()
+        failed = 0
         while time.monotonic() < deadline_s:
             last_s = None
             try:
-                for _ in live.stream(scene.ids(next(prompts).text), max_new_tokens=128, ignore_eos=True):
+                for _event in live.stream(scene.ids(next(prompts).text), max_new_tokens=128, ignore_eos=True):
                     now_s = time.perf_counter()
                     if last_s is not None:
                         gaps_ms.append(1000 * (now_s - last_s))
@@ -262,6 +263,5 @@ def _by_domain(prompts: Sequence[Prompt], answers: Sequence[dict[str, Any]]) -> 
 def _accept_length(answers: Sequence[dict[str, Any]]) -> float:
     """Tokens a verification, the bonus included, from what SGLang counts for each request."""
     counted = [answer["meta_info"] for answer in answers]
-    return 1 + sum(info["spec_num_correct_drafts"] for info in counted) / sum(
-        info["spec_verify_ct"] for info in counted
-    )
+    num_rounds = sum(int(info["spec_verify_ct"]) for info in counted)
+    return 1 + sum(int(info["spec_num_correct_drafts"]) for info in counted) / num_rounds

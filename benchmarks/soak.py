@@ -46,9 +46,8 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Child, Sample, running_child
 from slipstream.models import resolve_model
-from slipstream.start.processes import Child, running_child
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import RedisKeys, connect
@@ -323,7 +322,7 @@ def main() -> None:
         client = opened.enter_context(connect(running.redis_url))
         key = model_key(model_dir, target_fingerprint(model_dir))
         stream = TraceStream(client, key, max_bytes=STREAM_BYTES, consumer="soak")
-        traces = RedisKeys(model_key=key).ledger.traces
+        traces = RedisKeys(model_key=key).traces
         sampler = Sampler(running, stream, client, traces, rate=arguments.rate)
         load = Load(running.url, arguments.model, arguments.rate, arguments.max_tokens)
         asyncio.run(observe(load, sampler, duration_s, every_s=1.0 if arguments.quick else 2.0))

@@ -27,8 +27,7 @@ from typing import Any
 from benchmarks.common.engines import engine_with
 from benchmarks.common.workloads import Work
 from benchmarks.equal_cost import Round
-from serving.engine import CapturePolicy, GenerateRequest
-from serving.hotswap.breaker import WatchedRound
+from serving.engine import CapturePolicy, GenerateRequest, WatchedRound
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from speculator.draft.eagle3 import Eagle3Draft
@@ -158,7 +157,7 @@ class Ways:
         self._engine, self._planners = engine, planners
         self.forecasts = forecasts
         """By way and batch size."""
-        trees = engine._loop.texts.drafter
+        trees = engine.texts.drafter
         chains = None if trees is None else SuffixDrafter(SuffixConfig(width=1))
         self._drafters = {way: chains if way == "chains" else trees for way in WAYS}
 
@@ -167,7 +166,7 @@ class Ways:
         self._planners.way = way
         self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
         # Nothing runs: the engine's thread waits for a request.
-        self._engine._loop.texts.drafter = self._drafters[way]
+        self._engine.texts.drafter = self._drafters[way]
         rounds = self._planners.rounds = []
         started_s, cpu_s, planned_s = time.perf_counter(), time.process_time(), self._planners.planning_s
         num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way))

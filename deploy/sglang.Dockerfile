@@ -24,6 +24,6 @@ RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes --target /o
 COPY --from=package /package /opt/slipstream
 ENV PYTHONPATH=/opt/slipstream:/opt/dependencies PYTHONDONTWRITEBYTECODE=1
 # A base image without a module that the plugin needs ends here, and not in service.
-RUN python3 -c "import serving.sglang.plugin.runtime, slipstream.start.sglang_server, slipstream.cli.main"
+RUN python3 -c "import serving.sglang.plugin.runtime, slipstream.start.sglang, slipstream.cli.main"
 USER 10001:10001
 ENTRYPOINT ["python3", "-m", "slipstream"]

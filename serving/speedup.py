@@ -1,11 +1,13 @@
-"""The speedup over plain decoding: measured from control rounds, and estimated from a cost model.
+"""The speedup over plain decoding: measured from control rounds, and estimated from what rounds should cost.
 
-Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. The interval is a
-jackknife over stretches of time, so that a machine that is slow for some seconds counts as one disturbance and not as
+Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. Whoever compares two
+arms, drafting with plain rounds, a client's answers with those of a plain server, or rounds with the draft head and
+without it, adds seconds and tokens to one `Sums` for each stretch of time and asks `measure`. The interval is a
+jackknife over the stretches, so that a machine that is slow for some seconds counts as one disturbance and not as
 hundreds of slow rounds.
 
 Estimated: committed tokens over what rounds cost. It needs no control round at the moment and follows every change at
-once, and knows nothing of what the model leaves out: queues, prefills, interruptions. The two are never mixed.
+once, and knows nothing of what the costs leave out: queues, prefills, interruptions. The two are never mixed.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
+PLAN_MODEL = "planned_rounds"
+"""Names of the cost models: SGLang's median times of a depth, and what the local engine's planner expects."""
 
 _STRETCH_ROUNDS = 48
 _SETTLING_ROUNDS = 8
@@ -30,6 +34,7 @@ _MAX_GROUPS = 64
 _REST = ("other", "other")
 _ENOUGH_TOKENS = 500
 """Tokens of drafting rounds in the window from which on a group's speedup is worth showing."""
+_KEPT_ROUNDS = 2000
 
 Group = tuple[str, str]
 """(tenant, domain) of a request."""
@@ -96,47 +101,6 @@ class HeadSwitch:
         return HeadArm(is_on, self._num_since_change >= _SETTLING_ROUNDS)
 
 
-Key = tuple[Hashable, bool]
-"""(what rounds are compared by: their batch size, or more; arm: drafted or plain, with or without the head)."""
-
-
-class Sums:
-    """Seconds, tokens and rounds by kind of round and arm."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[Key, float] = {}
-        self.tokens: dict[Key, int] = {}
-        self.rounds: dict[Key, int] = {}
-
-    def add(self, kind: Hashable, drafted: bool, seconds: float, tokens: int, rounds: int = 1) -> None:
-        key = kind, drafted
-        self.seconds[key] = self.seconds.get(key, 0.0) + seconds
-        self.tokens[key] = self.tokens.get(key, 0) + tokens
-        self.rounds[key] = self.rounds.get(key, 0) + rounds
-
-    def merge(self, other: Sums, sign: int = 1) -> Sums:
-        """Add another's sums, or take them away again, and return this."""
-        for key, seconds in other.seconds.items():
-            self.add(*key, sign * seconds, sign * other.tokens[key], sign * other.rounds[key])
-        return self
-
-    def only(self, is_wanted: Callable[[Key], bool]) -> Sums:
-        part = Sums()
-        for key in filter(is_wanted, self.rounds):
-            part.add(*key, self.seconds[key], self.tokens[key], self.rounds[key])
-        return part
-
-    def num_rounds(self, *, drafted: bool) -> int:
-        return sum(count for (_, kind), count in self.rounds.items() if kind == drafted)
-
-    @classmethod
-    def over(cls, many: Iterable[Sums]) -> Sums:
-        total = cls()
-        for sums in many:
-            total.merge(sums)
-        return total
-
-
 @dataclass(frozen=True)
 class Speedup:
     """`ratio` = time a token at depth 0 over time a token with drafting; None until both were seen.
@@ -153,6 +117,93 @@ class Speedup:
     upper: float | None = None
 
 
+class _Totals(NamedTuple):
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+
+
+class Sums:
+    """Seconds, tokens and rounds of one stretch of time, by batch size and arm (drafted or plain)."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[int, bool], _Totals] = {}
+
+    def add(self, batch: int, drafted: bool, seconds: float, tokens: int, rounds: int = 1) -> None:
+        before = self._totals.get((batch, drafted), _Totals())
+        self._totals[batch, drafted] = _Totals(before.seconds + seconds, before.tokens + tokens, before.rounds + rounds)
+
+    def merge(self, other: Sums, sign: int = 1) -> Sums:
+        """Add another's sums, or take them away again, and return this."""
+        for (batch, drafted), totals in other._totals.items():
+            self.add(batch, drafted, sign * totals.seconds, sign * totals.tokens, sign * totals.rounds)
+        return self
+
+    @classmethod
+    def over(cls, many: Iterable[Sums]) -> Sums:
+        total = cls()
+        for sums in many:
+            total.merge(sums)
+        return total
+
+    def plain(self) -> Sums:
+        """Those of plain rounds alone."""
+        part = Sums()
+        part._totals = {key: totals for key, totals in self._totals.items() if not key[1]}
+        return part
+
+    def num_tokens(self, *, drafted: bool) -> int:
+        return sum(totals.tokens for (_, arm), totals in self._totals.items() if arm == drafted)
+
+    def num_rounds(self, *, drafted: bool) -> int:
+        return sum(totals.rounds for (_, arm), totals in self._totals.items() if arm == drafted)
+
+    def speedup(self) -> Speedup:
+        """Without an interval.
+
+        With drafting, batch size b took S_b seconds for N_b tokens; without, t_b seconds a token. The same tokens would
+        have taken Σ N_b·t_b plainly, so the ratio is Σ N_b·t_b / Σ S_b over the batch sizes that have both.
+        """
+        num_plain, num_drafted = self.num_rounds(drafted=False), self.num_rounds(drafted=True)
+        plain_s = drafted_s = 0.0
+        num_tokens = 0
+        for (batch, drafted), totals in self._totals.items():
+            plain = self._totals.get((batch, False))
+            if drafted and totals.tokens and plain is not None and plain.tokens:
+                plain_s += totals.tokens * plain.seconds / plain.tokens
+                drafted_s += totals.seconds
+                num_tokens += totals.tokens
+        if not num_tokens:
+            return Speedup(None, None, num_plain, num_drafted)
+        return Speedup(plain_s / drafted_s, 1000 * plain_s / num_tokens, num_plain, num_drafted)
+
+
+def measure(blocks: Sequence[Sums]) -> Speedup:
+    """The speedup over all stretches of time, with its 95% interval.
+
+    The standard error of the logarithm is a jackknife's, which leaves out one group of neighbouring blocks at a time
+    (Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 11). There is no interval where there are fewer
+    than five groups, or most of the control rounds are in one of them.
+    """
+    total = Sums.over(blocks)
+    found = total.speedup()
+    size = math.ceil(len(blocks) / _NUM_BLOCKS) or 1
+    groups = [Sums.over(blocks[first : first + size]) for first in range(0, len(blocks), size)]
+    ratios = [Sums().merge(total).merge(group, -1).speedup().ratio for group in groups]
+    logs = [math.log(ratio) for ratio in ratios if ratio is not None and ratio > 0]
+    if not found.ratio or len(groups) < _FEWEST_GROUPS or len(logs) < len(groups) - 1:
+        return found
+    mean = sum(logs) / len(logs)
+    error = math.sqrt((len(logs) - 1) / len(logs) * sum((one - mean) ** 2 for one in logs))
+    half = _t95(len(groups) - 1) * error
+    return replace(found, lower=found.ratio * math.exp(-half), upper=found.ratio * math.exp(half))
+
+
+def _t95(df: int) -> float:
+    """Student's t for a 95% interval, by its expansion around the normal quantile."""
+    return 1.96 + 2.37 / df + 2.82 / df**2
+
+
 @dataclass
 class _Block:
     started_s: float
@@ -161,10 +212,13 @@ class _Block:
 
 
 class SpeedupMeter:
-    """Sums up the rounds of the last `window_s` seconds in twenty blocks of time; thread-safe."""
+    """Sums up the rounds of the last `window_s` seconds in twenty blocks of time; thread-safe.
 
-    def __init__(self, window_s: float = 120.0) -> None:
-        self._window_s = window_s
+    `clock` gives seconds, of any origin.
+    """
+
+    def __init__(self, window_s: float = 120.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._window_s, self._clock = window_s, clock
         self._blocks: deque[_Block] = deque()
         self._known: set[Group] = set()
         self._num_of: Counter[str] = Counter()
@@ -180,13 +234,12 @@ class SpeedupMeter:
         earned: Sequence[tuple[Group, int]] = (),
     ) -> None:
         """Count a round; `earned` says whose its tokens are. Each of its requests is charged the same time."""
-        now = time.monotonic()
+        now_s = self._clock()
         with self._lock:
-            block = self._block(now)
+            block = self._block(now_s)
             block.sums.add(batch, drafted, seconds, committed)
             for group, tokens in earned if drafted else ():
-                name = self._group(group)
-                block.groups.setdefault(name, Sums()).add(batch, True, seconds / batch, tokens)
+                block.groups.setdefault(self._label(group), Sums()).add(batch, True, seconds / batch, tokens)
 
     def measure(self) -> Speedup:
         with self._lock:
@@ -196,30 +249,23 @@ class SpeedupMeter:
     def measure_groups(self) -> dict[Group, Speedup]:
         """The speedup of each tenant and domain with enough tokens in the window, against everybody's baseline."""
         with self._lock:
-            plain = [block.sums.only(lambda key: not key[1]) for block in self._blocks]
+            plain = [block.sums.plain() for block in self._blocks]
             names = {name for block in self._blocks for name in block.groups}
-            blocks = {
-                name: [
-                    Sums().merge(sums).merge(block.groups.get(name, Sums()))
-                    for sums, block in zip(plain, self._blocks, strict=True)
-                ]
-                for name in names
-            }
-        measured = {}
-        for name, sums in blocks.items():
-            tokens = sum(count for part in sums for (_, drafted), count in part.tokens.items() if drafted)
-            if tokens >= _ENOUGH_TOKENS:
-                measured[name] = measure(sums)
-        return measured
+            drafted = {name: [Sums().merge(block.groups.get(name, Sums())) for block in self._blocks] for name in names}
+        return {
+            name: measure([sums.merge(baseline) for sums, baseline in zip(blocks, plain, strict=True)])
+            for name, blocks in drafted.items()
+            if sum(sums.num_tokens(drafted=True) for sums in blocks) >= _ENOUGH_TOKENS
+        }
 
-    def _block(self, now: float) -> _Block:
-        if not self._blocks or now - self._blocks[-1].started_s >= self._window_s / _NUM_BLOCKS:
-            self._blocks.append(_Block(now))
-        while self._blocks[0].started_s < now - self._window_s:
+    def _block(self, now_s: float) -> _Block:
+        if not self._blocks or now_s - self._blocks[-1].started_s >= self._window_s / _NUM_BLOCKS:
+            self._blocks.append(_Block(now_s))
+        while self._blocks[0].started_s < now_s - self._window_s:
             self._blocks.popleft()
         return self._blocks[-1]
 
-    def _group(self, group: Group) -> Group:
+    def _label(self, group: Group) -> Group:
         """Labels are bounded: who comes late is among the rest. Clients make up domains: a tenant takes no more
         places than it leaves free.
         """
@@ -231,102 +277,8 @@ class SpeedupMeter:
         return group
 
 
-def speedup(
-    seconds: dict[Key, float],
-    tokens: dict[Key, int],
-    *,
-    baseline_rounds: int,
-    speculative_rounds: int,
-) -> Speedup:
-    """Measured speedup from sums keyed by (batch size, drafted?), without an interval.
-
-    With drafting, batch size b took S_b seconds for N_b tokens; without, t_b seconds a token. The same tokens would
-    have taken Σ N_b·t_b plainly, so the ratio is Σ N_b·t_b / Σ S_b over the batch sizes that have both.
-    """
-    both = [b for b, drafted in tokens if drafted and tokens[b, True] and tokens.get((b, False))]
-    if not both:
-        return Speedup(None, None, baseline_rounds, speculative_rounds)
-    plain_s = sum(tokens[b, True] * seconds[b, False] / tokens[b, False] for b in both)
-    drafted_tokens = sum(tokens[b, True] for b in both)
-    return Speedup(
-        ratio=plain_s / sum(seconds[b, True] for b in both),
-        baseline_ms_per_token=1000 * plain_s / drafted_tokens,
-        baseline_rounds=baseline_rounds,
-        speculative_rounds=speculative_rounds,
-    )
-
-
-def measure(blocks: Sequence[Sums]) -> Speedup:
-    """The speedup over all blocks, with its 95% interval."""
-    total = Sums.over(blocks)
-    found = _speedup(total)
-    interval = jackknife(blocks, lambda sums: _log(_speedup(sums).ratio))
-    if found.ratio is None or interval is None:
-        return found
-    half = _t95(interval.num_groups - 1) * interval.error
-    return Speedup(
-        found.ratio,
-        found.baseline_ms_per_token,
-        found.baseline_rounds,
-        found.speculative_rounds,
-        lower=found.ratio * math.exp(-half),
-        upper=found.ratio * math.exp(half),
-    )
-
-
-@dataclass(frozen=True)
-class Estimate:
-    value: float
-    error: float
-    """Standard error."""
-    num_groups: int
-
-
-def jackknife(blocks: Sequence[Sums], statistic: Callable[[Sums], float | None]) -> Estimate | None:
-    """A statistic of all blocks and its standard error, from leaving out one group of neighbouring blocks at a time.
-
-    None where the statistic, or that of too many parts, cannot be computed, or where there are fewer than five groups.
-    Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 11.
-    """
-    total = Sums.over(blocks)
-    value = statistic(total)
-    size = math.ceil(len(blocks) / _NUM_BLOCKS) or 1
-    groups = [Sums.over(blocks[first : first + size]) for first in range(0, len(blocks), size)]
-    if value is None or len(groups) < _FEWEST_GROUPS:
-        return None
-    left = [statistic(Sums().merge(total).merge(group, -1)) for group in groups]
-    known = [part for part in left if part is not None]
-    if len(known) < len(groups) - 1:
-        return None
-    mean = sum(known) / len(known)
-    variance = (len(known) - 1) / len(known) * sum((part - mean) ** 2 for part in known)
-    return Estimate(value, math.sqrt(variance), len(groups))
-
-
-def _t95(df: int) -> float:
-    """Student's t for a 95% interval, by its expansion around the normal quantile."""
-    return 1.96 + 2.37 / df + 2.82 / df**2
-
-
-def _speedup(sums: Sums) -> Speedup:
-    return speedup(
-        sums.seconds,
-        sums.tokens,
-        baseline_rounds=sums.num_rounds(drafted=False),
-        speculative_rounds=sums.num_rounds(drafted=True),
-    )
-
-
-def _log(ratio: float | None) -> float | None:
-    return math.log(ratio) if ratio and ratio > 0 else None
-
-
-PLAN_MODEL = "planned_rounds"
-_KEPT_ROUNDS = 2000
-
-
-class PlannedSpeedup:
-    """For rounds that were planned by what they are expected to take. `add` is for the thread that decodes.
+class EstimatedSpeedup:
+    """The speedup that the costs of rounds suggest. `add` is for the thread that decodes, `ratio` for any.
 
     With n_r tokens that round r of batch size b_r committed, its expected time T_r and that of a plain round V_r:
 
@@ -337,9 +289,10 @@ class PlannedSpeedup:
         self._rounds: deque[tuple[float, float]] = deque(maxlen=_KEPT_ROUNDS)
 
     def add(self, *, batch: int, committed: int, expected_s: float, plain_s: float) -> None:
+        """A round that is no control round."""
         self._rounds.append((committed * plain_s / batch, expected_s))
 
     def ratio(self) -> float | None:
-        """For any thread; None before the first round."""
+        """None before the first round."""
         rounds = list(self._rounds)
-        return sum(plain for plain, _ in rounds) / sum(planned for _, planned in rounds) if rounds else None
+        return sum(plain for plain, _ in rounds) / sum(expected for _, expected in rounds) if rounds else None

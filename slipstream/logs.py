@@ -28,9 +28,9 @@ ENV_PREFIX = "SLIPSTREAM_LOG_"
 HANDLER = "slipstream"
 """Name of the one handler that is ours."""
 
-_OURS = ("serving", "uvicorn")
-"""What logs with the standard library and follows our level: the modules that also run inside SGLang, and the HTTP
-server. Others are heard from warnings on only, whatever the level: clients of HTTP log bodies at debug level."""
+_SERVER = "uvicorn"
+"""The one library that follows our level. Others are heard from warnings on only, whatever the level: clients of HTTP
+log bodies at debug level."""
 
 _MESSAGE_IS_SAFE = (SlipstreamError, OSError, MemoryError, RuntimeError)
 """About the machine or written by us. ValueError, KeyError and their like quote values, and those may be prompts."""
@@ -92,8 +92,7 @@ def _configure_libraries(shared: list[Processor], renderer: Processor, level: in
     root = logging.getLogger()
     root.handlers = [*(other for other in root.handlers if other.get_name() != HANDLER), handler]
     root.setLevel(logging.WARNING)
-    for name in _OURS:
-        logging.getLogger(name).setLevel(level)
+    logging.getLogger(_SERVER).setLevel(level)
 
 
 def _tell_what_nobody_catches() -> None:

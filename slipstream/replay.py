@@ -54,7 +54,6 @@ class ReplayOptions:
     loss: str | None = None
     num_steps: int | None = None
     seed: int = 0
-    min_confidence: float = 0.0
     num_points: int = 8
     """Points of the curve, the one before the first step not counted."""
     draft_vocab_size: int | None = None
@@ -80,21 +79,20 @@ def replay(
     *,
     progress: Callable[[str], object] = lambda _: None,
     on_step: Callable[[int, int], object] = lambda _, __: None,
-    begin: Callable[..., Eagle3Draft] = fresh_draft,
-    learning: Callable[[Eagle3Draft, TrainerConfig], Learner] = Learner,
 ) -> dict[str, Any]:
-    """The document of one run: the same for the same recordings, options and settings, `seconds` excepted. `progress`
-    hears a line at every point of the curve, `on_step` how many steps are done of how many. `begin` and `learning` are
-    there to compare another start, and another step, with the trainer's.
+    """Learn from recordings and return the document of the run.
+
+    It is the same for the same recordings, options and settings, `seconds` excepted. `progress` gets a line at every
+    point of the curve, `on_step` how many steps are done of how many.
 
     Raises ConfigError where a recording is of another target, or holds too little; StoreError or DraftError where the
     store has no usable draft.
     """
     started_s = time.perf_counter()
     config = _config(options)
-    draft = _first_draft(options, config, begin)
+    draft = _first_draft(options, config)
     split = read_split(options.recordings, options.model_dir, draft, seed=options.seed, learn=options.num_steps != 0)
-    learner = learning(draft, config)
+    learner = Learner(draft, config)
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = max(PASSES * split.num_learnt_tokens // config.batch_tokens, 1)
@@ -120,7 +118,6 @@ def replay(
         "loss": str(LossMix.parse(config.loss)),
         "seed": options.seed,
         "depth": max(options.depths),
-        "min_confidence": options.min_confidence,
         "steps": num_steps,
         "skipped_steps": num_skipped,
         "learnt_traces": len(split.learnt),
@@ -145,9 +142,9 @@ def _config(options: ReplayOptions) -> TrainerConfig:
     return load_config(model_dir=options.model_dir, seed=options.seed, ttt_steps=max(options.depths), **values)
 
 
-def _first_draft(options: ReplayOptions, config: TrainerConfig, begin: Callable[..., Eagle3Draft]) -> Eagle3Draft:
+def _first_draft(options: ReplayOptions, config: TrainerConfig) -> Eagle3Draft:
     if options.store is None:
-        return begin(options.model_dir, draft_vocab_size=config.draft_vocab_size, seed=options.seed)
+        return fresh_draft(options.model_dir, draft_vocab_size=config.draft_vocab_size, seed=options.seed)
     store = DraftStore(options.store)
     version = store.lifecycle.newest_servable()
     if version is None:
@@ -266,7 +263,6 @@ def _point(
                 draft,
                 [example for example in split.held_out if example.domain == domain],
                 depths=options.depths,
-                min_confidence=options.min_confidence,
             )
             for domain in dict.fromkeys(example.domain for example in split.held_out)
         }

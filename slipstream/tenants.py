@@ -11,7 +11,7 @@ anywhere it can be repeated, and the order stands for whoever starts later.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from speculator.versions.store import DraftStore
 from trainer.replay.trace_source import TEMPORARY, shelf_folder
 
 _POLL_S = 0.2
-_WRITTEN_S = 5.0
-"""How long a trainer may take to write one trace; what has no name after that was left by a kill."""
+
+IsTheirs = Callable[[TraceHeader], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +143,12 @@ class Eraser:
         )
 
 
-def remove_files(state: Path, is_theirs: Any, *, dry_run: bool) -> int:
-    """Remove traces from a trainer's folder, unreadable ones too; returns how many. Raises ConfigError."""
-    # Also what a trainer was writing when it was killed, and not what one is writing now of another tenant.
-    files = (path for path in shelf_folder(state).glob("*") if path.is_file())
-    paths = list(_their_files(files, is_theirs))
+def remove_files(state: Path, is_theirs: IsTheirs, *, dry_run: bool, written_s: float = 5.0) -> int:
+    """Remove traces from a trainer's folder, unreadable ones too; returns how many. Raises ConfigError.
+
+    A trainer may take `written_s` to write one trace; what has no name after that was left by a kill.
+    """
+    paths = [path for path in shelf_folder(state).glob("*") if path.is_file() and _goes(path, is_theirs, written_s)]
     try:
         for path in paths if not dry_run else ():
             path.unlink(missing_ok=True)
@@ -158,25 +159,20 @@ def remove_files(state: Path, is_theirs: Any, *, dry_run: bool) -> int:
     return len(paths)
 
 
-def _their_files(paths: Iterable[Path], is_theirs: Any) -> Iterable[Path]:
-    for path in paths:
-        deadline = time.monotonic() + (_WRITTEN_S if path.suffix == TEMPORARY else 0)
-        while (theirs := _is_their_file(path, is_theirs)) is None and time.monotonic() < deadline:
+def _goes(path: Path, is_theirs: IsTheirs, written_s: float) -> bool:
+    """Whether it holds a trace of theirs, or none that can be read; not what is being written of another tenant."""
+    deadline = time.monotonic() + (written_s if path.suffix == TEMPORARY else 0)
+    while True:
+        try:
+            return is_theirs(read_header(path.read_bytes()))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise ConfigError(f"cannot read {path} ({error.strerror}): run this as the trainer's user") from error
+        except TraceError:
+            if time.monotonic() >= deadline:
+                return True
             time.sleep(_POLL_S)
-        if theirs is not False:
-            yield path
-
-
-def _is_their_file(path: Path, is_theirs: Any) -> bool | None:
-    """None where it cannot be read as a trace; False also where it is gone."""
-    try:
-        return bool(is_theirs(read_header(path.read_bytes())))
-    except FileNotFoundError:
-        return False
-    except TraceError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}): run this as the trainer's user") from error
 
 
 def sentences(document: Mapping[str, Any]) -> str:

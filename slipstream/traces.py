@@ -30,7 +30,7 @@ class StreamCopy:
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
-        self._key = RedisKeys(model_key=model_key).ledger.traces
+        self._key = RedisKeys(model_key=model_key).traces
         self._after = "0"
 
     @redis_errors

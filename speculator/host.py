@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -32,12 +33,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
-_LOWEST, _HIGHEST = 10_000, 21_999
+_PORTS = range(10_000, 22_000)
 """Below what Linux hands out by itself (`ip_local_port_range`, from 32,768 on) to connections and to servers that
 name no port, any of which could take a port that nobody listens at yet; and below 22,000 to 29,999, where SGLang
 looks for its own."""
-_BETWEEN_PROCESSES = 61
-_next = itertools.count(os.getpid() * _BETWEEN_PROCESSES)
+_first = os.getpid() * 61 % len(_PORTS)
+_ports: Iterator[int] = itertools.cycle([*_PORTS[_first:], *_PORTS[:_first]])
 """Processes that start one after another walk through the ports far from each other."""
 
 
@@ -46,15 +47,13 @@ def free_port() -> int:
 
     Raises OSError when all are taken.
     """
-    num_ports = _HIGHEST - _LOWEST + 1
-    for step in itertools.islice(_next, num_ports):
-        port = _LOWEST + step % num_ports
+    for port in itertools.islice(_ports, len(_PORTS)):
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except OSError:
             continue
         return port
-    raise OSError(f"no port of {_LOWEST} to {_HIGHEST} is free")
+    raise OSError(f"no port of {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 def unusable(prefix: str, invalid: ValidationError) -> ConfigError:

@@ -31,7 +31,7 @@ class TrainerMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+        self.registry = registry
         self._domains_with_bytes: set[str] = set()
         self._num_evicted = 0
         self._declare_arrivals(registry)
@@ -246,7 +246,7 @@ class TrainerMetrics:
 
     def serve(self, host: str, port: int) -> None:
         """Expose the registry on an address of this machine, from a daemon thread."""
-        start_http_server(port, host, self._registry)
+        start_http_server(port, host, self.registry)
 
     def observe_arrival(self, num_tokens: int, created_ms: int) -> None:
         self.traces.labels("admitted").inc()

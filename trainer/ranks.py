@@ -75,17 +75,17 @@ class Ranks:
         """All ranks gave the same numbers."""
         return self.size == 1 or all(row == list(map(float, values)) for row in self._rows(values))
 
-    def lead(self, action: Callable[[], int]) -> int:
-        """Rank 0 acts while the others wait; returns what it returned.
+    def lead(self, action: Callable[[], int | None]) -> int:
+        """Rank 0 acts while the others wait; returns what it returned, and 0 for None.
 
         Raises what it raised on rank 0, and StoreError on the others, so that none goes on as if it were done.
         """
         if self.size == 1:
-            return action()
+            return action() or 0
         result, error = 0, None
         if self.leads:
             try:
-                result = action()
+                result = action() or 0
             except Exception as raised:
                 error = raised
         failed, result = map(int, self._rows([error is not None, result])[0])

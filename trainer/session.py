@@ -104,7 +104,7 @@ class Training:
         self.learnt_tokens, self.tokens_since_news = progress.learnt_tokens, progress.tokens_since_news
         self.curve = LearningCurve(progress.curve)
         states = self._store.lifecycle
-        if self._ranks.lead(lambda: int(states.state(progress.version) in BARRED)):
+        if self._ranks.lead(lambda: states.state(progress.version) in BARRED):
             good = self._ranks.lead(lambda: states.last_good() or self.version)
             self.start_over(good)
         else:

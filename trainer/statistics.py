@@ -57,14 +57,14 @@ class Acceptance:
         )
 
 
-class Pair(NamedTuple):
+class PairedScores(NamedTuple):
     """What both drafts would commit on one trace, or on several."""
 
     candidate: Acceptance
     incumbent: Acceptance
 
 
-Answer = tuple[bytes, Pair]
+PromptScores = tuple[bytes, PairedScores]
 """A trace of the prompt with this hash."""
 
 
@@ -84,16 +84,16 @@ def _for_one_look(count: int) -> float:
     return student_t_quantile(CONFIDENCE, count - 1)
 
 
-def by_prompt(answers: Iterable[Answer]) -> list[Pair]:
+def by_prompt(answers: Iterable[PromptScores]) -> list[PairedScores]:
     """One pair for each prompt."""
-    found: defaultdict[bytes, list[Pair]] = defaultdict(list)
+    found: defaultdict[bytes, list[PairedScores]] = defaultdict(list)
     for prompt_hash, pair in answers:
         found[prompt_hash].append(pair)
     return [_total(pairs) for pairs in found.values()]
 
 
 def compare(
-    pairs: Sequence[Pair], *, quantile: Callable[[int], float] = _for_one_look, doubt: float = 0.0
+    pairs: Sequence[PairedScores], *, quantile: Callable[[int], float] = _for_one_look, doubt: float = 0.0
 ) -> Comparison:
     """The change of a ratio of sums, with bounds from its linearisation: the relative residual of a trace is
 
@@ -128,8 +128,8 @@ def compare(
     )
 
 
-def _total(pairs: Sequence[Pair]) -> Pair:
-    return Pair(*(sum(column, Acceptance()) for column in zip(*pairs, strict=True)))
+def _total(pairs: Sequence[PairedScores]) -> PairedScores:
+    return PairedScores(*(sum(column, Acceptance()) for column in zip(*pairs, strict=True)))
 
 
 def _residual(one: Acceptance, total: Acceptance) -> float:

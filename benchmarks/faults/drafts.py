@@ -132,9 +132,7 @@ def bad_files(loop: Loop) -> Observed:
         with loop.pointer() as pointer:
             pointer.pin(bad)
             try:
-                loop.wait(
-                    lambda bad=bad: loop.store.lifecycle.state(bad) is State.QUARANTINED, f"'{kind}' to be barred"
-                )
+                loop.wait(partial(_is_barred, loop, bad), f"'{kind}' to be barred")
             finally:
                 pointer.unpin()
         refused.append(loop.store.lifecycle.history(bad)[-1].reason)

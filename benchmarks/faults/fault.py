@@ -36,24 +36,6 @@ class Fault:
     """Shows itself only where the draft in service has learnt something, which on a toy target it has not."""
 
 
-def fault(
-    name: str,
-    promise: str,
-    *,
-    needs_small_disks: bool = False,
-    is_slow: bool = False,
-    needs_good_draft: bool = False,
-) -> Callable[[Callable[[Loop], Observed]], Fault]:
-    """Makes a Fault of the function below."""
-
-    def make(inject: Callable[[Loop], Observed]) -> Fault:
-        return Fault(
-            name=name,
-            promise=promise,
-            inject=inject,
-            needs_small_disks=needs_small_disks,
-            is_slow=is_slow,
-            needs_good_draft=needs_good_draft,
-        )
-
-    return make
+def fault(name: str, promise: str, **traits: bool) -> Callable[[Callable[[Loop], Observed]], Fault]:
+    """Makes a Fault of the function below; `traits` are its fields of that name."""
+    return lambda inject: Fault(name=name, promise=promise, inject=inject, **traits)

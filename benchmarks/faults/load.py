@@ -93,7 +93,7 @@ class Load:
 
     async def _run(self) -> None:
         # Connections are not kept: a client that is refused for a while begins anew, as after a restart of its own.
-        http = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=30, trust_env=False)
+        http = openai.DefaultAsyncHttpxClient(timeout=30, trust_env=False, headers={"connection": "close"})
         async with openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=http
         ) as client:

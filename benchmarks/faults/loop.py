@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.faults.load import Load, Window
-from slipstream.demo.scrape import Sample
-from slipstream.start.processes import Child
+from slipstream.demo.servers import Child, Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import connect

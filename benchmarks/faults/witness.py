@@ -30,7 +30,7 @@ import torch
 import trainer.loop
 import trainer.process
 from slipstream.cli.main import main
-from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.redis.trace_stream import TraceStream
 from trainer.replay.memory import Stored
 from trainer.replay.trace_source import TraceSource
 from trainer.session import Progress, Training
@@ -46,19 +46,28 @@ def watch(notes: int) -> None:
     def note(kind: str, what: str) -> None:
         os.write(notes, f"{kind} {what}\n".encode())
 
-    def after(owner: Any, method: str, tell: Callable[..., None]) -> None:
-        call = getattr(owner, method)
+    def around(
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., object] | None = None,
+        after: Callable[..., object] | None = None,
+    ) -> None:
+        """Have `owner`'s function `name` tell `before` its arguments, and `after` its result and its arguments."""
+        call = getattr(owner, name)
 
         @functools.wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
             result = call(*args, **kwargs)
-            tell(result, *args, **kwargs)
+            if after is not None:
+                after(result, *args, **kwargs)
             return result
 
-        setattr(owner, method, watched)
+        setattr(owner, name, watched)
 
-    mark_used, save = TraceSource.mark_used, trainer.loop.save_checkpoint
-    dead_letter = TraceStream.dead_letter
+    mark_used = TraceSource.mark_used
 
     def marked(self: TraceSource, traces: Iterable[Stored]) -> None:
         traces = list(traces)
@@ -67,19 +76,11 @@ def watch(notes: int) -> None:
         for trace_id in dict.fromkeys(in_hand):
             note("used", trace_id)
 
-    def saved(folder: Any, state: Any, progress: Progress) -> None:
-        note("saving", digest(progress))
-        save(folder, state, progress)
-
-    def set_aside(self: TraceStream, entry: StreamEntry, reason: str) -> None:
-        note("dead", entry.trace_id)
-        dead_letter(self, entry, reason)
-
-    after(TraceStream, "append", lambda _, stream, payload, *, trace_id: note("acknowledged", trace_id))
-    after(Training, "resume", lambda progress, training: note("resumed", digest(progress)))
-    TraceStream.dead_letter = set_aside  # type: ignore[method-assign]
+    around(TraceStream, "append", after=lambda _, stream, payload, *, trace_id: note("acknowledged", trace_id))
+    around(TraceStream, "dead_letter", before=lambda stream, entry, reason: note("dead", entry.trace_id))
+    around(Training, "resume", after=lambda progress, training: note("resumed", digest(progress)))
+    around(trainer.loop, "save_checkpoint", before=lambda folder, state, progress: note("saving", digest(progress)))
     TraceSource.mark_used = marked  # type: ignore[method-assign]
-    trainer.loop.save_checkpoint = saved
 
 
 def _nursery(notes_path: str, log_path: str) -> None:

@@ -11,13 +11,13 @@ to its bound. A trace of which the function says False is dropped, and so is one
 
 from __future__ import annotations
 
-import logging
 import os
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import structlog
 from tokenizers import Tokenizer
 
 from speculator.errors import ConfigError, StreamError, type_and_place
@@ -27,7 +27,7 @@ REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
 _FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class CaptureFilter:

@@ -7,13 +7,14 @@ bytes, the thread tries again with growing pauses, and the newest traces are dro
 from __future__ import annotations
 
 import collections
-import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+import structlog
 
 from serving.capture.privacy import REASONS as FILTER_REASONS
 from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
@@ -40,7 +41,7 @@ DROP_REASONS = (
 expired that it is too old, those of sampling that Redis or the trainer cannot take everything, and the rest are of the
 operator's filter.
 """
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class AppendStream(Protocol):

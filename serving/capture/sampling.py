@@ -17,12 +17,13 @@ Which traces are kept is drawn without a look at them, so those that are kept sp
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
+
+import structlog
 
 from speculator.errors import StreamError, type_and_place
 
@@ -45,7 +46,7 @@ _LEAST_WATCHED_S = 25.0
 _LONGEST_S = 10.0
 """Between two looks that are further apart the trainer may have had nothing to do."""
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class WatchedStream(Protocol):

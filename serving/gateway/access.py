@@ -6,11 +6,10 @@ two gateways with one key file count each for itself.
 
 from __future__ import annotations
 
-import functools
 import hmac
 import math
 import time
-from collections import defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -32,6 +31,8 @@ from serving.gateway.telemetry import exchange_of
 
 
 class Access(StrEnum):
+    """Who may reach a route."""
+
     OPEN = "open"
     """Everyone."""
     READ = "read"
@@ -48,8 +49,6 @@ class Access(StrEnum):
     """The admin key; nobody where there is none."""
 
 
-_TRANSFER_S = 120.0
-"""For a body to arrive and an answer to leave, beside the time for making it."""
 ACCESS = {
     "/v1/chat/completions": Access.GENERATE,
     "/v1/completions": Access.GENERATE,
@@ -82,7 +81,7 @@ ACCESS = {
 """By the template of the route."""
 
 
-class Gate:
+class AccessControl:
     """ASGI middleware: a request goes on to its route only where its key opens that, and within the key's limits."""
 
     def __init__(
@@ -94,29 +93,32 @@ class Gate:
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         is_full: Callable[[], bool] = lambda: False,
+        transfer_s: float = 120.0,
     ) -> None:
         """`routes`: the app's own list, later additions included. Without a keyring, who reaches the port is let in.
 
-        While the engine `is_full`, nothing is generated: an overload should cost little more than saying so.
+        While the engine `is_full`, nothing is generated: an overload should cost little more than saying so. In
+        `transfer_s` a body has to arrive and an answer to leave, beside the time for making it.
         """
         self.app = app
         self._routes, self._keyring, self._metrics, self._is_full = routes, keyring, metrics, is_full
         self._admin_key, self._is_trusted = settings.admin_key, settings.auth_elsewhere
         self._quota = Quota(settings.max_in_flight, max_of_key=settings.max_in_flight_of_key)
-        self._limit_s = settings.max_request_s + _TRANSFER_S
+        self._limit_s = settings.max_request_s + transfer_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        scope["path"] = _usual(scope["path"])
-        route = _chosen(self._routes, scope)
+        scope["path"] = _normalised(scope["path"])
+        route = _route_of(self._routes, scope)
         if route is None:
             raise HTTPException(404)
-        scope["route"] = route  # a refusal is logged and counted under it, too
         request = Request(scope)
+        # A refusal is logged and counted under it, too.
+        exchange_of(request).route = getattr(route, "path", "")
         try:
-            release = self._admit(route, request)
+            release = self._admit(request)
         except ApiError as refusal:
             self._metrics.refusals.labels(refusal.code).inc()
             await discard_body(receive)
@@ -128,29 +130,31 @@ class Gate:
         finally:
             release()
 
-    def _admit(self, route: BaseRoute, request: Request) -> Callable[[], None]:
+    def _admit(self, request: Request) -> Callable[[], None]:
         """What is to be called at the request's end; raises ApiError (401, 403, 429) for one that may not go on."""
-        access = ACCESS.get(getattr(route, "path", ""))
-        if access is Access.OPEN:
-            return _nothing
-        if access is Access.ADMIN:
-            check_admin_key(request, self._admin_key)
-            return _nothing
-        if access is Access.READ:
-            self._key_of(request)
-            return _nothing
-        if access is Access.WATCH:
-            key = self._key_of(request)
-            if key is not None and not key.read_only:
-                message = "This names other tenants: a key that `slipstream keys add --read-only` made opens it."
-                raise ApiError(403, message, code="key_is_not_read_only")
-            return _nothing
-        if access in (Access.GENERATE, Access.QUEUE, Access.OWN):
-            key = self._writing_key_of(request)
-            if access is Access.GENERATE and self._is_full():
-                raise engine_busy()
-            return _nothing if access is Access.OWN else self._quota.take(key)
-        raise ApiError(403, "Nobody may reach this: it is not in the gateway's table of access.", code="not_declared")
+        match ACCESS.get(exchange_of(request).route):
+            case Access.OPEN:
+                pass
+            case Access.ADMIN:
+                check_admin_key(request, self._admin_key)
+            case Access.READ:
+                self._key_of(request)
+            case Access.WATCH:
+                key = self._key_of(request)
+                if key is not None and not key.read_only:
+                    message = "This names other tenants: a key that `slipstream keys add --read-only` made opens it."
+                    raise ApiError(403, message, code="key_is_not_read_only")
+            case Access.OWN:
+                self._writing_key_of(request)
+            case Access.GENERATE | Access.QUEUE as access:
+                key = self._writing_key_of(request)
+                if access is Access.GENERATE and self._is_full():
+                    raise engine_busy()
+                return self._quota.take(key)
+            case None:
+                message = "Nobody may reach this: it is not in the gateway's table of access."
+                raise ApiError(403, message, code="not_declared")
+        return lambda: None
 
     def _writing_key_of(self, request: Request) -> ApiKey | None:
         """One that is not read-only, with its tenant noted for the route."""
@@ -181,14 +185,14 @@ class Gate:
         return key
 
 
-def _usual(path: str) -> str:
-    """The path as the routes have it: without the server's address, and without slashes too many."""
+def _normalised(path: str) -> str:
+    """The path as the routes have it: without the server's address, and without repeated slashes."""
     if not path.startswith("/"):
         path = path.partition("://")[2].partition("/")[2]
     return "/" + "/".join(filter(None, path.split("/")))
 
 
-def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
     """The route that the router will choose: the first whose path and method match, or else whose path does."""
     of_another_method = None
     for route in routes:
@@ -198,13 +202,6 @@ def _chosen(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
         if match is Match.PARTIAL and of_another_method is None:
             of_another_method = route
     return of_another_method
-
-
-def _nothing() -> None:
-    """Nothing was counted in."""
-
-
-_KEY_VARIABLE = f"{ENV_PREFIX}ADMIN_KEY"
 
 
 def bearer(request: Request) -> bytes | None:
@@ -221,7 +218,8 @@ def unauthorised(message: str, code: str) -> ApiError:
 def check_admin_key(request: Request, key: SecretStr | None) -> None:
     """Raise ApiError (401, 403) unless the request has the admin key; nothing opens a gateway that has none."""
     if key is None:
-        raise ApiError(403, f"This gateway has no admin key: set {_KEY_VARIABLE} and restart it.", code="no_admin_key")
+        message = f"This gateway has no admin key: set {ENV_PREFIX}ADMIN_KEY and restart it."
+        raise ApiError(403, message, code="no_admin_key")
     given = bearer(request)
     if given is None:
         message = "This needs the admin key: send the header 'authorization: Bearer <key>'."
@@ -231,23 +229,16 @@ def check_admin_key(request: Request, key: SecretStr | None) -> None:
         raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
 
 
-@functools.lru_cache(maxsize=256)
-def _is_no_name(host: str) -> bool:
-    """`localhost`, or an address."""
-    with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ip_address(name))
-    return False
-
-
 def check_host(request: Request) -> None:
     """Raise ApiError (403) where somebody was sent to this machine under a name of somebody else's.
 
     Without keys the gateway trusts whoever reaches loopback. A browser does so for any page whose own name resolves to
     127.0.0.1 for a moment, and takes that page and this gateway for one site.
     """
-    if _is_no_name(request.headers.get("host", "")):
-        return
+    with suppress(ValueError):
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        if host == "localhost" or ip_address(host):
+            return
     message = "Without API keys this gateway answers to localhost and to addresses alone, not to names: give it keys."
     raise ApiError(403, message, code="host_not_allowed")
 
@@ -258,52 +249,49 @@ _SLOT_RETRY_S = 1
 
 
 class Quota:
+    """How much a key may ask for at once and in a minute, and all of them together."""
+
     def __init__(
         self, max_in_flight: int, clock: Callable[[], float] = time.monotonic, *, max_of_key: int | None = None
     ) -> None:
         """`max_of_key` is for keys that have no limit of their own; by default they may have all."""
         self._max_in_flight, self._clock = max_in_flight, clock
         self._max_of_key = max_of_key or max_in_flight
-        self._num_in_flight = 0
         # By digest: a key that is revoked and made anew under the same name begins anew.
-        self._num_of: defaultdict[str, int] = defaultdict(int)
-        self._begun_s: dict[str, deque[float]] = {}
+        self._num_of: Counter[str] = Counter()
+        self.begun_s: dict[str, deque[float]] = {}
+        """When each key began its requests of the last minute, by digest."""
 
     def take(self, key: ApiKey | None) -> Callable[[], None]:
         """Count a request in, and return what counts it out; raises ApiError (429) where there is no room for it."""
-        if self._num_in_flight >= self._max_in_flight:
+        owner = "" if key is None else key.sha256
+        if self._num_of.total() >= self._max_in_flight:
             message = f"{self._max_in_flight} requests are under way here, as many as may be: retry later."
             raise ApiError(429, message, code="gateway_busy", retry_after_s=_SLOT_RETRY_S)
         if key is not None:
-            self._check_concurrency(key)
-            self._check_rate(key)
-        owner = "" if key is None else key.sha256
-        self._num_in_flight += 1
+            limit = key.max_concurrent or self._max_of_key
+            if self._num_of[owner] >= limit:
+                message = f"This key may have {limit} requests under way at once, and has: retry later."
+                raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after_s=_SLOT_RETRY_S)
+            if key.requests_per_minute is not None:
+                self._count_into_rate(owner, key.requests_per_minute)
         self._num_of[owner] += 1
 
         def release() -> None:
-            self._num_in_flight -= 1
             self._num_of[owner] -= 1
             if not self._num_of[owner]:
                 del self._num_of[owner]
 
         return release
 
-    def _check_concurrency(self, key: ApiKey) -> None:
-        limit = key.max_concurrent or self._max_of_key
-        if self._num_of.get(key.sha256, 0) >= limit:
-            message = f"This key may have {limit} requests under way at once, and has: retry later."
-            raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after_s=_SLOT_RETRY_S)
-
-    def _check_rate(self, key: ApiKey) -> None:
-        """Last, since it counts the request."""
-        limit = key.requests_per_minute
-        if limit is None:
-            return
+    def _count_into_rate(self, owner: str, limit: int) -> None:
         now_s = self._clock()
-        if key.sha256 not in self._begun_s:
-            self._forget(now_s)
-        begun_s = self._begun_s.setdefault(key.sha256, deque())
+        if owner not in self.begun_s:
+            # Those that are revoked never come again.
+            idle = [each for each, begun_s in self.begun_s.items() if begun_s[-1] <= now_s - _WINDOW_S]
+            for each in idle:
+                del self.begun_s[each]
+        begun_s = self.begun_s.setdefault(owner, deque())
         while begun_s and begun_s[0] <= now_s - _WINDOW_S:
             begun_s.popleft()
         if len(begun_s) >= limit:
@@ -312,9 +300,3 @@ class Quota:
             message = f"This key may begin {limit} requests a minute: retry in {wait_s} s."
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
         begun_s.append(now_s)
-
-    def _forget(self, now_s: float) -> None:
-        """Drop the keys that have begun nothing in the last minute: those that are revoked never come again."""
-        idle = [sha256 for sha256, begun_s in self._begun_s.items() if begun_s[-1] <= now_s - _WINDOW_S]
-        for sha256 in idle:
-            del self._begun_s[sha256]

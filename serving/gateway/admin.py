@@ -6,7 +6,7 @@ Every request is answered off the event loop, since the store and Redis may lie 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -27,8 +27,8 @@ from speculator.errors import (
 )
 
 ACTOR = "operator:admin"
+MAX_VERSION = 999_999_999
 _MAX_EVENTS = 1000
-T = TypeVar("T")
 
 
 class Drafts(Protocol):
@@ -68,49 +68,40 @@ def admin_routes(drafts: Drafts, settings: GatewaySettings) -> APIRouter:
     @router.get("/events")
     async def list_events(request: Request) -> Response:
         count = _number(request.query_params.get("count", "100"), "count")
-        return await _answer(lambda: drafts.events(min(count, _MAX_EVENTS)))
+        return await _answer(drafts.events, min(count, _MAX_EVENTS))
 
     @router.get("/{version}")
     async def show_draft(version: str) -> Response:
-        number = _number(version, "version")
-        return await _answer(lambda: drafts.show(number))
+        return await _answer(drafts.show, _number(version, "version"))
 
     @router.get("/{a}/diff/{b}")
     async def compare_drafts(a: str, b: str) -> Response:
-        first, second = _number(a, "a"), _number(b, "b")
-        return await _answer(lambda: drafts.diff(first, second))
+        return await _answer(drafts.diff, _number(a, "a"), _number(b, "b"))
 
     @router.post("/rollback", openapi_extra=request_body(RollbackBody))
     async def roll_back(request: Request) -> Response:
         body = await read_body(request, RollbackBody, max_bytes=settings.max_body_bytes)
-        return await _answer(lambda: drafts.rollback(actor=ACTOR, reason=body.reason, version=body.version))
+        return await _answer(drafts.rollback, actor=ACTOR, reason=body.reason, version=body.version)
 
     @router.post("/unpin")
     async def unpin() -> Response:
-        return await _answer(lambda: drafts.unpin(actor=ACTOR))
+        return await _answer(drafts.unpin, actor=ACTOR)
 
     @router.post("/{version}/promote")
     async def promote(version: str) -> Response:
-        number = _number(version, "version")
-        return await _answer(lambda: drafts.promote(number, actor=ACTOR))
+        return await _answer(drafts.promote, _number(version, "version"), actor=ACTOR)
 
     @router.post("/{version}/pin")
     async def pin(version: str) -> Response:
-        number = _number(version, "version")
-        return await _answer(lambda: drafts.pin(number, actor=ACTOR))
+        return await _answer(drafts.pin, _number(version, "version"), actor=ACTOR)
 
     return router
 
 
-async def _answer(ask: Callable[[], Any]) -> Response:
-    document = await run_in_threadpool(_translated, ask)
-    return reply(document)
-
-
-def _translated(ask: Callable[[], T]) -> T:
-    """What the store, its states and Redis refuse, in words that were written for operators."""
+async def _answer(call: Callable[..., Any], *numbers: int, **named: Any) -> Response:
+    """What the store, its states and Redis refuse is told in their own words, which were written for operators."""
     try:
-        return ask()
+        return reply(await run_in_threadpool(call, *numbers, **named))
     except UnknownDraftError as error:
         raise ApiError(404, str(error), code="draft_not_found", param="version") from error
     except (LifecycleError, DraftError) as error:
@@ -123,9 +114,6 @@ def _number(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ApiError(400, f"{name} must be a whole number.", code="invalid_value", param=name)
     return int(text)
-
-
-MAX_VERSION = 999_999_999
 
 
 class Targets(Protocol):
@@ -149,19 +137,15 @@ def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callabl
     async def announce(request: Request) -> Response:
         """Answers once the new target is in service: {version, previous, stall_ms}."""
         body = await read_body(request, TargetVersionBody, max_bytes=settings.max_body_bytes)
-        report = await run_in_threadpool(_announce, targets, body)
+        try:
+            report = await run_in_threadpool(targets.announce, body.version, body.path)
+        except TargetError as error:
+            raise ApiError(409, str(error), code="target_refused") from error
+        except EngineBusyError as error:
+            raise ApiError(409, "The target is being moved already.", code="target_is_moving") from error
+        except StreamError as error:
+            raise unavailable(str(error), code="target_unavailable") from error
         on_moved(report.version)
         return reply(report)
 
     return router
-
-
-def _announce(targets: Targets, body: TargetVersionBody) -> TargetReport:
-    try:
-        return targets.announce(body.version, body.path)
-    except TargetError as error:
-        raise ApiError(409, str(error), code="target_refused") from error
-    except EngineBusyError as error:
-        raise ApiError(409, "The target is being moved already.", code="target_is_moving") from error
-    except StreamError as error:
-        raise unavailable(str(error), code="target_unavailable") from error

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from serving.engine import DraftHost, Engine
-from serving.gateway.access import Gate
+from serving.gateway.access import AccessControl
 from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import error_response
@@ -21,8 +21,8 @@ from serving.gateway.live.live import Live, live_routes
 from serving.gateway.live.status import declare_keys, page_routes, status_routes
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
 from serving.gateway.openai.generation import Gateway
-from serving.gateway.openai.routes import chat_routes, completion_routes
-from serving.gateway.passthrough import Passage, passthrough_routes
+from serving.gateway.openai.routes import completion_routes
+from serving.gateway.passthrough import passthrough_routes
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
@@ -58,16 +58,18 @@ def create_app(
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
-    book = _rollouts(gateway)
+    # On the engine that all other requests have as well.
+    rollout_engine = InProcessEngine(
+        "local", engine, share=settings.rollout_slots_share, num_interactive=lambda: gateway.num_samples
+    )
+    book = RolloutBook([rollout_engine], settings)
+    gateway.on_change = book.driver.wake
     registry.register(RolloutCollector(book.driver, book.ended))
-    routers = [
-        chat_routes(gateway),
-        completion_routes(gateway),
-        rollout_routes(gateway, book, send_rewards),
-        *_admin(drafts, targets, settings, on_moved=book.driver.set_target_version),
-    ]
+    routers = [completion_routes(gateway), rollout_routes(gateway, book, send_rewards)]
+    if targets is not None:
+        routers.append(target_routes(targets, settings, on_moved=book.driver.set_target_version))
     app = _assemble(
-        routers, engine, gateway.settings, gateway.metrics, registry, drafts, shows_tokens=True, beside=book.running
+        routers, engine, settings, gateway.metrics, registry, drafts, shows_tokens=True, beside=book.running
     )
     app.state.erase = book.erase
     return app
@@ -86,34 +88,11 @@ def create_passthrough_app(
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. It serves
     the target with the fingerprint `target`.
     """
-    passage = Passage(host=host, upstream=upstream, settings=settings, metrics=GatewayMetrics(registry), target=target)
-    routers = [passthrough_routes(passage), *_admin(drafts, targets, settings)]
-    return _assemble(routers, host, settings, passage.metrics, registry, drafts, shows_tokens=False)
-
-
-def _rollouts(gateway: Gateway) -> RolloutBook:
-    """On the engine that interactive requests have as well."""
-    interactive, settings = gateway.interactive, gateway.settings
-    engine = InProcessEngine(
-        "local",
-        gateway.engine,
-        share=settings.rollout_slots_share,
-        num_interactive=lambda: interactive.num_samples,
-    )
-    book = RolloutBook([engine], settings)
-    interactive.on_change = book.driver.wake
-    return book
-
-
-def _admin(
-    drafts: Drafts | None,
-    targets: Targets | None,
-    settings: GatewaySettings,
-    *,
-    on_moved: Callable[[int], object] = lambda version: None,
-) -> list[APIRouter]:
-    routers = [] if drafts is None else [admin_routes(drafts, settings)]
-    return routers if targets is None else [*routers, target_routes(targets, settings, on_moved)]
+    metrics = GatewayMetrics(registry)
+    routers = [passthrough_routes(host, upstream, settings, metrics, target)]
+    if targets is not None:
+        routers.append(target_routes(targets, settings, on_moved=lambda version: None))
+    return _assemble(routers, host, settings, metrics, registry, drafts, shows_tokens=False)
 
 
 def _assemble(
@@ -133,13 +112,15 @@ def _assemble(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with live.lifespan(app), beside():
+        async with live.lifespan(), beside():
             yield
 
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    if drafts is not None:
+        routers = [*routers, admin_routes(drafts, settings)]
     for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes()):
-        # One flat list, in which the gate finds what the router will choose; these routers add nothing to their routes.
+        # One flat list, in which access control finds what the router will choose; the routers add nothing to it.
         app.router.routes.extend(router.routes)
     for route in list(app.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
@@ -150,7 +131,7 @@ def _assemble(
     keyring = None if settings.keys_file is None else Keyring(settings.keys_file)
     # What is added later stands further out.
     app.add_middleware(
-        Gate,
+        AccessControl,
         routes=app.router.routes,
         keyring=keyring,
         settings=settings,

@@ -32,7 +32,6 @@ _DISCARD_FACTOR = 4
 then never sees the 413."""
 _DISCARD_S = 1.0
 _DISCARD_BYTES = 4 * 1024 * 1024
-_BODY_S = 60
 _CODES = {
     "json_invalid": "invalid_json",
     "missing": "missing_required_parameter",
@@ -48,30 +47,25 @@ async def read_body(request: Request, model: type[T], *, max_bytes: int) -> T:
     return parse(model, await read_json(request, max_bytes=max_bytes))
 
 
-async def read_json(request: Request, *, max_bytes: int) -> bytes:
+async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) -> bytes:
     """The body as it came, which claims to be JSON; raises ApiError (408, 413, 415)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Also what keeps a web page from posting to a loopback server without the browser asking it first.
         message = "The body must be JSON: send the header 'content-type: application/json'."
         raise ApiError(415, message, code="unsupported_media_type")
+    body, num_bytes = bytearray(), 0
     try:
-        async with asyncio.timeout(_BODY_S):
-            return await _read_bounded(request, max_bytes)
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes <= max_bytes:
+                    body += part
+                elif num_bytes > _DISCARD_FACTOR * max_bytes:
+                    break
     except TimeoutError:
-        # It may hold one of its key's places, and may not hold it for as long as it likes.
-        raise ApiError(408, f"The body took longer than {_BODY_S} s to arrive.", code="body_too_slow") from None
-
-
-async def _read_bounded(request: Request, max_bytes: int) -> bytes:
-    body = bytearray()
-    num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes <= max_bytes:
-            body += part
-        elif num_bytes > _DISCARD_FACTOR * max_bytes:
-            break
+        # It may count against its key's limit, and may not do so for as long as it likes.
+        raise ApiError(408, f"The body took longer than {limit_s:g} s to arrive.", code="body_too_slow") from None
     if num_bytes > max_bytes:
         message = f"The body is larger than {max_bytes} bytes: shorten the prompt or send fewer prompts at once."
         raise ApiError(413, message, code="body_too_large")
@@ -96,26 +90,16 @@ def parse(model: type[T], raw: bytes) -> T:
         return model.model_validate_json(raw)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False, include_input=False)[0]
-        raise _request_error(first) from None
-
-
-def _request_error(details: ErrorDetails) -> RequestError:
-    param = _param(details)[:_MAX_PARAM_CHARS]
-    kind = details["type"]
+    param, kind = _param(first)[:_MAX_PARAM_CHARS], first["type"]
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    message = UNKNOWN if kind == "extra_forbidden" else details["msg"]
-    return RequestError(f"{param}: {message}" if param else message, param=param or None, code=code)
+    message = UNKNOWN if kind == "extra_forbidden" else first["msg"]
+    raise RequestError(f"{param}: {message}" if param else message, param=param or None, code=code)
 
 
 def _param(details: ErrorDetails) -> str:
     """`("messages", 0, "content")` as `messages[0].content`."""
-    path = ""
-    for part in (*details["loc"], *details.get("ctx", {}).get("within", ())):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}" if path else part
-    return path
+    parts = (*details["loc"], *details.get("ctx", {}).get("within", ()))
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
 def invalid(kind: str, message: str, *within: str | int) -> PydanticCustomError:

@@ -75,16 +75,13 @@ def load_settings() -> GatewaySettings:
         settings = GatewaySettings()
     except ValidationError as invalid:
         raise unusable(ENV_PREFIX, invalid) from None
-    return settings if settings.admin_key_file is None else _with_key_of(settings.admin_key_file, settings)
-
-
-def _with_key_of(file: Path, settings: GatewaySettings) -> GatewaySettings:
-    variable = f"{ENV_PREFIX}ADMIN_KEY_FILE"
+    file, variable = settings.admin_key_file, f"{ENV_PREFIX}ADMIN_KEY_FILE"
+    if file is None:
+        return settings
     if settings.admin_key is not None:
         raise ConfigError(f"{ENV_PREFIX}ADMIN_KEY and {variable} are both set: unset one of them")
-    key = read_secret(file, variable)
     try:
-        return GatewaySettings(admin_key=SecretStr(key))
+        return GatewaySettings(admin_key=SecretStr(read_secret(file, variable)))
     except ValidationError as invalid:
         reason = invalid.errors(include_url=False)[0]["msg"]
         raise ConfigError(f"{variable} names {file}, whose text is not usable as a key: {reason}") from None

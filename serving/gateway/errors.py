@@ -53,6 +53,10 @@ def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=UNAVAILABLE_RETRY_AFTER_S)
 
 
+def shutting_down() -> ApiError:
+    return unavailable("The server is shutting down.", code="shutting_down")
+
+
 def engine_busy(retry_after_s: int = 1) -> ApiError:
     message = "The engine's queue is full: retry later, or send fewer requests at once."
     return ApiError(429, message, code="engine_busy", retry_after_s=retry_after_s)

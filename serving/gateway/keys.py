@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import structlog
@@ -32,6 +32,7 @@ _NEW_FILE_MODE = 0o600
 _LAST_S = 253_402_300_799
 """The last second that has a date of four digits."""
 _MAX_FILE_BYTES = 4 * 1024 * 1024
+log = structlog.get_logger(__name__)
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -130,37 +131,20 @@ def _replace(file: Path, keys: Iterable[ApiKey], old: os.stat_result | None) -> 
     sync(file.parent)
 
 
-def make_key(
-    name: str,
-    secret: str,
-    *,
-    tenant: str,
-    capture: bool,
-    read_only: bool,
-    requests_per_minute: int | None,
-    max_concurrent: int | None,
-    lifetime_s: int | None,
-) -> ApiKey:
-    """A key of that secret, from now on; raises ConfigError for a value that the file may not have."""
+def make_key(name: str, secret: str, *, lifetime_s: int | None, **fields: Any) -> ApiKey:
+    """A key of that secret, from now on, with further `fields` of `ApiKey`.
+
+    Raises ConfigError for a value that the file may not have.
+    """
     now_s = int(time.time())
-    fields = {
-        "name": name,
-        "sha256": digest(secret.encode()),
-        "tenant": tenant,
-        "capture": capture,
-        "read_only": read_only,
-        "requests_per_minute": requests_per_minute,
-        "max_concurrent": max_concurrent,
-        "created_s": now_s,
-        "expires_s": None if lifetime_s is None else now_s + lifetime_s,
-    }
+    expires_s = None if lifetime_s is None else now_s + lifetime_s
     try:
-        return msgspec.convert(fields, ApiKey)
+        return msgspec.convert(
+            {"name": name, "sha256": digest(secret.encode()), "created_s": now_s, "expires_s": expires_s, **fields},
+            ApiKey,
+        )
     except msgspec.ValidationError as error:
         raise ConfigError(f"no such key can be made: {error}") from None
-
-
-log = structlog.get_logger(__name__)
 
 
 class Keyring:

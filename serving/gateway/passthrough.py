@@ -9,7 +9,6 @@ What the gateway adds to a request (serving/request_metadata.py) travels in fiel
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator
 
 from serving.engine import CapturePolicy, DraftHost, EngineInfo
 from serving.gateway.body import Strict, invalid, parse, read_json, request_body
@@ -28,7 +27,7 @@ from serving.gateway.errors import ApiError, deadline
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai.generation import check_completion_tokens, check_limits
 from serving.gateway.openai.routes import CHAT, COMPLETIONS
-from serving.gateway.openai.schema import MAX_STOP, MAX_STOP_CHARS, Capture, Count
+from serving.gateway.openai.schema import Count, GroupCapture, Stop
 from serving.gateway.openai.stream import DONE, Emit, EventStream, until_disconnect
 from serving.gateway.telemetry import Exchange, exchange_of
 from serving.gateway.upstream import ERROR_EVENT, Upstream, refusal_in, room_in
@@ -42,56 +41,47 @@ WARNING = "x-slipstream-warning"
 """A header of answers, since their bodies pass as they are: a field of the request had no effect."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passage:
-    """What both endpoints share."""
-
-    host: DraftHost
-    upstream: Upstream
-    settings: GatewaySettings
-    metrics: GatewayMetrics
-    target: str
-    """Fingerprint of the target that every engine here must serve; empty where that is not known."""
-
-
-def passthrough_routes(passage: Passage) -> APIRouter:
+def passthrough_routes(
+    host: DraftHost, upstream: Upstream, settings: GatewaySettings, metrics: GatewayMetrics, target: str
+) -> APIRouter:
+    """`target` is the fingerprint of what every engine must serve; empty where that is not known."""
     router = APIRouter()
-    openapi = request_body(ForwardedBody, served=passage.host.info.model)
+    openapi = request_body(ForwardedBody, served=host.info.model)
 
-    async def pass_on(request: Request, route: str) -> Response:
-        raw = await read_json(request, max_bytes=passage.settings.max_body_bytes)
+    @router.post(CHAT, name="create_chat_completion", openapi_extra=openapi)
+    @router.post(COMPLETIONS, name="create_completion", openapi_extra=openapi)
+    async def pass_on(request: Request) -> Response:
+        raw, exchange = await read_json(request, max_bytes=settings.max_body_bytes), exchange_of(request)
         body = parse(ForwardedBody, raw)
-        settings, exchange = passage.settings, exchange_of(request)
-        check_limits(passage.host.info, settings, model=body.model, num_samples=body.num_samples)
+        check_limits(host.info, settings, model=body.model, num_samples=body.num_samples)
         check_completion_tokens(settings, body.completion_tokens or 0)
-        policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
-        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=passage.target)
-        rewritten = partial(rewrite, raw, body, marks)
-        limit = limit_to_add(body, settings.max_completion_tokens, route, passage.host.info)
-        shorter = None if limit is None else lambda room: rewritten(max_tokens=room)
-        asked = _Asked(passage, exchange, route, marks.to_header(), rewritten(max_tokens=limit), shorter)
+        policy = body.slipstream.policy(exchange, body.slipstream.group_id)
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=target)
+        call = _UpstreamCall(
+            upstream=upstream,
+            metrics=metrics,
+            exchange=exchange,
+            limit_s=settings.max_request_s,
+            headers=marks.to_header(),
+            body=partial(rewrite, raw, body, marks),
+            max_tokens=limit_to_add(body, settings.max_completion_tokens, exchange.route, host.info),
+        )
         response: Response
         if body.stream:
-            response = EventStream(exchange, asked.stream)
+            response = EventStream(exchange, call.stream)
         else:
-            response = await until_disconnect(request.receive, asked.whole())
-        if body.needs_seed and (warning := _about_seed(body, heeds_seed=passage.host.info.heeds_seed)):
+            response = await until_disconnect(request.receive, call.whole())
+        if warning := _about_seed(body, heeds_seed=host.info.heeds_seed):
             response.headers[WARNING] = warning
         return response
-
-    @router.post(CHAT, openapi_extra=openapi)
-    async def create_chat_completion(request: Request) -> Response:
-        return await pass_on(request, CHAT)
-
-    @router.post(COMPLETIONS, openapi_extra=openapi)
-    async def create_completion(request: Request) -> Response:
-        return await pass_on(request, COMPLETIONS)
 
     return router
 
 
 def _about_seed(body: ForwardedBody, *, heeds_seed: bool) -> str | None:
-    """What a client of SGLang must know that asks for the text of a seed."""
+    """What a client of SGLang must know that asks for the text of a seed; at temperature 0 nothing is drawn."""
+    if body.seed is None or body.temperature == 0:
+        return None
     if not heeds_seed:
         return "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
     if body.n > 1:
@@ -99,38 +89,41 @@ def _about_seed(body: ForwardedBody, *, heeds_seed: bool) -> str | None:
     return None
 
 
-@dataclass
-class _Asked:
-    """One request on its way to the upstream server."""
+@dataclass(frozen=True, kw_only=True)
+class _UpstreamCall:
+    """One request on its way to SGLang."""
 
-    passage: Passage
+    upstream: Upstream
+    metrics: GatewayMetrics
     exchange: Exchange
-    route: str
+    limit_s: float
     headers: Mapping[str, str]
-    body: bytes
-    shorter: Callable[[int], bytes] | None
-    """The body that asks for so many tokens; None where the client has said how many it wants."""
+    body: Callable[..., bytes]
+    """The body to send, with `max_tokens` where it is a number."""
+    max_tokens: int | None
+    """The limit that the gateway puts in; None where the client has said how many tokens it wants."""
 
     async def whole(self) -> Response:
-        with self.passage.metrics.in_flight.track_inprogress():
-            async with self._answer() as response:
-                content = await response.aread()
+        async with self._answer() as response:
+            content = await response.aread()
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def stream(self, emit: Emit) -> bytes:
         """Emit the answer's events as they come; raises ApiError or EngineError where it cannot begin or breaks off."""
         is_done = has_begun = False
-        with self.passage.metrics.in_flight.track_inprogress():
-            async with self._answer() as response:
-                async for block in whole_events(response):
-                    if not has_begun:
-                        if refused := refusal_in(block):
-                            raise refused
-                        self._note_first_event()
-                        has_begun = True
-                    self._note_failure(block)
-                    is_done = block.endswith(DONE)
-                    await emit(block)
+        async with self._answer() as response:
+            async for block in whole_events(response):
+                if not has_begun:
+                    if refused := refusal_in(block):
+                        raise refused
+                    self.exchange.note_first_token(self.metrics)
+                    has_begun = True
+                # For log and metrics: the client reads the error where SGLang put it.
+                at = block.find(ERROR_EVENT)
+                if at >= 0 and (failure := refusal_in(block[at:])):
+                    self.exchange.fail(failure)
+                is_done = block.endswith(DONE)
+                await emit(block)
         if not is_done:
             raise EngineError("the stream ended before it was done")
         return b""
@@ -138,28 +131,21 @@ class _Asked:
     @asynccontextmanager
     async def _answer(self) -> AsyncIterator[httpx.Response]:
         """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
-        async with deadline(self.passage.settings.max_request_s), AsyncExitStack() as opened:
-            try:
-                response = await self._ask(opened, self.body)
-            except ApiError as refused:
-                room = room_in(refused)
-                if self.shorter is None or room is None:
-                    raise
-                response = await self._ask(opened, self.shorter(room))
-            yield response
 
-    async def _ask(self, opened: AsyncExitStack, body: bytes) -> httpx.Response:
-        return await opened.enter_async_context(self.passage.upstream.answer(self.route, body, self.headers))
+        async def ask(max_tokens: int | None) -> httpx.Response:
+            body = self.body(max_tokens=max_tokens)
+            return await opened.enter_async_context(self.upstream.answer(self.exchange.route, body, self.headers))
 
-    def _note_first_event(self) -> None:
-        waited_s = time.perf_counter() - self.exchange.started_s
-        self.passage.metrics.first_token_s.labels(self.route).observe(waited_s)
-
-    def _note_failure(self, block: bytes) -> None:
-        """For log and metrics: the client reads the error where SGLang put it."""
-        at = block.find(ERROR_EVENT)
-        if at >= 0 and (failure := refusal_in(block[at:])):
-            self.exchange.fail(failure)
+        with self.metrics.in_flight.track_inprogress():
+            async with deadline(self.limit_s), AsyncExitStack() as opened:
+                try:
+                    response = await ask(self.max_tokens)
+                except ApiError as refused:
+                    room = room_in(refused)
+                    if self.max_tokens is None or room is None:
+                        raise
+                    response = await ask(room)
+                yield response
 
 
 def limit_to_add(body: ForwardedBody, limit: int | None, route: str, info: EngineInfo) -> int | None:
@@ -198,11 +184,6 @@ _NULL = msgspec.Raw(b"null")
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def _is_flat(value: object) -> bool:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return all(type(each) in _SCALARS for each in values)
-
-
 def _custom_params(value: object) -> dict[str, Any]:
     """SGLang's scheduler decodes these by type, and a value that is nested deeper ends its process, not the request."""
     if not isinstance(value, dict):
@@ -210,20 +191,13 @@ def _custom_params(value: object) -> dict[str, Any]:
     if POLICY_KEY in value:
         raise invalid("unknown_parameter", "this key is the server's own; use the field 'slipstream'", POLICY_KEY)
     for name, each in value.items():
-        if not _is_flat(each):
+        values = each.values() if isinstance(each, dict) else each if isinstance(each, list) else [each]
+        if not all(type(value) in _SCALARS for value in values):
             raise invalid("custom_params_value", "must be a scalar, or a list or object of scalars", name)
     return value
 
 
-def _stop(value: object) -> object:
-    """Bounded in number and length; what else it may be is SGLang's to judge."""
-    strings = value if isinstance(value, list) else [value]
-    if len(strings) > MAX_STOP:
-        raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
-    for string in strings:
-        if isinstance(string, str) and len(string) > MAX_STOP_CHARS:
-            raise invalid("stop_length", f"a stop string has at most {MAX_STOP_CHARS} characters")
-    return value
+CustomParams = Annotated[dict[str, Any], PlainValidator(_custom_params, json_schema_input_type=dict[str, Any])]
 
 
 class ForwardedBody(Strict):
@@ -235,22 +209,15 @@ class ForwardedBody(Strict):
     n: Count = 1
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema({})] = None
+    stop: Stop = ()
     stream: bool = False
     prompt: Any = None
     seed: Any = None
     temperature: Any = None
     cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
     """Parts the prefix cache within the tenant."""
-    custom_params: Annotated[dict[str, Any], PlainValidator(_custom_params), WithJsonSchema({"type": "object"})] = (
-        Field(default_factory=dict)
-    )
-    slipstream: Capture = Capture()
-
-    @property
-    def needs_seed(self) -> bool:
-        """Whether a seed is asked to decide the text; at temperature 0 nothing is drawn."""
-        return self.seed is not None and self.temperature != 0
+    custom_params: CustomParams = Field(default_factory=dict)
+    slipstream: GroupCapture = GroupCapture()
 
     @property
     def num_samples(self) -> int:

@@ -15,8 +15,8 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
@@ -31,8 +31,9 @@ FAREWELL_S = 1.0
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 16 * 1024
 """Of a request whose headers have not ended yet; more is answered with 400."""
-_MAX_CONNECTIONS = 600
-"""What `GatewaySettings.max_connections` is by default."""
+_OTHER_FILES = 100
+"""Files, Redis, pipes, the loop's own."""
+log = structlog.get_logger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -93,9 +94,7 @@ class GatewayServer:
     Requests on more than `max_connections` connections get uvicorn's own 503.
     """
 
-    def __init__(
-        self, app: ASGIApp, listener: socket.socket, *, grace_s: int = 10, max_connections: int = _MAX_CONNECTIONS
-    ) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, grace_s: int = 10, max_connections: int = 600) -> None:
         self._listener = listener
         self._host, self._port = listener.getsockname()[:2]
         self._task: asyncio.Task[None] | None = None
@@ -145,30 +144,14 @@ class GatewayServer:
             await asyncio.wait(unfinished, timeout=FAREWELL_S)
 
 
-@asynccontextmanager
-async def serve(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 8000, *, grace_s: int = 10
-) -> AsyncIterator[GatewayServer]:
-    """`async with serve(app) as server:` accepts requests inside the block; raises ConfigError for a busy port."""
-    server = GatewayServer(app, bind(host, port), grace_s=grace_s)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
-_OTHERS = 100
-"""Files, Redis, pipes, the loop's own."""
-
-
 def make_room(settings: GatewaySettings, *, each: int) -> None:
     """Have this process open what its limits let in; a request under way is `each` connections.
 
     Raises ConfigError where the system gives too few for the requests that the gateway promises to take.
     """
-    least = each * settings.max_in_flight + _OTHERS
-    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in _limits())
+    least = each * settings.max_in_flight + _OTHER_FILES
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in given)
     if hard < least:
         raise ConfigError(
             f"{ENV_PREFIX}MAX_IN_FLIGHT={settings.max_in_flight} takes {least} file descriptors and this process may "
@@ -176,14 +159,7 @@ def make_room(settings: GatewaySettings, *, each: int) -> None:
         )
     wanted = min(least + settings.max_connections - settings.max_in_flight, hard)
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), _limits()[1]))
-
-
-def _limits() -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-log = structlog.get_logger(__name__)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), given[1]))
 
 
 async def serve_until_signal(

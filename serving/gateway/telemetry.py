@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from uuid import uuid4
 
 import structlog
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.gateway.errors import ApiError, describe, error_response, unavailable
+from serving.gateway.errors import ApiError, describe, error_response, shutting_down
 from serving.gateway.metrics import GatewayMetrics
 from speculator.tracing import prefixed, received, span
 
@@ -25,6 +25,16 @@ CLIENT_LEFT = 499
 """The status that logs and metrics show where no status could be sent."""
 PROBES = frozenset({"/health", "/ready", "/metrics", "/slipstream/live", "/slipstream/drafts"})
 """Routes that something polls: their log lines and spans would bury the others."""
+SAFE_HEADERS = {
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    # Answers are what people asked for, and figures are of their moment.
+    "cache-control": "no-store",
+}
+"""What every answer tells a browser unless its route has a policy of its own: no other site's page may read it."""
 log = structlog.get_logger(__name__)
 
 
@@ -32,6 +42,8 @@ log = structlog.get_logger(__name__)
 class Exchange:
     """One request and what became of it; handlers reach it with `exchange_of`."""
 
+    route: str = "unmatched"
+    """Its template, never a path that a client chose; the gate sets it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
@@ -44,6 +56,13 @@ class Exchange:
     """Whether that key's requests may be recorded where they themselves do not object."""
     limit: asyncio.Timeout | None = None
     """What ends the request when it takes too long; the gate sets it."""
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+    def note_first_token(self, metrics: GatewayMetrics) -> None:
+        metrics.first_token_s.labels(self.route).observe(self.elapsed_s)
 
     def fail(self, failure: Exception) -> ApiError:
         """Note the failure, log it where nobody expected it, and return what the client is told."""
@@ -88,8 +107,9 @@ class Telemetry:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status, exchange.response_started = message["status"], True
-                identity = (b"x-request-id", exchange.request_id.encode())
-                message["headers"] = [*with_safe_headers(message["headers"]), identity]
+                headers = MutableHeaders(scope=message)
+                for name, value in {**SAFE_HEADERS, "x-request-id": exchange.request_id}.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         # For whatever logs on the request's way: its tasks inherit it.
@@ -101,7 +121,7 @@ class Telemetry:
         except asyncio.CancelledError:
             # The server's grace period is over: say so rather than drop the connection.
             if not exchange.response_started:
-                error = exchange.fail(unavailable("The server is shutting down.", code="shutting_down"))
+                error = exchange.fail(shutting_down())
                 await error_response(error)(scope, receive, send_with_id)
             raise
         except Exception as failure:
@@ -109,50 +129,29 @@ class Telemetry:
             if not exchange.response_started:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
-            self._record(scope, exchange)
+            self._record(scope["method"], exchange)
             structlog.contextvars.reset_contextvars(**outer)
 
-    def _record(self, scope: Scope, exchange: Exchange) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
-        duration_s = time.perf_counter() - exchange.started_s
-        self._metrics.requests.labels(route, str(exchange.status)).inc()
-        self._metrics.duration_s.labels(route).observe(duration_s)
-        self._complete_span(scope, route, exchange)
+    def _record(self, method: str, exchange: Exchange) -> None:
+        route, status, elapsed_s = exchange.route, exchange.status, exchange.elapsed_s
+        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.duration_s.labels(route).observe(elapsed_s)
+        exchange.span.set_attributes(
+            {
+                "http.request.method": method,
+                "http.route": route,
+                "http.response.status_code": status,
+                **prefixed(request_id=exchange.request_id),
+            }
+        )
+        if status >= 500:
+            exchange.span.set_status(StatusCode.ERROR, exchange.error_code or "error")
         write = log.debug if route in PROBES else log.info
         write(
             "request",
             request_id=exchange.request_id,
             route=route,
-            status=exchange.status,
+            status=status,
             error_code=exchange.error_code,
-            duration_ms=round(1000 * duration_s, 1),
+            duration_ms=round(1000 * elapsed_s, 1),
         )
-
-    def _complete_span(self, scope: Scope, route: str, exchange: Exchange) -> None:
-        standard = {
-            "http.request.method": scope["method"],
-            "http.route": route,
-            "http.response.status_code": exchange.status,
-        }
-        exchange.span.set_attributes({**standard, **prefixed(request_id=exchange.request_id)})
-        if exchange.status >= 500:
-            exchange.span.set_status(StatusCode.ERROR, exchange.error_code or "error")
-
-
-RawHeaders = Iterable[tuple[bytes, bytes]]
-_SAFE = {
-    b"content-security-policy": b"default-src 'none'; frame-ancestors 'none'",
-    b"x-content-type-options": b"nosniff",
-    b"x-frame-options": b"DENY",
-    b"referrer-policy": b"no-referrer",
-    b"cross-origin-resource-policy": b"same-origin",
-    # Answers are what people asked for, and figures are of their moment.
-    b"cache-control": b"no-store",
-}
-
-
-def with_safe_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """`headers`, and those of ours that are not among them: the page has a policy of its own."""
-    given = list(headers)
-    names = {name.lower() for name, _ in given}
-    return [*given, *((name, value) for name, value in _SAFE.items() if name not in names)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -19,6 +20,8 @@ import msgspec
 from serving.gateway.errors import UNAVAILABLE_RETRY_AFTER_S, ApiError, describe
 from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.tracing import outgoing_headers
+
+T = TypeVar("T")
 
 _CONNECT_S = 5.0
 _SEND_S = 30.0
@@ -33,7 +36,7 @@ class Upstream:
     """
 
     def __init__(self, *urls: str, max_connections: int = 400) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        self.urls = [url.rstrip("/") for url in urls]
         self._max_connections = max_connections
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
@@ -65,15 +68,15 @@ class Upstream:
     async def _send(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
         """Never twice: the next address is asked only where no connection to the one before could be made."""
         failure: httpx.TransportError | None = None
-        for url in tuple(self._urls):
+        for url in tuple(self.urls):
             request = self._client.build_request("POST", url + path, content=body, headers=headers)
             try:
                 return await self._client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as unreachable:
                 failure = unreachable
                 # Several requests may find out at once, each with the order that it began with.
-                self._urls.remove(url)
-                self._urls.append(url)
+                self.urls.remove(url)
+                self.urls.append(url)
         raise EngineDeadError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
 
     async def close(self) -> None:
@@ -83,7 +86,6 @@ class Upstream:
 ERROR_EVENT = b'data: {"error"'
 """How an error begins inside a stream. No answer's text can look like it: JSON escapes its quotes."""
 _MAX_MESSAGE_CHARS = 1000
-_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
 _TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
@@ -103,23 +105,22 @@ class _Nested(msgspec.Struct):
 
 def refusal(status: int, content: bytes, *, retry_after: str | None = None) -> ApiError:
     """What the client is told where SGLang answered `status` with `content`."""
-    try:
-        said = msgspec.json.decode(content, type=_Said)
-    except _NOT_JSON:
-        said = _Said()
-    return _translate(status, said, retry_after)
+    return _translate(status, _decoded(content, _Said) or _Said(), retry_after)
 
 
 def refusal_in(block: bytes) -> ApiError | None:
     """The error that the first event of `block` is; None where it is an ordinary one."""
     if not block.startswith(ERROR_EVENT):
         return None
-    data = block.partition(b"\n\n")[0].removeprefix(b"data: ")
-    try:
-        said = msgspec.json.decode(data, type=_Nested).error
-    except _NOT_JSON:
-        said = _Said()
+    nested = _decoded(block.partition(b"\n\n")[0].removeprefix(b"data: "), _Nested)
+    said = nested.error if nested else _Said()
     return _translate(said.code if isinstance(said.code, int) else 500, said, None)
+
+
+def _decoded(content: bytes, kind: type[T]) -> T | None:
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(content, type=kind)
+    return None
 
 
 def room_in(refused: ApiError) -> int | None:
@@ -143,10 +144,7 @@ def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:
         # SGLang puts the text of any exception there, with whatever it quotes.
         status = status if status > 500 else 500
         return ApiError(status, "The engine failed to handle the request.", code="engine_error")
-    return _clients_fault(status, message or "The engine refuses the request.", said)
-
-
-def _clients_fault(status: int, message: str, said: _Said) -> ApiError:
+    # What is left is the client's fault.
     if found := _VALIDATION.search(said.message):
         kind, param, reason = found.groups()
         code = "missing_required_parameter" if kind == "missing" else "invalid_value"
@@ -154,4 +152,4 @@ def _clients_fault(status: int, message: str, said: _Said) -> ApiError:
     if "context length" in message:
         return ApiError(status, message, code="context_length_exceeded", param=said.param)
     code = {404: "not_found", 413: "body_too_large"}.get(status, "invalid_value")
-    return ApiError(status, message, code=code, param=said.param)
+    return ApiError(status, message or "The engine refuses the request.", code=code, param=said.param)

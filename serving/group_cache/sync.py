@@ -13,7 +13,6 @@ A group is one tenant's: its key has the tenant in it, and what is read goes int
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import threading
 import time
@@ -21,6 +20,8 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import structlog
 
 from serving.group_cache.texts import MAX_PIECE_TOKENS, GroupKey, GroupTexts, Piece, Place, decode_pieces, encode_piece
 from serving.metrics import GroupTextMetrics
@@ -134,7 +135,7 @@ _TOKENS_A_STEP = 256
 _BEYOND = 1 << 40
 """An offset behind which nothing ever comes."""
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class GroupSharing:

@@ -1,1 +1,1 @@
-"""New draft versions into a running engine: follower, installer, trial, circuit breaker and canary."""
+"""New draft versions into a running engine: follower, circuit breaker and canary."""

@@ -22,19 +22,20 @@ back never does.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from serving.hotswap.breaker import LiveWatch, Verdict
+import structlog
+
+from serving.hotswap.breaker import LiveWatch
 from speculator.errors import LifecycleError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 SLOT_S = 30.0
 """The slot of a canary that renews it no more is free after this time."""
@@ -51,10 +52,22 @@ ENOUGH = 300
 YIELD_S = 60.0
 """An engine that gave the slot back without a verdict leaves it to others for this time."""
 _MOST_DOUBLINGS = 5
+_MOST_OWED = 100
+"""Writes of an engine that its store or Redis could not take; the oldest go first."""
 
 
-class HoldsCanarySlot(Protocol):
-    """The part of the pointer that keeps the canary's slot; see `speculator.redis.control_plane.DraftPointer`."""
+class Pointer(Protocol):
+    """Where the desired version and the canary's slot stand, and engines report; see `DraftPointer` in
+    speculator/redis/control_plane.py.
+    """
+
+    def desired(self) -> int | None: ...
+
+    def pinned(self) -> int | None: ...
+
+    def replace(self, old: int, new: int) -> bool: ...
+
+    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None: ...
 
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot: ...
 
@@ -69,7 +82,7 @@ class Canary:
 
     def __init__(
         self,
-        slots: HoldsCanarySlot,
+        pointer: Pointer,
         record: VersionRecord,
         watch: LiveWatch | None,
         in_service: Callable[[], int],
@@ -78,7 +91,7 @@ class Canary:
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots, self._record, self._watch, self._in_service = slots, record, watch, in_service
+        self._pointer, self._record, self._watch, self._in_service = pointer, record, watch, in_service
         self._engine_id, self._look_s, self._clock = engine_id, look_s, clock
         self._process = secrets.token_hex(8)
         self._held: CanaryHolder | None = None
@@ -112,14 +125,14 @@ class Canary:
         self._asked_s = now_s
         self._release_owed()
         holder = CanaryHolder(engine_id=self._engine_id, process=self._process, version=desired)
-        slot = self._slots.hold_canary(holder, ttl_s=INSTALL_S, on_probation=True)
+        slot = self._pointer.hold_canary(holder, ttl_s=INSTALL_S, on_probation=True)
         self._is_waiting = not slot.is_held
         if not slot.is_held:
             return False
         if slot.num_crashed >= MOST_CRASHES:
             self._bar(holder, slot.num_crashed)
             return False
-        if not self._record.is_on_trial(desired):
+        if not self._record.may_serve(desired) or self._record.is_promoted(desired):
             # The canary before has judged it since this engine last looked.
             self._to_release = holder, False
             self._release_owed()
@@ -146,7 +159,7 @@ class Canary:
         if self._in_service_since_s is None:
             self._in_service_since_s = now_s
         on_probation = now_s - self._in_service_since_s < PROBATION_S
-        slot = self._slots.hold_canary(held, ttl_s=SLOT_S, on_probation=on_probation)
+        slot = self._pointer.hold_canary(held, ttl_s=SLOT_S, on_probation=on_probation)
         self._looked_s = now_s
         if not slot.is_held:
             if self._record.is_promoted(held.version):
@@ -159,11 +172,6 @@ class Canary:
             self._num_yields[held.version] += 1
             self._is_leaving = True
         return held.version if self._is_leaving else 0
-
-    def keep(self, version: int, verdict: Verdict) -> None:
-        """The trial of this version has ended well: it is promoted, so all engines install it."""
-        self._record.promoted(version, verdict.reason, verdict.numbers)
-        self.give_up()
 
     def give_up(self) -> None:
         """This engine has no use for the slot any more; Redis is told at the next look."""
@@ -185,7 +193,7 @@ class Canary:
     def _release_owed(self) -> None:
         if self._to_release is not None:
             holder, forget_crashes = self._to_release
-            self._slots.release_canary(holder, forget_crashes=forget_crashes)
+            self._pointer.release_canary(holder, forget_crashes=forget_crashes)
             self._to_release = None
 
     def _learns_too_little(self, version: int, now_s: float) -> bool:
@@ -203,19 +211,10 @@ class Canary:
         self._release_owed()
 
 
-_MOST_OWED = 100
-
-
-class Replaces(Protocol):
-    """The part of the pointer that takes a version back; see `speculator.redis.control_plane.DraftPointer`."""
-
-    def replace(self, old: int, new: int) -> bool: ...
-
-
 class VersionRecord:
     """One engine's notes on versions; used by one thread. `lifecycle` is None where there is no store to write to."""
 
-    def __init__(self, lifecycle: Lifecycle | None, pointer: Replaces, *, engine_id: str) -> None:
+    def __init__(self, lifecycle: Lifecycle | None, pointer: Pointer, *, engine_id: str) -> None:
         self._lifecycle, self._pointer, self._actor = lifecycle, pointer, f"engine:{engine_id}"
         self._owed: deque[Callable[[], object]] = deque(maxlen=_MOST_OWED)
 
@@ -226,10 +225,6 @@ class VersionRecord:
     def is_promoted(self, version: int) -> bool:
         """Raises StoreError."""
         return self._lifecycle is not None and self._lifecycle.state(version) is State.PROMOTED
-
-    def is_on_trial(self, version: int) -> bool:
-        """Whether it may serve and nothing confirms it yet. Raises StoreError."""
-        return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE - {State.PROMOTED}
 
     def is_barred(self, version: int) -> bool:
         """False also where the store cannot be read: what is in service then stays."""
@@ -248,44 +243,44 @@ class VersionRecord:
             return None
 
     def live(self, version: int) -> None:
-        self._note(lambda states: self._move(states, version, State.LIVE, "in service"))
+        if (states := self._lifecycle) is not None:
+            self._owe(lambda: states.move(version, State.LIVE, actor=self._actor, reason="in service"))
 
     def promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
-        def write(states: Lifecycle) -> None:
+        if (states := self._lifecycle) is None:
+            return
+
+        def write() -> None:
             # What is owed since a full disk may still be missing.
             if states.state(version) is State.SCORED:
-                self._move(states, version, State.LIVE, "in service")
+                states.move(version, State.LIVE, actor=self._actor, reason="in service")
             # Another engine may have promoted it, and another version after it.
             if states.state(version) is State.LIVE:
-                self._move(states, version, State.PROMOTED, reason, numbers)
+                states.move(version, State.PROMOTED, actor=self._actor, reason=reason, numbers=numbers)
 
-        self._note(write)
+        self._owe(write)
 
-    def barred(
-        self,
-        version: int,
-        good: int,
-        reason: str,
-        numbers: Mapping[str, Number] | None = None,
-    ) -> None:
+    def barred(self, version: int, good: int, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
         """The version is to serve nowhere, and the good one is published in its place; done already is done."""
-        self._note(lambda states: self._bar(states, version, reason, numbers))
-        self._owe(lambda: self._pointer.replace(version, good))
+        self._owe(lambda: self.bar(version, reason, numbers))
+        was_barred = self.is_barred(version)
 
-    def bar(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
+        def move_pointer() -> None:
+            # An operator may release the version, and publish it again, while this engine cannot reach Redis.
+            if not was_barred or not self.may_serve(version):
+                self._pointer.replace(version, good)
+
+        self._owe(move_pointer)
+
+    def bar(self, version: int, reason: str, numbers: Mapping[str, Number] | None) -> None:
         """The version is to serve nowhere; the pointer stays. Raises StoreError, and nothing is owed then."""
         if self._lifecycle is not None:
-            self._bar(self._lifecycle, version, reason, numbers)
+            self._lifecycle.bar(version, actor=self._actor, reason=reason, numbers=numbers)
 
     def flush(self) -> None:
         """Write what is owed, in its order; what fails stays owed."""
         owed, self._owed = self._owed, deque(maxlen=_MOST_OWED)
         self._owed.extend(write for write in owed if not self._try(write))
-
-    def _note(self, write: Callable[[Lifecycle], object]) -> None:
-        states = self._lifecycle
-        if states is not None:
-            self._owe(lambda: write(states))
 
     def _owe(self, write: Callable[[], object]) -> None:
         self._owed.append(write)
@@ -300,18 +295,3 @@ class VersionRecord:
             log.warning("not noted yet, tried again: %s", error)
             return False
         return True
-
-    def _bar(self, states: Lifecycle, version: int, reason: str, numbers: Mapping[str, Number] | None) -> None:
-        if states.state(version) is None:
-            self._move(states, version, State.WRITTEN, "unknown to the store")
-        states.bar(version, actor=self._actor, reason=reason, numbers=numbers)
-
-    def _move(
-        self,
-        states: Lifecycle,
-        version: int,
-        state: State,
-        reason: str,
-        numbers: Mapping[str, Number] | None = None,
-    ) -> None:
-        states.move(version, state, actor=self._actor, reason=reason, numbers=numbers)

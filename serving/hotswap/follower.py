@@ -14,46 +14,35 @@ the operator has pinned, or that is promoted already, is taken at once and not t
 is in service is left at once. A version whose file is refused is quarantined, remembered and not tried again. An engine
 that has missed the version promoted last takes it before it tries another.
 
-`DraftFollower` decides what comes next, `Trials` begins and ends trials, `Installer` brings one version into service.
-
-What an engine says about itself: at once after an attempt to change its version, now and then otherwise.
+`DraftFollower` decides what comes next; `Installer` brings versions into service, on trial or without, and takes them
+back.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from serving.engine import SwapReport
 from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
-from serving.hotswap.canary import Canary, HoldsCanarySlot, Replaces, VersionRecord
+from serving.hotswap.canary import Canary, Pointer, VersionRecord
 from speculator.errors import DraftError, EngineBusyError, SlipstreamError, StreamError, type_and_place
 from speculator.tracing import prefixed, span
 from speculator.versions.lifecycle import Lifecycle
 
-log = logging.getLogger(__name__)
+Status = Mapping[str, str | int | float]
+
+log = structlog.get_logger(__name__)
+
 _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4
 _LOOK_S = 2.0
 """Between two looks at the canary's slot, which expires otherwise."""
-
-
-class TakesReports(Protocol):
-    """The part of the pointer that engines report to; see `speculator.redis.control_plane.DraftPointer`."""
-
-    def report_engine(self, engine_id: str, status: Status) -> None: ...
-
-
-class Pointer(Replaces, TakesReports, HoldsCanarySlot, Protocol):
-    """Where the desired version stands and engines report theirs; implemented by `speculator.redis.control_plane`."""
-
-    def desired(self) -> int | None: ...
-
-    def pinned(self) -> int | None: ...
 
 
 class SwapsDrafts(Protocol):
@@ -65,11 +54,45 @@ class SwapsDrafts(Protocol):
     def install_draft(self, version: int) -> SwapReport: ...
 
 
-class DraftFollower:
-    """Drives one engine towards the pointer's version.
+@dataclass
+class SwapLog:
+    """What the follower did, for the status of this engine."""
 
-    `status` adds to what the engine reports. Without a `watch` every version is taken as it comes; without a
-    `lifecycle` its state is not asked for and not written. `clock` times the canary, in seconds.
+    installed: list[tuple[float, SwapReport]] = field(default_factory=list)
+    """(unix time in seconds, report), oldest first; the last 100."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Versions that can never be installed here, with the reason."""
+    num_installed: int = 0
+    num_failed: int = 0
+    """Attempts that left the version before in service: refused files, and files or engines that could not be used."""
+    verdicts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("promoted", "rolled_back", "withdrawn"), 0))
+    """How trials ended; withdrawn are those without a verdict, as where an operator or another engine ended them."""
+    last_verdict: str = ""
+    watched: int = 0
+    """The version on trial; 0 where none is."""
+    role: str = ""
+    """canary, waiting, settled; empty where versions are not tried."""
+    accept_length: float | None = None
+    """Tokens a verification of the version in service, lately."""
+
+    def add(self, report: SwapReport) -> None:
+        self.num_installed += 1
+        self.installed.append((time.time(), report))
+        del self.installed[:-100]
+
+    def end_trial(self, version: int, outcome: str, reason: str) -> None:
+        # One assignment: another thread may be reading it.
+        self.verdicts = {**self.verdicts, outcome: self.verdicts[outcome] + 1}
+        self.last_verdict = f"version {version} {outcome}: {reason}"
+        self.watched = 0
+
+
+class DraftFollower:
+    """Drives one engine towards the pointer's version; any thread may read `log`.
+
+    `status` adds to what the engine reports: at once after an attempt to change its version, now and then otherwise.
+    Without a `watch` every version is taken as it comes; without a `lifecycle` its state is not asked for and not
+    written. `clock` times the canary, in seconds.
     """
 
     def __init__(
@@ -84,28 +107,27 @@ class DraftFollower:
         lifecycle: Lifecycle | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        every_s = _REPORT_EVERY_POLLS * poll_s
-        self._pointer, self._poll_s = pointer, poll_s
-        self._record = record = VersionRecord(lifecycle, pointer, engine_id=engine_id)
-        self._installer = Installer(engine, record)
+        self._engine, self._pointer, self._watch, self._more = engine, pointer, watch, status
+        self._engine_id, self._poll_s, self._report_every_s = engine_id, poll_s, _REPORT_EVERY_POLLS * poll_s
+        self._record = VersionRecord(lifecycle, pointer, engine_id=engine_id)
         self._canary = Canary(
             pointer,
-            record,
+            self._record,
             watch,
             lambda: engine.draft_version,
             engine_id=engine_id,
-            look_s=min(every_s, _LOOK_S),
+            look_s=min(self._report_every_s, _LOOK_S),
             clock=clock,
         )
-        self._trials = Trials(self._installer, watch, record, self._canary)
-        self._reporter = Reporter(
-            pointer, self._installer, watch, self._canary, engine_id=engine_id, every_s=every_s, more=status
-        )
+        self.log = SwapLog()
+        self._installer = Installer(engine, watch, self._record, self._canary, self.log)
         self._pinned: int | None = None
+        self._waiting: int | None = None
+        """The version that was desired at the last look, where it was to be tried."""
         self._turned_away: set[int] = set()
+        self._reported_s, self._num_attempts_reported = float("-inf"), 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-follower", daemon=True)
-        self.log = self._installer.log
 
     def start(self) -> None:
         self._thread.start()
@@ -145,51 +167,48 @@ class DraftFollower:
         """
         try:
             self._record.flush()
-            self._trials.look(self._pinned)
+            is_successor_waiting = self._waiting not in (None, self._engine.draft_version)
+            self._installer.judge_trial(self._pinned, is_successor_waiting=is_successor_waiting)
             self._leave_barred()
-            self._release_lost_slot()
+            if version := self._canary.look():
+                self._installer.go_back(version, "another engine tries it")
             self._pinned = self._pointer.pinned()
-            desired = self._pointer.desired()
-            if desired not in (None, self._installer.in_service) and desired not in self.log.refused:
-                self._move_to_desired(desired)
-            else:
+            desired, self._waiting = self._pointer.desired(), None
+            if desired in (None, self._engine.draft_version) or desired in self.log.refused:
                 self._canary.stop_waiting()
+            else:
+                self._move_to_desired(desired)
         finally:
             # Also where this look came to nothing: an engine that falls silent would pass for dead.
-            if self._reporter.is_due:
-                self._reporter.send()
+            if self._is_report_due:
+                self._report()
 
     def _leave_barred(self) -> None:
         """Whoever barred the version in service, it goes."""
-        version = self._installer.in_service
-        if not self._record.is_barred(version):
-            return
-        if self._trials.go_back(version, "barred while in service"):
-            self._record.barred(version, self._installer.in_service, "barred while in service")
-
-    def _release_lost_slot(self) -> None:
-        version = self._canary.look()
-        if version:
-            self._trials.go_back(version, "another engine tries it")
+        version, reason = self._engine.draft_version, "barred while in service"
+        if self._record.is_barred(version) and self._installer.go_back(version, reason):
+            self._record.barred(version, self._engine.draft_version, reason)
 
     def _move_to_desired(self, desired: int) -> None:
         if not self._record.may_serve(desired):
             self._turn_away(desired)
             return
-        if not self._trials.are_held or desired == self._pinned or self._record.is_promoted(desired):
-            self._trials.take(desired)
+        if self._watch is None or desired == self._pinned or self._record.is_promoted(desired):
+            self._installer.take(desired)
             return
-        may_try = self._trials.is_ready() and self._canary.may_try(desired)
+        self._waiting = desired
+        is_ready = self._watch.watched is None and self._watch.is_ready()
+        may_try = is_ready and self._canary.may_try(desired)
         # With the report, as the store is read for it.
-        missed = self._missed(desired) if may_try or self._reporter.is_due else None
+        missed = self._missed(desired) if may_try or self._is_report_due else None
         if missed is not None:
-            self._trials.take(missed)
+            self._installer.take(missed)
         elif may_try:
-            self._trials.begin(desired)
+            self._installer.try_out(desired)
 
     def _missed(self, desired: int) -> int | None:
         """The version that others have confirmed while this engine was away, waited, or had no traffic."""
-        in_service = self._installer.in_service
+        in_service = self._engine.draft_version
         if not self._record.is_promoted(in_service):
             return None
         good = self._record.last_good(other_than=desired)
@@ -201,107 +220,56 @@ class DraftFollower:
             self._turned_away.add(version)
             log.warning("draft version %d may not serve, `slipstream drafts show` says why", version)
         if self._record.is_barred(version):
-            good = self._record.last_good(other_than=version) or self._installer.in_service
+            good = self._record.last_good(other_than=version) or self._engine.draft_version
             self._record.barred(version, good, "barred before it came into service")
 
+    @property
+    def _is_report_due(self) -> bool:
+        is_news = self._installer.num_attempts > self._num_attempts_reported
+        return is_news or time.monotonic() - self._reported_s >= self._report_every_s
 
-@dataclass
-class SwapLog:
-    """What the follower did, for the status of this engine."""
-
-    installed: list[tuple[float, SwapReport]] = field(default_factory=list)
-    """(unix time in seconds, report), oldest first; the last 100."""
-    refused: dict[int, str] = field(default_factory=dict)
-    """Versions that can never be installed here, with the reason."""
-    num_installed: int = 0
-    num_failed: int = 0
-    """Attempts that left the version before in service: refused files, and files or engines that could not be used."""
-    verdicts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("promoted", "rolled_back", "withdrawn"), 0))
-    """How trials ended; withdrawn are those that an operator, or another engine, has ended."""
-    last_verdict: str = ""
-    watched: int = 0
-    """The version on trial; 0 where none is."""
-    role: str = ""
-    """canary, waiting, settled; empty where versions are not tried."""
-    accept_length: float | None = None
-    """Tokens a verification of the version in service, lately."""
-
-    def add(self, report: SwapReport) -> None:
-        self.num_installed += 1
-        self.installed.append((time.time(), report))
-        del self.installed[:-100]
-
-    def end_trial(self, version: int, outcome: str, reason: str) -> None:
-        # One assignment: another thread may be reading it.
-        self.verdicts = {**self.verdicts, outcome: self.verdicts[outcome] + 1}
-        self.last_verdict = f"version {version} {outcome}: {reason}"
-        self.watched = 0
+    def _report(self) -> None:
+        """Raises StreamError; the report is then still due."""
+        num_attempts = self._installer.num_attempts
+        status: dict[str, str | int | float] = {
+            "version": self._engine.draft_version,
+            "refused": ",".join(map(str, sorted(self.log.refused))),
+            "watched": self.log.watched,
+            "verdicts": ",".join(f"{outcome}={count}" for outcome, count in self.log.verdicts.items()),
+            "last_verdict": self.log.last_verdict,
+        }
+        if self._watch is not None:
+            self.log.role = status["role"] = self._canary.role
+            status["baseline_verifications"] = self._watch.baseline_verifications
+            self.log.accept_length = self._watch.accept_length
+            if self.log.accept_length is not None:
+                status["draft_accept_length"] = round(self.log.accept_length, 4)
+        self._pointer.report_engine(self._engine_id, {**status, **self._more()})
+        self._reported_s, self._num_attempts_reported = time.monotonic(), num_attempts
 
 
 class Installer:
-    """Used by the follower's thread; any thread may read `log`."""
+    """Brings versions into service in one engine, on trial or without, and takes them back; for the follower's thread.
 
-    def __init__(self, engine: SwapsDrafts, record: VersionRecord) -> None:
-        self._engine, self._record = engine, record
-        self.num_attempts = 0
-        self.log = SwapLog()
-
-    @property
-    def in_service(self) -> int:
-        return self._engine.draft_version
-
-    def install(self, version: int) -> bool:
-        """Whether the version is in service now; False where its file is refused, for good.
-
-        Raises StoreError, EngineError, or whatever loading it raises, when a later attempt may succeed.
-        """
-        self.num_attempts += 1
-        try:
-            with span("swap", version=version) as swap:
-                report = self._engine.install_draft(version)
-                swap.set_attributes(prefixed(previous=report.previous, stall_ms=report.stall_ms, step=report.step))
-        except DraftError as error:
-            self.log.num_failed += 1
-            self._refuse(version, str(error))
-            return False
-        except EngineBusyError:
-            raise
-        except Exception:
-            self.log.num_failed += 1
-            raise
-        self.log.add(report)
-        log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
-        return True
-
-    def _refuse(self, version: int, reason: str) -> None:
-        self.log.refused[version] = reason
-        log.error("draft version %d refused, %d stays in service: %s", version, self.in_service, reason)
-        self._record.barred(version, self.in_service, reason)
-
-
-class Trials:
-    """One engine's trials; used by the follower's thread. Without a `watch` every version is taken as it comes.
-
-    What installs a version raises StoreError or EngineError when a later attempt may succeed.
+    What installs a version raises StoreError, EngineError, or whatever loading it raises, when a later attempt may
+    succeed.
     """
 
-    def __init__(self, installer: Installer, watch: LiveWatch | None, record: VersionRecord, canary: Canary) -> None:
-        self._installer, self._watch, self._record, self._canary = installer, watch, record, canary
-        self._log = installer.log
-        self._incumbent = installer.in_service
+    def __init__(
+        self, engine: SwapsDrafts, watch: LiveWatch | None, record: VersionRecord, canary: Canary, swaps: SwapLog
+    ) -> None:
+        self._engine, self._watch, self._record, self._canary, self._log = engine, watch, record, canary, swaps
+        self.num_attempts = 0
+        self._incumbent = engine.draft_version
         self._verdict: Verdict | None = None
         """A rollback that has been decided and not yet been carried out."""
 
-    @property
-    def are_held(self) -> bool:
-        return self._watch is not None
-
-    def look(self, pinned: int | None) -> None:
+    def judge_trial(self, pinned: int | None, *, is_successor_waiting: bool) -> None:
         """At the trial, if there is one; `pinned` is the version that the operator wants whatever it shows."""
         watch = self._watch
         if watch is None:
             return
-        while watch.target_moved():
+        if watch.update():
             self._withdraw("the target has moved")
         version = watch.watched
         if version is None:
@@ -310,27 +278,25 @@ class Trials:
             self._withdraw("pinned by the operator")
             watch.restart(version)
             return
-        verdict = self._verdict or watch.judge()
+        verdict = self._verdict or watch.judge(is_successor_waiting=is_successor_waiting)
         if verdict.outcome is Outcome.PROMOTED:
-            watch.settle(verdict)
+            watch.end(is_kept=True)
             self._log.end_trial(version, "promoted", verdict.reason)
-            self._canary.keep(version, verdict)
+            self._record.promoted(version, verdict.reason, verdict.numbers)
+            self._canary.give_up()
             log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
+        elif verdict.outcome is Outcome.WITHDRAWN:
+            watch.end(is_kept=True)
+            self._withdraw(verdict.reason)
         elif verdict.outcome is Outcome.ROLLED_BACK:
             self._verdict = verdict
             self._roll_back(watch, version, verdict)
 
-    def is_ready(self) -> bool:
-        """Whether another version, which waits, can be tried now: nothing is on trial, and the incumbent is known."""
-        if self._watch is None:
-            return False
-        self._watch.expect()
-        return self._watch.watched is None and self._watch.is_ready()
-
-    def begin(self, version: int) -> None:
+    def try_out(self, version: int) -> None:
+        """On trial."""
         assert self._watch is not None
-        self._incumbent = self._installer.in_service
-        if self._installer.install(version):
+        self._incumbent = self._engine.draft_version
+        if self._install(version):
             self._watch.begin(version)
             self._log.watched = version
             self._record.live(version)
@@ -339,17 +305,17 @@ class Trials:
 
     def take(self, version: int) -> None:
         """Without a trial."""
-        if self._installer.install(version):
+        if self._install(version):
             self._taken(version, f"version {version} taken in its place")
 
     def go_back(self, version: int, why: str) -> bool:
         """From a version that this engine may not run any more; False where no other can be installed."""
         good = self._fallback(version)
-        if good is None or not self._installer.install(good):
+        if good is None or not self._install(good):
             return False
         if self._watch is not None and self._watch.watched == version and good == self._incumbent:
             self._withdraw(why)
-            self._watch.give_up()
+            self._watch.end(is_kept=False)
         else:
             self._taken(good, why)
         return True
@@ -358,7 +324,7 @@ class Trials:
         good = self._fallback(version)
         numbers = {**verdict.numbers, "back_to": good or 0}
         try:
-            is_back = good is not None and self._installer.install(good)
+            is_back = good is not None and self._install(good)
         except Exception:
             # It is tried again, and may take long: no other engine is to try this version meanwhile.
             if good is not None and not self._record.is_barred(version):
@@ -370,7 +336,7 @@ class Trials:
         self._verdict = None
         log.warning("draft version %d rolled back, %d in service: %s", version, good, verdict.reason)
         if good == self._incumbent:
-            watch.settle(verdict)
+            watch.end(is_kept=False)
         else:
             watch.restart(good)
         self._log.end_trial(version, "rolled_back", verdict.reason)
@@ -380,9 +346,8 @@ class Trials:
     def _fallback(self, bad: int) -> int | None:
         """The version before, else the last good one."""
         for version in (self._incumbent, self._record.last_good(other_than=bad)):
-            if version is None or version == bad or version in self._log.refused or self._record.is_barred(version):
-                continue
-            return version
+            if version not in (None, bad) and version not in self._log.refused and not self._record.is_barred(version):
+                return version
         return None
 
     def _taken(self, version: int, why: str) -> None:
@@ -402,52 +367,24 @@ class Trials:
         # Also where the trial has ended well: the verdict was about another target, or another engine tries it.
         self._canary.give_up()
 
-
-class Reporter:
-    """Used by the follower's thread; `more` adds to what is said."""
-
-    def __init__(
-        self,
-        pointer: TakesReports,
-        installer: Installer,
-        watch: LiveWatch | None,
-        canary: Canary,
-        *,
-        engine_id: str,
-        every_s: float,
-        more: Callable[[], Status],
-    ) -> None:
-        self._pointer, self._installer, self._watch, self._canary = pointer, installer, watch, canary
-        self._engine_id, self._every_s, self._more = engine_id, every_s, more
-        self._sent_s, self._num_attempts_told = float("-inf"), 0
-
-    @property
-    def is_due(self) -> bool:
-        is_news = self._installer.num_attempts > self._num_attempts_told
-        return is_news or time.monotonic() - self._sent_s >= self._every_s
-
-    def send(self) -> None:
-        """Raises StreamError; it is then still due."""
-        num_attempts, log = self._installer.num_attempts, self._installer.log
-        refused = ",".join(map(str, sorted(log.refused)))
-        status = {"version": self._installer.in_service, "refused": refused, **self._trial(), **self._more()}
-        self._pointer.report_engine(self._engine_id, status)
-        self._sent_s, self._num_attempts_told = time.monotonic(), num_attempts
-
-    def _trial(self) -> dict[str, str | int | float]:
-        log = self._installer.log
-        status: dict[str, str | int | float] = {
-            "watched": log.watched,
-            "verdicts": ",".join(f"{outcome}={count}" for outcome, count in log.verdicts.items()),
-            "last_verdict": log.last_verdict,
-        }
-        if self._watch is not None:
-            log.role = status["role"] = self._canary.role
-            status["baseline_verifications"] = self._watch.baseline_verifications
-            log.accept_length = self._watch.accept_length
-            if log.accept_length is not None:
-                status["draft_accept_length"] = round(log.accept_length, 4)
-        return status
-
-
-Status = Mapping[str, str | int | float]
+    def _install(self, version: int) -> bool:
+        """Whether the version is in service now; False where its file is refused, for good."""
+        self.num_attempts += 1
+        try:
+            with span("swap", version=version) as swap:
+                report = self._engine.install_draft(version)
+                swap.set_attributes(prefixed(previous=report.previous, stall_ms=report.stall_ms, step=report.step))
+        except DraftError as error:
+            self._log.num_failed += 1
+            self._log.refused[version] = str(error)
+            log.error("draft version %d refused, the one before stays in service: %s", version, error)
+            self._record.barred(version, self._engine.draft_version, str(error))
+            return False
+        except EngineBusyError:
+            raise
+        except Exception:
+            self._log.num_failed += 1
+            raise
+        self._log.add(report)
+        log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
+        return True

@@ -13,8 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from serving.capture.recorder import make_header
 from serving.local.config import LocalEngineConfig
-from serving.local.decode.rounds import RoundRunner
-from serving.local.request import Generation, TopK
+from serving.local.request import Generation, RoundRecord, TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
@@ -38,58 +36,24 @@ _NICENESS = 5
 
 
 class Capture:
-    """Used by the engine's thread; what need not be done there is left to the assembler's."""
+    """`label` and `hand_over` are for the engine's thread; `on_trace` is called on a thread of its own."""
 
     def __init__(
         self,
         config: LocalEngineConfig,
-        runner: RoundRunner,
-        assembler: TraceAssembler,
+        target: Target,
+        on_trace: Callable[[Trace], object],
         *,
         target_fingerprint: str,
         metrics: EngineMetrics,
     ) -> None:
-        self._config, self._runner, self._assembler, self._metrics = config, runner, assembler, metrics
-        self._fingerprint = target_fingerprint
-
-    def target_moves(self) -> None:
-        """Before the weights change."""
-        self._assembler.forgo_labels()
-
-    def hand_over(self, generation: Generation, *, slot: int, target_version: int) -> None:
-        """Make the trace of a generation in `slot`, as it is now, where it is wanted."""
-        # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
-        teaches = len(generation.tokens) - generation.num_prompt_tokens > 1
-        if not generation.capture or generation.aborted or not teaches:
-            return
-        started = time.perf_counter()
-        start, end = span_of(generation, self._config.context_window)
-        self._assembler.finish(
-            partial(
-                build_trace,
-                generation.frozen(),
-                self._runner.features(slot, start, end),
-                start=start,
-                engine_id=self._config.engine_id,
-                target_fingerprint=self._fingerprint,
-                target_version=target_version,
-            )
-        )
-        seconds = time.perf_counter() - started
-        self._metrics.capture_seconds.inc(seconds)
-        record(generation.parent, "capture", seconds, tokens=end - start)
-
-
-class TraceAssembler:
-    """`label` and `finish` are for the engine's thread; `on_trace` is called on the assembler's."""
-
-    def __init__(self, target: Target, on_trace: Callable[[Trace], object], metrics: EngineMetrics) -> None:
-        self._target, self._on_trace, self._metrics = target, on_trace, metrics
+        self._config, self._target, self._on_trace = config, target, on_trace
+        self._fingerprint, self._metrics = target_fingerprint, metrics
         self._jobs = queue.SimpleQueue[Callable[[], object] | None]()
         self._era = object()
         """Another one whenever what waits for a distribution is to go without."""
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trace-assembler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -110,17 +74,18 @@ class TraceAssembler:
         while self._thread.is_alive() and not done.wait(0.1):
             pass
 
+    @property
+    def num_waiting(self) -> int:
+        """Pieces and traces that were handed over and have not been begun."""
+        return self._jobs.qsize()
+
     def label(self, unknown: TopK, hidden_Td: Tensor) -> None:
         """Have the rows of `unknown` filled in, from the final hidden states of their positions."""
-        if self._jobs.qsize() >= MOST_WAITING:
+        if self.num_waiting >= MOST_WAITING:
             self._leave_out(unknown)
             return
         hidden_Td, era = hidden_Td.clone(), self._era
         self._jobs.put(lambda: self._fill_in(unknown, hidden_Td, era))
-
-    def finish(self, build: Callable[[], Trace]) -> None:
-        """Hand on the trace that `build` makes."""
-        self._jobs.put(lambda: self._on_trace(build()))
 
     def forgo_labels(self) -> None:
         """Leave out what is not filled in by now; for any thread.
@@ -129,6 +94,56 @@ class TraceAssembler:
         about to wait for the traces.
         """
         self._era = object()
+
+    def hand_over(self, generation: Generation, features: Callable[[int, int], Tensor], *, target_version: int) -> None:
+        """Make the trace of a generation, as it is now, where it is wanted; `features` copies those of [start, end)."""
+        # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
+        if not generation.capture or generation.aborted or generation.num_completion_tokens < 2:
+            return
+        started = time.perf_counter()
+        # The last `context_window` positions of the prompt, and what the answer read. The target never read the last
+        # committed token, so it has neither features nor a distribution.
+        start, end = max(0, generation.num_prompt_tokens - self._config.context_window), len(generation.tokens) - 1
+        frozen, aux_hidden = generation.frozen(), features(start, end)
+        self.finish(lambda: self._build_trace(frozen, aux_hidden, start, target_version))
+        seconds = time.perf_counter() - started
+        self._metrics.capture_seconds.inc(seconds)
+        record(generation.parent, "capture", seconds, tokens=end - start)
+
+    def finish(self, build: Callable[[], Trace]) -> None:
+        """Hand on the trace that `build` makes."""
+        self._jobs.put(lambda: self._on_trace(build()))
+
+    def _build_trace(self, generation: Generation, aux_hidden: Tensor, start: int, target_version: int) -> Trace:
+        """The span begins at `start` and has features `aux_hidden` [T, 3d]."""
+        length = len(aux_hidden)
+        kept = TopK.unknown(start, length, generation.topk[0].ids.shape[1])
+        for top in generation.topk:
+            # The rows of a round's tail that an end of answer cut off lie past the span.
+            rows = min(len(top.ids), start + length - top.position)
+            if rows > 0:
+                at = top.position - start
+                kept.ids[at : at + rows], kept.logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
+        request = generation.request
+        return Trace(
+            header=make_header(
+                request_id=request.request_id,
+                policy=request.policy,
+                sampling=request.sampling,
+                num_prompt_tokens=generation.num_prompt_tokens,
+                first_position=start,
+                engine_id=self._config.engine_id,
+                target_fingerprint=self._fingerprint,
+                target_version=target_version,
+                created_ms=generation.created_ms,
+            ),
+            token_ids=np.array(generation.tokens[start : start + length], np.int32),
+            aux_hidden=aux_hidden,
+            target_topk_ids=kept.ids,
+            target_topk_logprobs=kept.logprobs,
+            constrained=np.zeros(length, np.bool_),
+            rounds=_rounds(generation.rounds),
+        )
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -157,61 +172,7 @@ class TraceAssembler:
         self._metrics.unlabelled.inc(len(unknown.ids))
 
 
-def span_of(generation: Generation, context_window: int) -> tuple[int, int]:
-    """[start, end) of the positions to keep: the last `context_window` of the prompt and what the answer read.
-
-    The last committed token is outside: the target never read it, so it has neither features nor a distribution.
-    """
-    return max(0, generation.num_prompt_tokens - context_window), len(generation.tokens) - 1
-
-
-def build_trace(
-    generation: Generation,
-    aux_hidden: Tensor,
-    *,
-    start: int,
-    engine_id: str,
-    target_fingerprint: str,
-    target_version: int,
-) -> Trace:
-    """The trace of a generation that has ended, or is cut here.
-
-    Its span begins at `start` and has features `aux_hidden` [T, 3d].
-    """
-    length = len(aux_hidden)
-    num_kept = generation.topk[0].ids.shape[1]
-    ids = np.full((length, num_kept), -1, np.int32)
-    logprobs = np.full((length, num_kept), -np.inf, np.float16)
-    for top in generation.topk:
-        # The rows of a round's tail that an end of answer cut off lie past the span.
-        rows = min(len(top.ids), start + length - top.position)
-        if rows > 0:
-            at = top.position - start
-            ids[at : at + rows], logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
-    request = generation.request
-    return Trace(
-        header=make_header(
-            request_id=request.request_id,
-            policy=request.policy,
-            sampling=request.sampling,
-            num_prompt_tokens=generation.num_prompt_tokens,
-            first_position=start,
-            engine_id=engine_id,
-            target_fingerprint=target_fingerprint,
-            target_version=target_version,
-            created_ms=generation.created_ms,
-        ),
-        token_ids=np.array(generation.tokens[start : start + length], np.int32),
-        aux_hidden=aux_hidden,
-        target_topk_ids=ids,
-        target_topk_logprobs=logprobs,
-        constrained=np.zeros(length, np.bool_),
-        rounds=_rounds(generation),
-    )
-
-
-def _rounds(generation: Generation) -> VerifyRounds:
-    rounds = generation.rounds
+def _rounds(rounds: Sequence[RoundRecord]) -> VerifyRounds:
     width = max((len(round_.tree.tokens) for round_ in rounds), default=0)
     tokens = np.full((len(rounds), width), -1, np.int32)
     logprobs = np.zeros((len(rounds), width), np.float16)

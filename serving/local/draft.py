@@ -52,24 +52,21 @@ class ServingDraft:
         self._config, self._d2t, self._target_ids = model.config, model.d2t, model.target_ids
         self._drawn_ids = model.target_ids.cpu().numpy()
         kernels = found_kernels() if fits_kernels(model) else None
-        self._fused: FusedDraft | KernelDraft
+        self.network: FusedDraft | KernelDraft
         if kernels is None:
-            self._fused = FusedDraft(model, num_slots=num_slots, length=length)
+            self.network = FusedDraft(model, num_slots=num_slots, length=length)
         else:
-            self._fused = KernelDraft(model, kernels, num_slots=num_slots, length=length)
-        self.cache = self._fused.cache
-        self.storage = self._fused.weights
+            self.network = KernelDraft(model, kernels, num_slots=num_slots, length=length)
+        self.cache = self.network.cache
+        self.storage = self.network.weights
         """Every weight in service; addresses never change."""
         self._installed = self.stage(version, draft_state(model))
-
-    @property
-    def version(self) -> int:
-        return self._installed.version
+        self.version = version
 
     def stage(self, version: int, state: dict[str, Tensor]) -> StagedDraft:
         """Check and convert a loaded version; for any thread. Raises DraftFileError or DraftMismatchError."""
         check_state(self._config, self._d2t, state)
-        return StagedDraft(version, self._fused.fused(state))
+        return StagedDraft(version, self.network.fused(state))
 
     def install(self, staged: StagedDraft) -> None:
         """Copy a staged version into the same storage; on any failure the previous weights are put back."""
@@ -78,7 +75,7 @@ class ServingDraft:
         except BaseException:
             _copy(self.storage, self._installed.tensors)
             raise
-        self._installed = staged
+        self._installed, self.version = staged, staged.version
 
     def read(
         self, tokens: Sequence[Sequence[int]], aux_Nw: Tensor, *, first_slot: int, starts: Sequence[int]
@@ -90,7 +87,7 @@ class ServingDraft:
         """
         spans = [Span(start, len(ids)) for start, ids in zip(starts, tokens, strict=True)]
         ids_N = list(itertools.chain.from_iterable(tokens))
-        return self._fused.layer(ids_N, self._fused.features(aux_Nw), spans, first_slot=first_slot)
+        return self.network.layer(ids_N, self.network.features(aux_Nw), spans, first_slot=first_slot)
 
     def chain(
         self, output_Bd: Tensor, *, lengths: Sequence[int], sources: Sequence[DraftSource]
@@ -106,13 +103,13 @@ class ServingDraft:
             ids = ids_B.tolist()
             yield ids, logprob_B.tolist()
             newest = [Span(length - 1, 1) for length in lengths]
-            output_Bd = self._fused.layer(ids, output_Bd, newest, first_slot=0)
+            output_Bd = self.network.layer(ids, output_Bd, newest, first_slot=0)
             lengths = [length + 1 for length in lengths]
 
     def _draw(
         self, output_Bd: Tensor, positions: Sequence[int], sources: Sequence[DraftSource]
     ) -> tuple[Tensor, Tensor]:
-        logits_BD = self._fused.logits(output_Bd)
+        logits_BD = self.network.logits(output_Bd)
         wide = torch.float64 if logits_BD.dtype == torch.float64 else torch.float32
         if all(source.sampling.temperature == 0 for source in sources):
             best = logits_BD.log_softmax(-1, dtype=wide).max(-1)
@@ -289,9 +286,15 @@ class KernelDraft:
         self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
         self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
-        self.weights = _gathered(self.fused(dict(model.named_parameters())))
+        state = dict(model.named_parameters())
+        weights = self.fused(state)
+        pages = LargePages([weight.nbytes for weight in weights.values()])
+        self.weights = {name: pages.hold(weight) for name, weight in weights.items()}
         """By name; only ever changed in place."""
-        self._layers = {name: self._layer_of(name) for name in ("fc", "qkv", "out", "gate_up", "down", "head")}
+        self._layers = {
+            name: Layer(*reversed(matrix.shape), pointer(self.weights[name]), None, kernels.in_pairs)
+            for name, matrix in fused_matrices(state, config).items()
+        }
         heads = Heads(
             config.num_attention_heads // config.num_key_value_heads,
             config.num_key_value_heads,
@@ -333,19 +336,6 @@ class KernelDraft:
     def _norm_of(self, weight: Tensor) -> Norm:
         return Norm(len(weight), pointer(weight), pointer(self._floor))
 
-    def _layer_of(self, name: str) -> Layer:
-        config = self._config
-        d, heads = config.hidden_size, config.num_attention_heads
-        sizes = {
-            "fc": (3 * d, d),
-            "qkv": (2 * d, (heads + 2 * config.num_key_value_heads) * config.head_dim),
-            "out": (heads * config.head_dim, d),
-            "gate_up": (d, 2 * config.intermediate_size),
-            "down": (config.intermediate_size, d),
-            "head": (d, config.draft_vocab_size),
-        }
-        return Layer(*sizes[name], pointer(self.weights[name]), None, self._kernels.in_pairs)
-
 
 def fits_kernels(model: Eagle3Draft) -> bool:
     """Whether the library computes this draft."""
@@ -357,9 +347,3 @@ def fits_kernels(model: Eagle3Draft) -> bool:
             hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_dim=config.head_dim
         )
     )
-
-
-def _gathered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In large pages."""
-    pages = LargePages([weight.nbytes for weight in weights.values()])
-    return {name: pages.hold(weight) for name, weight in weights.items()}

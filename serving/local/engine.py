@@ -7,9 +7,9 @@ What its loop waits for: a request, a staged draft or target, an errand, or the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,24 +17,23 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport
+from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.hotswap.breaker import WatchedRound
-from serving.local.capture import Capture, TraceAssembler
+from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig, spare_cores
-from serving.local.decode.observers import RoundTeller
+from serving.local.decode.observers import RoundObserver
 from serving.local.decode.rounds import RoundRunner
 from serving.local.draft import ServingDraft
 from serving.local.kernels.library import compute_with
 from serving.local.request import Generation
 from serving.local.scheduler.inbox import Arrived, Inbox, Outbox
 from serving.local.scheduler.step_loop import DecodeLoop
-from serving.local.suffix_text import Errand, RecentTexts
+from serving.local.suffix_text import RecentTexts, SuffixCacheTask
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
-from serving.local.text import AnswerText, LocalTokenizer
+from serving.local.text import AnswerText
 from serving.metrics import EngineMetrics
-from serving.speedup import PlannedSpeedup, SpeedupMeter
+from serving.speedup import EstimatedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
@@ -45,15 +44,13 @@ from speculator.tracing import current, span
 
 log = structlog.get_logger(__name__)
 
-LoadDraft = Callable[[int], dict[str, Tensor]]
-"""Reads and verifies a stored version; raises DraftError or StoreError."""
-
 
 class LocalEngine:
     """Implements `serving.engine.Engine` over a Hugging Face model directory.
 
     `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
-    round says about the draft; neither may block. `planner` takes the place of one of the engine's own.
+    round says about the draft; neither may block. `planner` and `inbox` take the place of the engine's own.
+    `load_draft` reads and verifies a stored version; it raises DraftError or StoreError.
     `sharing` brings the text of prompt groups to other engines, and theirs here. `load` measures how busy it is.
     """
 
@@ -65,44 +62,37 @@ class LocalEngine:
         draft: Eagle3Draft,
         draft_version: int,
         target_fingerprint: str,
-        load_draft: LoadDraft,
+        load_draft: Callable[[int], dict[str, Tensor]],
         metrics: EngineMetrics,
         meter: SpeedupMeter,
         on_trace: Callable[[Trace], object] | None = None,
         on_round: Callable[[WatchedRound], object] | None = None,
         planner: RoundPlanner | None = None,
         sharing: GroupSharing | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         self._config, self._target, self._load_draft = config, target, load_draft
         self.metrics, self._captures, self._sharing = metrics, on_trace is not None, sharing
-        self._tokenizer = load_tokenizer(config.model_dir, vocab_size=target.embed.shape[0])
+        self.tokenizer = load_tokenizer(config.model_dir, vocab_size=target.embed.shape[0])
         cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or RoundPlanner(max_depth=config.max_depth)
-        self._outbox = Outbox()
-        self._assembler = TraceAssembler(target, on_trace or _no_trace, metrics)
-        runner = RoundRunner(
-            target,
-            self._draft,
-            planner,
-            suffix_depth=config.suffix_depth,
-            capture_topk=config.capture_topk,
-            prompt_labels=config.prompt_labels,
-            label=self._assembler.label,
-            send=self._outbox.send,
+        self._inbox, self._outbox, self.load = inbox or Inbox(config.max_waiting), Outbox(), EngineLoad()
+        self.capture = Capture(
+            config, target, on_trace or (lambda _: None), target_fingerprint=target_fingerprint, metrics=metrics
         )
-        self._teller = RoundTeller(metrics, meter, on_round)
-        self._inbox, self.load = Inbox(config.max_waiting), EngineLoad()
+        self.texts = RecentTexts(SuffixDrafter() if config.suffix_depth else None, sharing, metrics)
+        self._observer = RoundObserver(metrics, meter, on_round)
         self._loop = DecodeLoop(
             config,
             inbox=self._inbox,
             target=target,
             draft=self._draft,
             planner=planner,
-            texts=RecentTexts(SuffixDrafter() if config.suffix_depth else None, sharing, metrics),
-            runner=runner,
-            capture=Capture(config, runner, self._assembler, target_fingerprint=target_fingerprint, metrics=metrics),
-            teller=self._teller,
+            texts=self.texts,
+            runner=RoundRunner(config, target, self._draft, planner, label=self.capture.label, send=self._outbox.send),
+            capture=self.capture,
+            observer=self._observer,
             metrics=metrics,
             load=self.load,
         )
@@ -123,12 +113,8 @@ class LocalEngine:
         )
 
     @property
-    def tokenizer(self) -> LocalTokenizer:
-        return self._tokenizer
-
-    @property
-    def estimated_speedup(self) -> PlannedSpeedup:
-        return self._teller.estimated_speedup
+    def estimated_speedup(self) -> EstimatedSpeedup:
+        return self._observer.estimated_speedup
 
     @property
     def draft_version(self) -> int:
@@ -159,12 +145,14 @@ class LocalEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         arrived: Arrived = asyncio.Queue()
+        prompt = request.prompt_token_ids
         generation = Generation(
             request,
-            AnswerText(self._tokenizer, request.stop, begun=_begun(request)),
+            # The prompt's last tokens may belong to the answer.
+            AnswerText(self.tokenizer, request.stop, begun=prompt[len(prompt) - request.num_answered :]),
             # Called between two moves of the target, by the thread that moves it.
             lambda chunk: self._outbox.put(loop, arrived, replace(chunk, target_version=self._loop.target_version)),
-            self._tokenizer.end_token_ids,
+            self.tokenizer.end_token_ids,
             capture=self._captures and request.policy.capture,
             parent=current(),
         )
@@ -186,7 +174,7 @@ class LocalEngine:
             with span("stage", version=version):
                 staged = self._draft.stage(version, self._load_draft(version))
             with span("install", version=version):
-                return self._inbox.offer_draft(staged).result()
+                return self._inbox.add_task(lambda: self._loop.install_draft(staged)).result()
         except Exception:
             self.metrics.swaps.labels("failed").inc()
             raise
@@ -196,12 +184,12 @@ class LocalEngine:
             raise RequestError("this engine needs the path of the new weights", param="path")
         with span("stage_target", version=version):
             staged = self._target.stage(folder)
-        return self._inbox.offer_target(version, staged).result()
+        return self._inbox.add_task(lambda: self._loop.install_target(version, staged)).result()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._assembler.start()
+        self.capture.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -209,7 +197,7 @@ class LocalEngine:
         self._inbox.close()
         if self._thread.ident is not None:
             self._thread.join()
-        self._assembler.close()
+        self.capture.close()
 
     def _run(self) -> None:
         num_threads = self._config.num_threads or spare_cores()
@@ -242,38 +230,25 @@ class LocalEngine:
 
     def forget(self, tenants: Collection[str]) -> None:
         """Drop the text of these tenants, between two steps; returns when it is done, and their traces are out."""
-        self._between_steps(lambda suffixes: suffixes.forget(tenants))
+        self._change_texts(lambda drafter: drafter.forget(tenants), wait=True)
         # The thread that asks has reports to send, and cannot wait for the distributions of 64 prompts.
-        self._assembler.forgo_labels()
-        self.flush_traces()
-
-    def flush_traces(self) -> None:
-        """Wait until the traces of answers that have ended are out; not for the engine's own thread."""
-        self._assembler.drain()
+        self.capture.forgo_labels()
+        self.capture.drain()
 
     def expire(self, ttl_s: float) -> None:
         """Drop the text that may be so old, between two steps; returns when it is done."""
-        self._between_steps(lambda suffixes: suffixes.expire(ttl_s))
+        self._change_texts(lambda drafter: drafter.expire(ttl_s), wait=True)
 
     def drop(self, tenant: str, group_id: str) -> None:
         """A prompt group has ended: drop its text, here before the next step, and in Redis. Does not wait."""
         if self._sharing is not None:
             self._sharing.drop(tenant, group_id)
-        self._add_errand(lambda suffixes: suffixes.drop(tenant, group_id))
+        self._change_texts(lambda drafter: drafter.drop(tenant, group_id), wait=False)
 
-    def _between_steps(self, errand: Errand) -> None:
-        if (done := self._add_errand(errand)) is not None:
-            done.result()
-
-    def _add_errand(self, errand: Errand) -> Future[None] | None:
-        """None where the engine does not run, and its texts are gone."""
-        return self._inbox.add_errand(errand) if self._thread.is_alive() else None
-
-
-def _no_trace(trace: Trace) -> None:
-    """Nobody captures."""
-
-
-def _begun(request: GenerateRequest) -> tuple[int, ...]:
-    """The prompt's last tokens that belong to the answer."""
-    return request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
+    def _change_texts(self, task: SuffixCacheTask, *, wait: bool) -> None:
+        # The texts of an engine that does not run are gone with it.
+        with contextlib.suppress(EngineDeadError):
+            if self._thread.is_alive():
+                done = self._inbox.add_task(lambda: self.texts.change(task))
+                if wait:
+                    done.result()

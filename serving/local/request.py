@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.engine import Chunk, FinishReason, GenerateRequest, Source
-from serving.hotswap.breaker import Stratum, stratum_of
+from serving.engine import Chunk, FinishReason, GenerateRequest, Source, Stratum, stratum_of
 from serving.local.text import AnswerText
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws
@@ -91,9 +90,9 @@ class Generation:
     rounds: list[RoundRecord] = field(default_factory=list)
     topk: list[TopK] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    lends_prompt: bool = True
+    can_share_prefix_kv: bool = True
     """False once its keys and values are of other weights than the target has: siblings then read for themselves."""
-    lends_pairs: bool = True
+    can_share_draft_kv: bool = True
     """False once a draft of other weights has read pairs of it: siblings then have the new one read for themselves."""
     aborted: bool = False
 
@@ -128,7 +127,7 @@ class Generation:
     def begin_anew(self) -> None:
         """Forget what was read of the prompt."""
         self.num_prefilled = self.num_pairs_read = 0
-        self.lends_pairs = True
+        self.can_share_draft_kv = True
         self.topk.clear()
 
     def abort(self) -> None:

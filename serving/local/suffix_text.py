@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable
 
 from serving.engine import GenerateRequest
 from serving.group_cache.sync import GroupSharing
@@ -11,8 +10,8 @@ from serving.group_cache.texts import GroupKey
 from serving.metrics import EngineMetrics
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
 
-Errand = Callable[[SuffixDrafter], None]
-"""Something to do with the text that is kept, between two steps."""
+SuffixCacheTask = Callable[[SuffixDrafter], None]
+"""A change of the text that is kept."""
 
 
 class RecentTexts:
@@ -45,17 +44,12 @@ class RecentTexts:
         if self._sharing is not None:
             self._sharing.set_target_version(version)
 
-    def run(self, errands: Collection[tuple[Errand, Future[None]]]) -> None:
-        """All of them are told that they are done, also those behind one that fails."""
-        try:
-            if self.drafter is not None:
-                for errand, _ in errands:
-                    errand(self.drafter)
-                self.count()
-        finally:
-            for _, done in errands:
-                done.set_result(None)
+    def change(self, task: SuffixCacheTask) -> None:
+        if self.drafter is not None:
+            task(self.drafter)
+            self.count()
 
     def count(self) -> None:
+        """Report how many tokens are kept."""
         if self.drafter is not None:
             self._metrics.suffix_tokens.set(self.drafter.num_tokens)

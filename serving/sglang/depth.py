@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.draft_sleep import Dormancy
-from serving.speedup import ControlShare, Group, PlannedSpeedup, SpeedupMeter
+from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.planner import RoundPlanner
 from speculator.tracing import Parent, record
 
@@ -79,7 +79,7 @@ class DepthControl:
         self._depths, self._clock, self._meter, self._is_alone = depths, clock, meter, is_alone
         self._planner = RoundPlanner(max_depth=depths[-1]) if 0 in depths else None
         self._times: StepTimes = []
-        self._estimated = PlannedSpeedup()
+        self._estimated = EstimatedSpeedup()
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False

@@ -6,11 +6,12 @@ SGLang's target weights are moved by its own means, by whoever then announces th
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Protocol
+
+import structlog
 
 from serving.sglang.rank_agreement import Agreement
 from speculator.errors import ConfigError, StreamError
@@ -119,7 +120,7 @@ def _is_alive(process: str) -> bool:
     return True
 
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class Announcements(Protocol):

@@ -7,7 +7,6 @@ prefix cache stays. It swaps contents, so a copy that fails half-way is undone w
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from serving.engine import SwapReport
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from speculator.tracing import span
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 LoadDraft = Callable[[int], dict[str, Tensor]]
 """Reads and verifies a stored version; raises DraftError or StoreError."""
 _EMBEDDING = "embed_tokens"

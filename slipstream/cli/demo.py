@@ -1,4 +1,4 @@
-"""`slipstream demo` as a command; what it does is in slipstream/demo."""
+"""`slipstream demo` as a command; slipstream/demo does the work."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from speculator.errors import ConfigError
 
 
 def demo(
+    context: typer.Context,
     minutes: Annotated[
         float,
         typer.Option(min=0.2, callback=finite, help="How long live traffic runs, without the plain server's minutes."),
@@ -42,8 +43,7 @@ def demo(
     """Serve a real model, train its draft from live traffic, and measure what drafts and learning bring to a client."""
     configure_logs()
     from slipstream.demo.demo import DemoOptions, run_demo
-    from slipstream.demo.plot import draw
-    from slipstream.demo.report import client_points, figures, points, sentences
+    from slipstream.demo.report import draw, figures, sentences
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 
@@ -54,36 +54,14 @@ def demo(
     check_output(json_file)
     check_output(plot)
     model_dir = resolve_model(model)
-    options = DemoOptions(
-        prompts=read_prompts(prompts) if prompts else None,
-        model_dir=model_dir,
-        model_name=model_name(model_dir),
-        minutes=minutes,
-        port=port,
-        redis_url=redis_url,
-        clients=clients,
-        samples=samples,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        depth=depth,
-        suffix_depth=suffix_depth,
-        context_length=context_length,
-        draft_vocab_size=draft_vocab_size,
-        seed=seed,
-        dtype=dtype,
-    )
+    given = {name: value for name, value in context.params.items() if name not in ("model", "json_file", "plot")}
+    given["prompts"] = read_prompts(prompts) if prompts else None
+    options = DemoOptions(**given, model_dir=model_dir, model_name=model_name(model_dir))
     run = run_demo(options, console)
-    document = figures(run, model=options.model_name, minutes=minutes)
-    document |= {"clients": clients, "samples": samples, "temperature": temperature}
-    document |= {"depth": depth, "suffix_depth": suffix_depth}
+    settings = ("minutes", "clients", "samples", "temperature", "depth", "suffix_depth")
+    document = figures(run, {"model": options.model_name, **{name: given[name] for name in settings}})
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
     if plot is not None:
-        draw(
-            points(run),
-            client_points(run),
-            run.swaps_s,
-            plot,
-            title=f"{options.model_name}: live traffic, draft learning beside it",
-        )
+        draw(run, plot, title=f"{options.model_name}: live traffic, draft learning beside it")
     console.print(sentences(document), highlight=False)

@@ -1,17 +1,24 @@
-"""`slipstream doctor` as a command; what it looks at is in slipstream/doctor."""
+"""`slipstream doctor`: looks at everything that the services need, and says how to mend what is missing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
+from slipstream.cli.effects import DOCTOR, check_options
 from slipstream.cli.options import AsJson, Engine, Model, SglangPython
 from slipstream.models import BUNDLED_MODEL
-from slipstream.start.effects import DOCTOR, check_options
+from slipstream.settings import known_variables
 from slipstream.terminal import console, print_json, working
+
+if TYPE_CHECKING:
+    from slipstream.doctor.finding import Check
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
 
@@ -29,27 +36,45 @@ def doctor(
 ) -> None:
     """Check what Slipstream needs on this machine; each finding says how to mend it. Exit code 1 on any failure."""
     from slipstream.cli.main import app
-    from slipstream.doctor.doctor import Patient, examine
-    from slipstream.settings import known_variables
+    from slipstream.doctor import deployment, machine
+    from slipstream.doctor.finding import Finding, run_check, skipped
 
     check_options(context, DOCTOR)
+    with_sglang = engine == "sglang"
+
+    def more() -> Iterator[Finding]:
+        given = {"--redis-url": redis_url, "--store": store, "--state": state}
+        if missing := [option for option, value in given.items() if not value]:
+            yield skipped("more", f"{', '.join(missing)}: pass them to look at what they name")
+
+    def checks() -> Iterator[tuple[str, Check]]:
+        """In the order in which a start would meet them."""
+        yield "settings", partial(deployment.check_settings, known_variables(app))
+        yield "keys", deployment.check_keys
+        yield "python", machine.check_python
+        yield "memory", machine.check_memory
+        yield "disk", machine.check_disk
+        yield "torch", machine.check_torch
+        yield "gpu", partial(machine.check_gpu, needed=with_sglang)
+        yield "model", partial(machine.check_model, model, local=not with_sglang)
+        if with_sglang:
+            yield "sglang", partial(machine.check_sglang, sglang_python)
+        yield "port", partial(machine.check_ports, port or [8000, 8765])
+        yield "redis", partial(deployment.check_redis, redis_url) if redis_url else deployment.check_own_redis
+        if store:
+            yield "store", partial(deployment.check_store, store)
+            yield "draft", partial(deployment.check_fit, model, store)
+        if state:
+            yield "trainer", partial(deployment.check_trainer, state)
+        if redis_url and store:
+            yield "stream", partial(deployment.check_stream, redis_url, model, store)
+        yield "more", more
 
     with working("looking"):
-        findings = examine(
-            Patient(
-                model=model,
-                redis_url=redis_url,
-                store=store,
-                state=state,
-                ports=port or [8000, 8765],
-                with_sglang=engine == "sglang",
-                sglang_python=sglang_python,
-                known_variables=known_variables(app),
-            )
-        )
+        findings = [finding for name, check in checks() for finding in run_check(name, check)]
     healthy = not any(finding.level == "failed" for finding in findings)
     if as_json:
-        print_json({"ok": healthy, "findings": [finding.to_dict() for finding in findings]})
+        print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
             mark = f"[{_COLOURS[finding.level]}]{finding.level:7}[/]"

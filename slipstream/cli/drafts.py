@@ -1,7 +1,7 @@
 """`slipstream drafts`: the versions of a store as their operator sees and steers them.
 
 Its tables are for a terminal; `--json` has every number. `slipstream draft init` writes a fresh draft apart from any
-running service (slipstream/new_draft.py).
+running service.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import typer
 from rich.console import Console
 
 from slipstream.cli.options import AsJson
-from slipstream.models import resolve_model
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.models import check_target, checked_fingerprint, resolve_model
+from slipstream.settings import DEFAULT_REDIS_URL
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculator.redis.control_plane import DraftPointer
-    from speculator.versions.operator import DraftDesk, Outcome
+    from speculator.versions.operator import DraftChange, DraftDesk
 
 
+from slipstream.cli.effects import DRAFT_INIT, check_options
 from slipstream.cli.options import DraftVocab, Model, VocabFrom
 from slipstream.logs import configure_logs
-from slipstream.start.effects import DRAFT_INIT, check_options
 from slipstream.terminal import print_json, working
 
 
@@ -268,7 +268,7 @@ def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> Non
         console.print(table, highlight=False, markup=False, soft_wrap=isinstance(table, str))
 
 
-def _say(what: str, outcome: Outcome, as_json: bool) -> None:
+def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
     state = "unknown" if outcome.state is None else outcome.state.value
     line = f"{what}: draft version {outcome.version}, {state}; engines should run {or_dash(outcome.desired)}"
     _print(outcome, as_json, lambda: [line])
@@ -299,7 +299,6 @@ def init(
     """Write a fresh draft for a target. It has learnt nothing yet; serve it and train."""
     configure_logs()
     from slipstream.demo.topics import read_prompts
-    from slipstream.new_draft import init_checkpoint, init_lineage
     from speculator.draft.checkpoint import model_name
 
     if (out is None) == (store is None):
@@ -307,15 +306,42 @@ def init(
     check_options(context, DRAFT_INIT)
     model_dir = resolve_model(model)
     texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
+    asked = {"draft_vocab_size": draft_vocab_size, "seed": seed, "texts": texts}
     with working(f"reading {model_name(model_dir)}, writing a draft for it"):
         if out is not None:
-            written = init_checkpoint(model_dir, out, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+            written = _write_folder(model_dir, out, **asked)
         else:
             assert store is not None, "checked above"
-            written = init_lineage(
-                model_dir, store, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts, if_missing=if_missing
-            )
+            written = _write_first_version(model_dir, store, if_missing=if_missing, **asked)
     if as_json:
         print_json({"folder": str(written)})
     else:
         typer.echo(written)
+
+
+def _write_folder(model_dir: Path, out: Path, **asked: Any) -> Path:
+    """A draft as a Hugging Face folder; it is there completely or not at all. Raises ConfigError."""
+    from speculator.draft.checkpoint import check_can_write, draft_config_json, draft_state, write_folder
+    from speculator.draft.initialization import fresh_draft
+
+    check_can_write(out)
+    check_target(model_dir)
+    draft = fresh_draft(model_dir, **asked)
+    return write_folder(out, draft_state(draft), draft_config_json(draft.config))
+
+
+def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **asked: Any) -> Path:
+    """A draft as the first version of a store; with `if_missing`, a store that has versions stays as it is.
+
+    Raises ConfigError where the store has versions, or others than asked for.
+    """
+    from speculator.versions.lineage import ensure_lineage
+    from speculator.versions.store import DraftStore
+
+    store = DraftStore(root)
+    latest = store.latest()
+    if latest is not None and not if_missing:
+        raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
+    # What is there says which target it was made for: reading a large target's weights takes minutes.
+    fingerprint = checked_fingerprint(model_dir, store) if latest is None else store.manifest(latest).target_fingerprint
+    return store.folder(ensure_lineage(store, model_dir, fingerprint, **asked)).absolute()

@@ -7,12 +7,13 @@ first: an option, a setting, the model, Redis, the store. Every error is one lin
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
 from rich.markup import escape
 
-from slipstream.cli import demo, doctor, drafts, keys, replay, rollout, serve, services, tenants, traces, train
+from slipstream.cli import demo, doctor, drafts, keys, replay, rollout, services, tenants, traces
 from slipstream.cli.options import AsJson
 from slipstream.terminal import console, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
@@ -24,10 +25,10 @@ app = typer.Typer(
     help="Keeps the draft model of a speculative-decoding server in step with live traffic.",
 )
 app.command()(demo.demo)
-app.command()(serve.serve)
+app.command()(services.serve)
 app.command()(services.sglang)
 app.command()(services.gateway)
-app.command()(train.train)
+app.command()(services.train)
 app.command()(replay.replay)
 app.command()(rollout.rollout)
 app.command()(doctor.doctor)
@@ -51,10 +52,10 @@ def show_version(as_json: AsJson = False) -> None:
         typer.echo(found)
 
 
-def main() -> None:
-    """Run the command line; what an operator can fix ends in one line and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, by default this process's; what an operator can fix ends in one line and exit code 2."""
     try:
-        app(standalone_mode=True)
+        app(arguments)
     except (ConfigError, StreamError, StoreError, DraftError, LifecycleError) as error:
         _end(error, 2)
     except SlipstreamError as error:

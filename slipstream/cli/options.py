@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from slipstream.start import effects
+from slipstream.cli import effects
 from speculator.errors import ConfigError
 
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.options import DraftVocab, JsonFile, Model, check_output, finite
+from slipstream.cli.effects import REPLAY, check_options, warn_of_unread_variables
+from slipstream.cli.options import DraftVocab, JsonFile, Model, check_output
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.start.effects import REPLAY, check_options, warn_of_trainer_variables, warn_of_unread_variables
 from slipstream.terminal import counting, say
 
 
@@ -27,12 +27,6 @@ def replay(
     store: Annotated[Path | None, typer.Option(help="Begin with the newest draft of this store.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft, of the split and of the order.")] = 0,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals a round.")] = 4,
-    min_confidence: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, callback=finite, help="Chains end below this confidence, as the engine ends them at 0.15."
-        ),
-    ] = 0.0,
     model: Model = BUNDLED_MODEL,
     draft_vocab_size: DraftVocab = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
@@ -41,12 +35,11 @@ def replay(
     """Learn from recorded traces, no server needed, and predict the acceptance that the draft would have in service.
 
     A fifth of the traces of every domain is held out for the prediction. SLIPSTREAM_TRAINER_* variables set the rest.
-    `--store drafts --steps 0 --min-confidence 0.15` predicts a served draft: beside it stands what was recorded.
+    `--store drafts --steps 0` predicts a served draft: beside it stands what was recorded.
     """
     configure_logs()
     check_options(context, REPLAY)
     warn_of_unread_variables()
-    warn_of_trainer_variables()
     import torch
 
     from slipstream.replay import ReplayOptions
@@ -61,7 +54,6 @@ def replay(
         loss=loss,
         num_steps=steps,
         seed=seed,
-        min_confidence=min_confidence,
         draft_vocab_size=draft_vocab_size,
         store=store,
     )

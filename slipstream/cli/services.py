@@ -1,26 +1,123 @@
-"""`slipstream sglang` and `slipstream gateway`: the two halves of `slipstream serve --engine sglang` as services."""
+"""`slipstream serve`, its two halves `sglang` and `gateway` as services of their own, and `train`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from serving.capture.sampling import DEFAULT_FLOOR
+from slipstream.cli import effects
 from slipstream.cli import options as options
-from slipstream.cli.options import Model, RedisUrl, Store
+from slipstream.cli.effects import check_options, check_variables, warn_of_unread_variables
+from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
 from slipstream.logs import configure_logs
-from slipstream.models import resolve_model
-from slipstream.start import effects
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
+from slipstream.models import checked_fingerprint, resolve_model
+from slipstream.settings import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
 from speculator.errors import ConfigError
 from speculator.tracing import configure_spans
+
+if TYPE_CHECKING:
+    from serving.gateway.config import GatewaySettings
+
+
+def serve(
+    context: typer.Context,
+    model: Model,
+    sglang_arguments: options.SglangArguments = None,
+    engine: options.Engine = "local",
+    name: options.Name = None,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    capture: options.Capture = False,
+    capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
+    trace_ttl_hours: options.TraceTtl = 0,
+    capture_filter: options.CaptureFilter = None,
+    depth: Depth = 4,
+    control_share: options.ControlShare = 0.02,
+    context_window: options.ContextWindow = 512,
+    draft_vocab_size: DraftVocab = None,
+    vocab_from: VocabFrom = None,
+    dtype: options.ServeDtype = "bfloat16",
+    device: options.Device = None,
+    stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
+    seed: options.Seed = None,
+    slots: options.Slots = 8,
+    context_length: options.ContextLength = 2048,
+    threads: options.Threads = None,
+    suffix_depth: SuffixDepth = 16,
+    share_groups: options.ShareGroups = False,
+    head_off_share: options.HeadOffShare = 0,
+    sglang_python: options.SglangPython = None,
+    capture_bytes_per_s: options.CaptureBytes = 0,
+    start_timeout_s: options.StartTimeout = 1200,
+) -> None:
+    """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
+    configure_logs()
+    configure_spans("slipstream-gateway")
+    from slipstream.demo.topics import read_prompts
+
+    options.check_together(context)
+    warn_of_unread_variables()
+    given = _given(context)
+    given["vocab_texts"] = tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
+    if engine == "sglang":
+        from serving.sglang.outside.launcher import SglangStart
+        from slipstream.start.gateway import run_sglang_server
+
+        given["device"] = device or "cuda"
+        places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s")
+        run_sglang_server(
+            SglangStart(**_fields(SglangStart, given)),
+            _gateway_settings(effects.GATEWAY_IN_FRONT),
+            **{name: given[name] for name in places},
+        )
+    else:
+        from serving.local.config import LocalEngineConfig
+        from slipstream.start.local import ServeOptions, run_server
+
+        given |= {"device": device or "cpu", "num_slots": slots, "num_threads": threads}
+        config = LocalEngineConfig(**_fields(LocalEngineConfig, given))
+        served = ServeOptions(**_fields(ServeOptions, {**given, "engine": config}))
+        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL))
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The options of a command under the names of the fields that take them."""
+    from speculator.draft.checkpoint import model_name
+
+    given = dict(context.params)
+    model_dir = resolve_model(given["model"])
+    return given | {
+        "model_dir": model_dir,
+        "model_name": given["name"] or model_name(model_dir),
+        "python": given["sglang_python"],
+        "extra": tuple(given["sglang_arguments"] or ()),
+    }
+
+
+def _fields(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in inspect.signature(kind).parameters if name in given}
+
+
+def _gateway_settings(rules: Iterable[effects.Rule]) -> GatewaySettings:
+    """Of this process's environment. Raises ConfigError for a variable that is unusable, or of another engine."""
+    from serving.gateway.config import load_settings
+
+    settings = load_settings()
+    check_variables(settings, rules)
+    return settings
+
 
 EngineId = Annotated[
     str, typer.Option(envvar="SLIPSTREAM_ENGINE_ID", help="Names this SGLang in Redis; both services need the same.")
 ]
-Depth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round.")]
+SglangDepth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round.")]
 
 
 def sglang(
@@ -40,7 +137,7 @@ def sglang(
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
     capture_filter: options.CaptureFilter = None,
-    depth: Depth = 4,
+    depth: SglangDepth = 4,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
     dtype: Annotated[
@@ -56,38 +153,14 @@ def sglang(
     The store needs a version: `slipstream draft init --store` writes the first.
     """
     configure_logs()
-    effects.check_options(context, effects.SGLANG)
-    effects.warn_of_unread_variables()
+    check_options(context, effects.SGLANG)
+    warn_of_unread_variables()
+    from serving.sglang.outside.launcher import SglangStart
     from slipstream.start.exposure import check_sglang_exposure
-    from slipstream.start.sglang_server import SglangStart, become_sglang
-    from speculator.draft.checkpoint import model_name
+    from slipstream.start.sglang import become_sglang
 
     check_sglang_exposure(host, redis_url, is_private=private_network)
-    model_dir = resolve_model(model)
-    become_sglang(
-        SglangStart(
-            python=sglang_python,
-            model_dir=model_dir,
-            model_name=name or model_name(model_dir),
-            dtype=dtype,
-            device=device,
-            depth=depth,
-            capture=capture,
-            trace_ttl_hours=trace_ttl_hours,
-            capture_filter=capture_filter,
-            control_share=control_share,
-            context_window=context_window,
-            capture_bytes_per_s=capture_bytes_per_s,
-            capture_floor=capture_floor,
-            store=store,
-            redis_url=redis_url,
-            stream_max_bytes=stream_max_bytes,
-            extra=tuple(sglang_arguments or ()),
-        ),
-        host=host,
-        port=port,
-        engine_id=engine_id,
-    )
+    become_sglang(SglangStart(**_fields(SglangStart, _given(context))), host=host, port=port, engine_id=engine_id)
 
 
 def gateway(
@@ -114,9 +187,8 @@ def gateway(
     """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own, or of a pool."""
     configure_logs()
     configure_spans("slipstream-gateway")
-    effects.check_options(context, effects.GATEWAY)
-    effects.warn_of_unread_variables()
-    from serving.gateway.config import load_settings
+    check_options(context, effects.GATEWAY)
+    warn_of_unread_variables()
     from slipstream.start.gateway import GatewayOptions, run_gateway
 
     if len(sglang) > 1 and not pool:
@@ -132,5 +204,69 @@ def gateway(
             port=port,
             start_timeout_s=start_timeout_s,
         ),
-        load_settings(),
+        _gateway_settings(effects.GATEWAY_IN_FRONT),
     )
+
+
+_PREFIX = "SLIPSTREAM_TRAINER_"
+"""Of the trainer's settings: an option stands before its variable."""
+
+
+def train(
+    model: Model,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
+    store: Store = Path("drafts"),
+    state: Annotated[
+        Path,
+        typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint."),
+    ] = Path("trainer-state"),
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            envvar=f"{_PREFIX}METRICS_PORT",
+            help="Serve Prometheus metrics on this port; 0 takes any free one.",
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(envvar=f"{_PREFIX}NUM_THREADS", min=1, help="CPU threads.")] = 1,
+    trace_ttl_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=finite,
+            envvar="SLIPSTREAM_TRACE_TTL_HOURS",
+            help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of the order of learning and of a fresh draft.")
+    ] = 0,
+) -> None:
+    """Learn from the traces in Redis and publish better drafts; SLIPSTREAM_TRAINER_* variables set the rest.
+
+    With several GPUs, or several machines that share --store and --state: `torchrun … -m slipstream train …`.
+    """
+    configure_logs()
+    configure_spans("slipstream-trainer")
+    from speculator.draft.checkpoint import model_key
+    from speculator.versions.store import DraftStore
+    from trainer.config import load_config
+    from trainer.process import run_trainer
+
+    model_dir = resolve_model(model)
+    given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
+    config = load_config(
+        **given,
+        model_dir=model_dir,
+        model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
+        redis_url=redis_url,
+        store_dir=store,
+        state_dir=state,
+        metrics_port=metrics_port,
+        num_threads=threads,
+        seed=seed,
+    )
+    check_variables(config, effects.TRAIN)
+    warn_of_unread_variables()
+    run_trainer(config)

@@ -10,7 +10,7 @@ import typer
 from slipstream.cli.drafts import STORE, StoreOption, operator
 from slipstream.cli.options import AsJson, Model, RedisUrl, finite
 from slipstream.models import resolve_model
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json
 from speculator.errors import ConfigError
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli.effects import PRUNE, check_options
 from slipstream.cli.options import AsJson, Model, RedisUrl, check_output, finite
 from slipstream.models import resolve_model
-from slipstream.start.effects import PRUNE, check_options
-from slipstream.start.shared_defaults import DEFAULT_REDIS_URL
+from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import counting, print_json, say
 from speculator.errors import ConfigError
 from speculator.host import now_ms

@@ -62,15 +62,15 @@ class Traffic:
         max_tokens: int,
         temperature: float,
         samples: int = 1,
+        http: openai.DefaultAsyncHttpxClient | None = None,
     ) -> None:
-        # No proxy: the server is on this machine.
-        http = openai.DefaultAsyncHttpxClient(trust_env=False)
         self._client = openai.AsyncOpenAI(
             base_url=f"{base_url}/v1",
             api_key="none",
             max_retries=0,
             timeout=300,
-            http_client=http,
+            # No proxy: the server is on this machine.
+            http_client=http or openai.DefaultAsyncHttpxClient(trust_env=False),
             # Between two stretches the gateway would close an idle connection, perhaps just as a request comes.
             default_headers={"Connection": "close"},
         )

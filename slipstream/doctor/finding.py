@@ -1,10 +1,13 @@
-"""One thing that `slipstream doctor` found out."""
+"""What `slipstream doctor` finds out, and how a check is run."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import partial
+
+from speculator.errors import SlipstreamError
 
 
 class Level(StrEnum):
@@ -21,25 +24,23 @@ class Level(StrEnum):
 class Finding:
     """`detail` says what is so and, unless all is well, how to mend it."""
 
-    name: str
     level: Level
+    name: str
     detail: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+ok, warning, failed, skipped = (partial(Finding, level) for level in Level)
+
+Check = Callable[[], Iterator[Finding]]
 
 
-def ok(name: str, detail: str) -> Finding:
-    return Finding(name, Level.OK, detail)
-
-
-def warning(name: str, detail: str) -> Finding:
-    return Finding(name, Level.WARNING, detail)
-
-
-def failed(name: str, detail: str) -> Finding:
-    return Finding(name, Level.FAILED, detail)
-
-
-def skipped(name: str, detail: str) -> Finding:
-    return Finding(name, Level.SKIPPED, detail)
+def run_check(name: str, check: Check) -> Iterator[Finding]:
+    """What a check finds; what it raises is a finding, too."""
+    try:
+        yield from check()
+    except SlipstreamError as error:
+        yield failed(name, str(error))
+    except Exception as error:  # a sick machine fails in ways that nobody has thought of: say so, and look at the rest
+        yield failed(
+            name, f"this check itself failed ({type(error).__name__}: {error}): what it looks at is not as usual"
+        )

@@ -1,49 +1,72 @@
-"""The machine itself: interpreter, memory, disk, PyTorch with its threads, GPU, ports."""
+"""The machine and what runs on it: Python, memory, disk, PyTorch, GPU, ports, the target, SGLang with the plugin.
+
+What PyTorch may break is imported by the check that needs it: the others then still find what they can.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
 
 from serving.gateway.server import bind
+from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
+from slipstream.models import check_target, resolve_model
 from speculator.errors import ConfigError
 from speculator.host import CACHE_VARIABLE, cache_root
 
 _NEEDED_DISK_GIB = 2.0
 _NEEDED_MEMORY_GIB = 3.5
 """What a machine that is sold with 4 GB has at least."""
+_SGLANG_TIMEOUT_S = 300.0
+_HOOKS = """
+from importlib.metadata import version
+from serving.sglang.plugin.hooks import TARGETS, check_targets
+check_targets(version("sglang"))
+print(f"{version('sglang')}, all {len(TARGETS)} places that the plugin hooks are there")
+"""
 
 
 def check_python() -> Iterator[Finding]:
     yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
 
 
-def check_memory() -> Iterator[Finding]:
+def check_memory(needed_gib: float = _NEEDED_MEMORY_GIB) -> Iterator[Finding]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     detail = f"{total:.1f} GiB, {os.cpu_count()} cores"
-    if total < _NEEDED_MEMORY_GIB:
-        yield failed("memory", f"{detail}: the demo needs {_NEEDED_MEMORY_GIB} GiB, choose a larger machine")
+    if total < needed_gib:
+        yield failed("memory", f"{detail}: the demo needs {needed_gib} GiB, choose a larger machine")
     else:
         yield ok("memory", detail)
 
 
-def check_disk() -> Iterator[Finding]:
-    place = cache_root()
-    while not place.exists():
-        place = place.parent
+def check_disk(needed_gib: float = _NEEDED_DISK_GIB) -> Iterator[Finding]:
+    """The place of converted models and compiled kernels."""
+    place = existing(cache_root())
     free = shutil.disk_usage(place).free / 2**30
     detail = f"{free:.1f} GiB free at {place}"
-    if not os.access(place, os.W_OK):
+    if not is_writable(place):
         yield failed("disk", f"{place} cannot be written: set {CACHE_VARIABLE} to another place")
-    elif free < _NEEDED_DISK_GIB:
+    elif free < needed_gib:
         yield failed("disk", f"{detail}: free some, or set {CACHE_VARIABLE} to another place")
     else:
         yield ok("disk", detail)
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that there is."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def is_writable(path: Path) -> bool:
+    """Whether a file can be made in a folder, or the folder itself."""
+    return existing(path).is_dir() and os.access(existing(path), os.W_OK)
 
 
 def check_torch() -> Iterator[Finding]:
@@ -86,3 +109,46 @@ def _served_version(port: int) -> int | None:
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, int) else None
+
+
+def check_model(name: str, *, local: bool) -> Iterator[Finding]:
+    """The target is found (an id is downloaded first) and complete. No weights are loaded.
+
+    With `local`, also whether the local engine runs it; SGLang knows itself what it runs.
+    """
+    from serving.local.target.forward import fusible
+    from serving.local.target.loading import check_model, load_tokenizer
+    from speculator.draft.eagle3 import aux_layer_ids
+
+    model_dir = resolve_model(name)
+    yield ok("model", str(model_dir))
+    config = check_target(model_dir)
+    layers = ", ".join(map(str, aux_layer_ids(config["num_hidden_layers"])))
+    yield ok("draft for it", f"width {config['hidden_size']}, features of layers {layers}")
+    if local:
+        model = check_model(model_dir)
+        load_tokenizer(model_dir, vocab_size=model.config.vocab_size)
+        way = "our own pass" if fusible(model) else "Hugging Face's modelling"
+        yield ok("local engine", f"runs {type(model).__name__} through {way}")
+
+
+def check_sglang(given: Path | None) -> Iterator[Finding]:
+    """An interpreter that has SGLang with the plugin, and every place in it that the plugin hooks.
+
+    Importing SGLang takes half a minute; a place that has moved is named.
+    """
+    python = find_interpreter(given)
+    check_interpreter(python)
+    yield ok("sglang", f"with the plugin at {python}")
+    yield check_hooks(python)
+
+
+def check_hooks(python: Path) -> Finding:
+    try:
+        done = subprocess.run(
+            [python, "-c", _HOOKS], capture_output=True, text=True, timeout=_SGLANG_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return failed("sglang hooks", f"{python} did not import SGLang in {_SGLANG_TIMEOUT_S:.0f} s: try it by hand")
+    last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1:] or ["no output"]
+    return (failed if done.returncode else ok)("sglang hooks", last[0])

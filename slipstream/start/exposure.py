@@ -10,8 +10,7 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.keys import read_keys
 from speculator.errors import ConfigError
 from speculator.host import read_secret
-from speculator.redis.client import PASSWORD_FILE_VARIABLE
-from speculator.redis.url import RedisUrl
+from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisUrl
 
 _ADMIN_KEY = f"{ENV_PREFIX}ADMIN_KEY"
 _LEAST_DISTINCT = 6
@@ -72,9 +71,9 @@ def _check_redis(url: str, where: str) -> None:
         parsed = RedisUrl.parse(url)
     except ValueError:
         return  # connecting says what is wrong with it
-    password = parsed.password
-    remote = next((host for host, _ in parsed.places if not is_loopback(host)), None)
-    if not password and parsed.username and (file := os.environ.get(PASSWORD_FILE_VARIABLE)):
+    password = parsed.options.get("password", "")
+    remote = next((host for host, _ in parsed.hosts if not is_loopback(host)), None)
+    if not password and "username" in parsed.options and (file := os.environ.get(PASSWORD_FILE_VARIABLE)):
         password = read_secret(Path(file), PASSWORD_FILE_VARIABLE)
     fix = f"give it a random one, and set it in --redis-url or {PASSWORD_FILE_VARIABLE}"
     if password and is_weak(password):

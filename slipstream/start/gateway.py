@@ -1,37 +1,49 @@
-"""`slipstream gateway`: the gateway as a service of its own, in front of an SGLang, or of routers before several.
+"""The gateway in front of an SGLang: one that it starts, one that runs as a service, or routers before several.
 
-Start: port → store → Redis → SGLang's health and the plugin's first report → what the routers let through → client →
-gateway.
-Stop:  gateway drains → client → Redis connection closes. While SGLang is away, requests get 503 and /ready says so;
-when it is back, they are served again.
+Start: port → store → Redis → SGLang serves and its plugin reports → what the routers let through → client → gateway.
+Stop:  gateway drains → client → SGLang, where it was started here → Redis connection closes.
+
+While an SGLang that runs as a service is away, requests get 503 and /ready says so. When an SGLang that was started
+here ends, the gateway tells who waits and the process ends with an error, for a supervisor to start both again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import structlog
 
+from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import bind
+from serving.gateway.metrics import process_registry
+from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
+from serving.gateway.upstream import Upstream
+from serving.metrics import TargetMetrics
+from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
+from serving.sglang.outside.launcher import SglangProcess, SglangStart
 from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
 from serving.sglang.report import EngineReport, commonest
-from slipstream.start.effects import GATEWAY_IN_FRONT, check_variables
+from serving.target import TargetDesk
+from slipstream.models import checked_fingerprint
 from slipstream.start.exposure import check_exposure
-from slipstream.start.front import serve_in_front
+from slipstream.start.sglang import checked_interpreter, with_draft
 from speculator.draft.checkpoint import model_key
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 
@@ -61,7 +73,6 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
 
     Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
     """
-    check_variables(settings, GATEWAY_IN_FRONT)
     check_exposure(options.host, options.redis_url, settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as opened:
@@ -79,10 +90,88 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         opened.callback(client.stop)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        front = serve_in_front(
-            options.sglang_urls, listener, client, settings=settings, drafts=drafts, target=fingerprint
+        asyncio.run(_serve(options.sglang_urls, listener, client, settings, drafts, fingerprint))
+
+
+def run_sglang_server(
+    start: SglangStart,
+    settings: GatewaySettings,
+    *,
+    host: str,
+    port: int,
+    draft_vocab_size: int | None,
+    vocab_texts: tuple[str, ...],
+    seed: int | None,
+    start_timeout_s: float,
+) -> None:
+    """Start SGLang, and serve in front of it until SIGTERM or SIGINT.
+
+    Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
+    """
+    check_exposure(host, start.redis_url, settings)
+    # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with ExitStack() as opened:
+        listener = opened.enter_context(bind(host, port))
+        python = checked_interpreter(start.python)
+        store = DraftStore(start.store)
+        fingerprint = checked_fingerprint(start.model_dir, store)
+        key = model_key(start.model_dir, fingerprint)
+        pointer = DraftPointer(opened.enter_context(connect(start.redis_url)), key)
+        newest = ensure_lineage(
+            store, start.model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=vocab_texts
         )
-        asyncio.run(front)
+        # Of this start alone: an order that was given to an earlier one ends with it.
+        engine_id = f"{socket.gethostname()}-{os.getpid()}"
+        options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
+        process = opened.enter_context(SglangProcess(options))
+        log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
+        process.wait_until_healthy(start_timeout_s)
+        client = SglangClient(
+            process.url,
+            pointer,
+            engine_id=engine_id,
+            max_depth=start.depth,
+            draft_version=version,
+            is_process_alive=lambda: process.is_alive,
+        )
+        opened.callback(client.stop)
+        client.start()
+        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
+        ended = _until_ended(process)
+        asyncio.run(_serve((process.url,), listener, client, settings, drafts, fingerprint, beside=ended))
+
+
+async def _serve(
+    urls: tuple[str, ...],
+    listener: socket.socket,
+    client: SglangClient,
+    settings: GatewaySettings,
+    drafts: DraftDesk,
+    target: str,
+    *,
+    beside: Coroutine[Any, Any, None] | None = None,
+) -> None:
+    """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
+    `beside`; `target` is the fingerprint of what it serves.
+
+    Raises ConfigError where this process may not have so many connections, and what `beside` raises.
+    """
+    make_room(settings, each=2)
+    registry = process_registry()
+    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    if isinstance(client, PoolClient):
+        registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
+    upstream = Upstream(*urls, max_connections=settings.max_in_flight)
+    targets = TargetDesk(client, TargetMetrics(registry), folder=None)
+    app = create_passthrough_app(
+        client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets, target=target
+    )
+    server = GatewayServer(app, listener, max_connections=settings.max_connections)
+    try:
+        await serve_until_signal(server, model=client.info.model, draft_version=client.draft_version, beside=beside)
+    finally:
+        await upstream.close()
 
 
 def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:
@@ -154,3 +243,17 @@ def _depth(http: httpx.Client, url: str) -> int | None:
         if http.get(f"{url}/health").status_code == 200:
             return int(http.get(f"{url}/server_info").json()["speculative_num_steps"])
     return None
+
+
+async def _until_ended(process: SglangProcess) -> None:
+    """Wait for SGLang's main process to end and raise why it did."""
+    over = asyncio.Event()
+    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, over.set)
+    try:
+        await over.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    log.error("sglang ended")
+    await asyncio.to_thread(process.check)

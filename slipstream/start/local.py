@@ -8,35 +8,65 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
-from serving.capture.privacy import ErasureWatch
+import redis
+import structlog
+import torch
+
+from serving.capture.privacy import CaptureFilter, ErasureWatch
 from serving.capture.recorder import TraceRecorder
+from serving.capture.sampling import DEFAULT_FLOOR, CaptureSampler
 from serving.engine import Engine
+from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
+from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import DEFAULT_TTL_S, GroupTexts
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
+from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.engine import LocalEngine
-from serving.metrics import VerdictCollector
-from slipstream.start.effects import GATEWAY_OF_LOCAL, check_variables
+from serving.local.target.model import Target
+from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
+from serving.speedup import SpeedupMeter
+from serving.target import TargetDesk
 from slipstream.start.exposure import check_exposure
-from slipstream.start.local_site import (
-    ServeOptions,
-    Site,
-    first_version,
-    load_target,
-    open_app,
-    open_engine,
-    open_privacy,
-    open_recorder,
-    open_sharing,
-)
+from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.errors import EngineDeadError
+from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.versions.lineage import ensure_lineage, load_draft, version_to_serve
+from speculator.versions.operator import DraftDesk
+from speculator.versions.store import DraftStore
 
-_LOOK_S = 1.0
-"""Between two looks at whether the engine lives."""
+log = structlog.get_logger(__name__)
+_RECORDER_BUFFER_BYTES = 256 * 1024 * 1024
+"""Traces kept in memory while Redis is away; the newest beyond it are dropped and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    engine: LocalEngineConfig
+    store: Path
+    redis_url: str
+    host: str
+    port: int
+    stream_max_bytes: int
+    draft_vocab_size: int | None
+    vocab_texts: tuple[str, ...]
+    seed: int | None
+    trace_ttl_hours: float = 0
+    """0 sets no limit."""
+    capture_filter: str | None = None
+    """MODULE:FUNCTION; see serving/capture/privacy.py."""
+    share_groups: bool = False
+    capture_floor: float = DEFAULT_FLOOR
 
 
 def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
@@ -46,60 +76,128 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
     fails.
     """
     check_exposure(options.host, options.redis_url, settings)
-    check_variables(settings, GATEWAY_OF_LOCAL)
     make_room(settings, each=1)
+    config, ttl_s = options.engine, 3600 * options.trace_ttl_hours
     with ExitStack() as opened:
+
+        def connection() -> redis.Redis:
+            client: redis.Redis = opened.enter_context(connect(options.redis_url))
+            return client
+
         listener = opened.enter_context(bind(options.host, options.port))
-        site = Site.of(options, opened)
-        client = site.connect()
-        pointer = DraftPointer(client, site.key)
-        recorder = open_recorder(site)
-        target = load_target(options.engine)
-        version = first_version(site)
+        store, registry = DraftStore(options.store), process_registry()
+        fingerprint = target_fingerprint(config.model_dir)
+        key = model_key(config.model_dir, fingerprint)
+        pointer = DraftPointer(connection(), key)
+        recorder = sharing = None
+        if config.capture:
+            recorder = _recorder(
+                options, TraceStream(connection(), key, max_bytes=options.stream_max_bytes, ttl_s=ttl_s)
+            )
+            opened.callback(_close, recorder)
+        target = _load_target(config)
+        newest = ensure_lineage(
+            store,
+            config.model_dir,
+            fingerprint,
+            draft_vocab_size=options.draft_vocab_size,
+            seed=options.seed,
+            texts=options.vocab_texts,
+        )
+        version = version_to_serve(store, newest)
         watch = LiveWatch(version)
-        sharing = open_sharing(site, vocab_size=target.embed.shape[0])
-        engine = open_engine(site, target, version, recorder, watch, sharing)
+        if options.share_groups:
+            texts = GroupTexts(connection(), key, ttl_s=min(ttl_s or DEFAULT_TTL_S, DEFAULT_TTL_S))
+            sharing = GroupSharing(texts, vocab_size=len(target.embed), metrics=GroupTextMetrics(registry))
+            opened.callback(sharing.close, timeout_s=5)
+        draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint)
+        meter = SpeedupMeter()
+        engine = LocalEngine(
+            config,
+            target=target,
+            draft=draft.to(target.embed.dtype),
+            draft_version=version,
+            target_fingerprint=fingerprint,
+            load_draft=partial(
+                store.load,
+                expected_fingerprint=fingerprint,
+                expected_d2t=draft.d2t.cpu(),
+                expected_shapes=expected_shapes(draft.config),
+            ),
+            metrics=EngineMetrics(registry),
+            meter=meter,
+            on_trace=recorder.submit if recorder else None,
+            on_round=watch.observe,
+            sharing=sharing,
+        )
+        registry.register(ServingCollector(meter, recorder.stats if recorder else None, engine.estimated_speedup.ratio))
         engine.start()
         opened.callback(engine.stop)
-        app = open_app(site, settings, engine, pointer, takes_rewards=recorder is not None)
-        privacy = open_privacy(site, app.state.erase, engine, recorder, sharing)
-        follower = DraftFollower(
+        app = create_app(
             engine,
-            pointer,
-            engine_id=options.engine.engine_id,
-            status=partial(_status, engine, recorder, privacy),
-            watch=watch,
-            lifecycle=site.store.lifecycle,
+            settings=settings,
+            registry=registry,
+            drafts=DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint),
+            targets=TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir),
+            send_rewards=RewardStream(connection(), key).append if recorder else None,
         )
-        site.registry.register(VerdictCollector(lambda: follower.log))
+        # In the order in which traffic passes them: what still arrives would go into what the next one forgets.
+        forget = [app.state.erase, *([sharing.forget] if sharing else []), engine.forget]
+        forget += [recorder.forget] if recorder else []
+        expire = partial(engine.expire, ttl_s) if ttl_s else lambda: None
+        privacy = ErasureWatch(Erasures(connection(), key).orders, forget, expire=expire)
+
+        def status() -> dict[str, str | int | float]:
+            """What the engine's report says beside its version."""
+            share = {"capture_share": round(recorder.stats().share, 4)} if recorder else {}
+            return {"target_version": engine.target_version, **engine.load.report(), **share, **privacy.look()}
+
+        follower = DraftFollower(
+            engine, pointer, engine_id=config.engine_id, status=status, watch=watch, lifecycle=store.lifecycle
+        )
+        registry.register(VerdictCollector(lambda: follower.log))
         follower.start()
         opened.callback(lambda: follower.stop(is_in_order=engine.health().alive))
         server = GatewayServer(app, listener, max_connections=settings.max_connections)
-        asyncio.run(
-            serve_until_signal(
-                server,
-                model=options.engine.model_name,
-                draft_version=engine.draft_version,
-                beside=until_it_fails(engine),
-            )
+        serving = serve_until_signal(
+            server, model=config.model_name, draft_version=engine.draft_version, beside=until_it_fails(engine)
         )
+        asyncio.run(serving)
 
 
-async def until_it_fails(engine: Engine) -> None:
-    """An engine that has failed serves nobody, and is not started again here: whoever started this process does that.
+async def until_it_fails(engine: Engine, *, look_s: float = 1.0) -> None:
+    """Wait for the engine to fail: then it serves nobody, and whoever started this process starts it again.
 
-    Raises EngineDeadError.
+    Looks every `look_s` seconds. Raises EngineDeadError.
     """
     while (health := engine.health()).alive:  # noqa: ASYNC110 - its thread knows of no event loop
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(look_s)
     raise EngineDeadError(f"the engine ended ({health.detail}): the log says why")
 
 
-def _status(engine: LocalEngine, recorder: TraceRecorder | None, privacy: ErasureWatch) -> dict[str, str | int | float]:
-    """What the engine's report says beside its version."""
-    return {
-        "target_version": engine.target_version,
-        **engine.load.report(),
-        **({"capture_share": round(recorder.stats().share, 4)} if recorder else {}),
-        **privacy.look(),
-    }
+def _recorder(options: ServeOptions, stream: TraceStream) -> TraceRecorder:
+    keep = CaptureFilter.load(options.capture_filter, options.engine.model_dir)
+    return TraceRecorder(
+        lambda: stream,
+        max_buffer_bytes=_RECORDER_BUFFER_BYTES,
+        reason_to_drop=keep.reason_to_drop if keep else None,
+        ttl_s=3600 * options.trace_ttl_hours,
+        sampler=CaptureSampler(lambda: stream, floor=options.capture_floor) if options.capture_floor < 1 else None,
+    )
+
+
+def _close(recorder: TraceRecorder) -> None:
+    recorder.close(timeout_s=10)
+    log.info("recorder closed", **asdict(recorder.stats()))
+
+
+def _load_target(config: LocalEngineConfig) -> Target:
+    torch.set_num_threads(config.num_threads or spare_cores())
+    return Target(
+        config.model_dir,
+        num_slots=config.num_slots,
+        context_length=config.context_length,
+        cache_margin=config.cache_margin,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+    )

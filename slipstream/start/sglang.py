@@ -1,111 +1,73 @@
-"""`slipstream serve --engine sglang`: SGLang with the plugin, a draft to begin with, and the gateway in front.
-
-Start: port → interpreter → Redis → store → SGLang → client → gateway.
-Stop:  gateway drains → client → SGLang → Redis connection closes. When SGLang ends by itself, the gateway tells who
-waits and we end with an error, for a supervisor to start both again.
-"""
+"""How SGLang is started with the plugin: as a child of `slipstream serve`, or as a service of its own."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
-import signal
-import socket
-import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
+import tempfile
+from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
-from serving.gateway.config import GatewaySettings
-from serving.gateway.server import bind
-from serving.sglang.outside.client import SglangClient
-from serving.sglang.outside.launcher import SglangProcess
-from slipstream.new_draft import checked_fingerprint, version_folder
-from slipstream.start.effects import GATEWAY_IN_FRONT, check_variables
-from slipstream.start.exposure import check_exposure
-from slipstream.start.front import serve_in_front
-from slipstream.start.sglang_server import SglangStart, verified_version
-from speculator.draft.checkpoint import model_key
-from speculator.redis.client import connect
-from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lineage import ensure_lineage
-from speculator.versions.operator import DraftDesk
+from serving.sglang.outside.launcher import (
+    SglangOptions,
+    SglangStart,
+    adaptive_config,
+    check_interpreter,
+    command,
+    environment,
+    find_interpreter,
+)
+from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.errors import ConfigError
+from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SglangServeOptions(SglangStart):
-    host: str
-    port: int
-    draft_vocab_size: int | None
-    vocab_texts: tuple[str, ...]
-    seed: int | None
-    start_timeout_s: float
+def checked_interpreter(given: Path | None) -> Path:
+    """The interpreter that has SGLang. Raises ConfigError where SGLang or the plugin in it is missing."""
+    python = find_interpreter(given)
+    check_interpreter(python)
+    return python
 
 
-def run_sglang_server(options: SglangServeOptions, settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT.
+def with_draft(
+    start: SglangStart, python: Path, store: DraftStore, newest: int, *, fingerprint: str, engine_id: str
+) -> tuple[SglangOptions, int]:
+    """What starts SGLang with the version to serve, and that version, which is verified before SGLang loads it.
 
-    Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
+    Raises StoreError or DraftError.
     """
-    check_variables(settings, GATEWAY_IN_FRONT)
-    check_exposure(options.host, options.redis_url, settings)
-    # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as opened:
-        listener = opened.enter_context(bind(options.host, options.port))
-        python = options.interpreter()
-        store = DraftStore(options.store)
-        fingerprint = checked_fingerprint(options.model_dir, store)
-        key = model_key(options.model_dir, fingerprint)
-        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
-        newest = ensure_lineage(
-            store,
-            options.model_dir,
-            fingerprint,
-            draft_vocab_size=options.draft_vocab_size,
-            seed=options.seed,
-            texts=options.vocab_texts,
-        )
-        version = verified_version(store, newest, fingerprint)
-        # Of this start alone: an order that was given to an earlier one ends with it.
-        engine_id = f"{socket.gethostname()}-{os.getpid()}"
-        folder = version_folder(store, version)
-        process = opened.enter_context(
-            SglangProcess(options.process(python, folder, fingerprint=fingerprint, key=key, engine_id=engine_id))
-        )
-        log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
-        process.wait_until_healthy(options.start_timeout_s)
-        client = SglangClient(
-            process.url,
-            pointer,
-            engine_id=engine_id,
-            max_depth=options.depth,
-            draft_version=version,
-            is_process_alive=lambda: process.is_alive,
-        )
-        opened.callback(client.stop)
-        client.start()
-        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        ended = _until_ended(process)
-        front = serve_in_front(
-            (process.url,), listener, client, settings=settings, drafts=drafts, target=fingerprint, beside=ended
-        )
-        asyncio.run(front)
+    version = version_to_serve(store, newest)
+    store.load(version, expected_fingerprint=fingerprint)
+    options = SglangOptions(
+        **{**vars(start), "python": python},
+        draft_dir=store.folder(version).absolute(),
+        engine_id=engine_id,
+        model_key=model_key(start.model_dir, fingerprint),
+        target_fingerprint=fingerprint,
+    )
+    return options, version
 
 
-async def _until_ended(process: SglangProcess) -> None:
-    """Wait for SGLang's main process to end and raise why it did."""
-    over = asyncio.Event()
-    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(process.pid)
-    loop.add_reader(descriptor, over.set)
-    try:
-        await over.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    log.error("sglang ended")
-    await asyncio.to_thread(process.check)
+def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str) -> NoReturn:
+    """Replace this process by SGLang with the last good draft of the store.
+
+    Raises ConfigError, StoreError or DraftError where it would not start.
+    """
+    python = checked_interpreter(start.python)
+    store = DraftStore(start.store)
+    newest = store.lifecycle.newest_servable()
+    if newest is None:
+        raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream draft init --store` first")
+    fingerprint = target_fingerprint(start.model_dir)
+    options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
+    # SGLang reads it while it starts; nobody is left to remove it.
+    candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
+    candidates.write_text(json.dumps(adaptive_config(options.depth)))
+    words = command(options, host=host, port=port, adaptive_config=candidates)
+    log.info("becoming sglang", python=str(python), draft_version=version, engine=engine_id)
+    os.execve(words[0], words, environment(options, os.environ))  # noqa: S606 - what the operator's own words say

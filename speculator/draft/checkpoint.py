@@ -7,6 +7,7 @@ draft's embedding is the target's own storage, and a file that has it would over
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -229,10 +231,16 @@ def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file with the rights of any other new one: the library's are for its owner alone."""
+    """A safetensors file with the rights of any other new one: the library's are for its owner alone.
+
+    Raises OSError, also where the library raises an error of its own.
+    """
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(dict(tensors), path, {"format": "pt"})
+    try:
+        save_file(dict(tensors), path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
     path.chmod(mode)
 
 

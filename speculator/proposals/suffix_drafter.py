@@ -160,7 +160,7 @@ class TreeGrower:
         tokens, probabilities = [guess.token for guess in chosen], [guess.probability for guess in chosen]
         return SuffixProposal(DraftTree(tuple(tokens), tuple(parents), tuple(probabilities)), chosen, behind)
 
-    def judge(self, proposal: SuffixProposal, committed: Sequence[int]) -> None:
+    def learn(self, proposal: SuffixProposal, committed: Sequence[int]) -> None:
         """The text went on like this: what was guessed behind each node that it has passed was right or not."""
         node, tree = ROOT, proposal.tree
         for token in committed:
@@ -214,12 +214,20 @@ class TreeGrower:
 T = TypeVar("T")
 
 
+_MAX_MATCH = 16
+_REQUEST_WINDOW = 32_768
+_GROUP_WINDOW = 8_192
+_TENANT_WINDOW = 32_768
+"""Tokens of text that are kept, of about 65 bytes in real text and at most 185."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SuffixConfig:
-    """Windows are in tokens, of about 65 bytes in real text and at most 185.
+    """How trees grow, and how much text is kept.
 
-    Besides the running requests' own text at most max_tenants · (tenant_window + max_groups · group_window) are kept:
-    2.6 million with these defaults, or 170 MB of real text. Dropped windows live on while a request still uses them.
+    Besides the running requests' own text at most max_tenants · (_TENANT_WINDOW + max_groups · _GROUP_WINDOW) tokens
+    are kept: 2.6 million with these defaults, or 170 MB of real text. Dropped windows live on while a request still
+    uses them.
     """
 
     alpha: float = 4.0
@@ -229,11 +237,6 @@ class SuffixConfig:
     min_reach: float = 0.05
     """A tree ends before a proposal that is reached and accepted with less than this probability. Whoever pays more
     than about 3% of a round for a proposal cuts it further: their probabilities say where."""
-    max_match: int = 16
-    max_places: int = 16
-    request_window: int = 32_768
-    group_window: int = 8_192
-    tenant_window: int = 32_768
     max_groups: int = 16
     """A tenant's groups; the one that was used least recently is dropped."""
     max_tenants: int = 16
@@ -261,8 +264,8 @@ class Tenant:
     """Everything that one tenant's requests may propose from, and what became of such proposals."""
 
     def __init__(self, config: SuffixConfig) -> None:
-        self.answers = _index(config, config.tenant_window)
-        self.groups = Recent(config.max_groups, lambda: _index(config, config.group_window))
+        self.answers = SuffixIndex(_TENANT_WINDOW, max_match=_MAX_MATCH)
+        self.groups = Recent(config.max_groups, lambda: SuffixIndex(_GROUP_WINDOW, max_match=_MAX_MATCH))
         """Answers to one prompt each, by the group's name."""
         self.calibration = Calibration()
         self.born_s = time.monotonic()
@@ -319,14 +322,13 @@ class SuffixRequest:
     """One running answer: its own text, and the texts of its tenant and group that it reads and extends."""
 
     def __init__(self, config: SuffixConfig, prompt: Sequence[int], tenant: Tenant, group: SuffixIndex | None) -> None:
-        self._config = config
-        self._indexes = {Source.OWN: _index(config, config.request_window)}
+        self._indexes = {Source.OWN: SuffixIndex(_REQUEST_WINDOW, max_match=_MAX_MATCH)}
         if group is not None:
             self._indexes[Source.GROUP] = group
         self._indexes[Source.TENANT] = tenant.answers
         # Shared texts begin with the prompt's last tokens: so the beginnings of answers are found too.
-        self._context = list(prompt[-config.max_match :])
-        before = {Source.OWN: prompt[-config.request_window :]}
+        self._context = list(prompt[-_MAX_MATCH:])
+        before = {Source.OWN: prompt[-_REQUEST_WINDOW:]}
         self._texts = {
             source: index.append(NEW_TEXT, before.get(source, self._context)) for source, index in self._indexes.items()
         }
@@ -352,11 +354,11 @@ class SuffixRequest:
 
         So a source is judged while it is not used, and used again when it has become better.
         """
-        self._grower.judge(self._newest, tokens)
+        self._grower.learn(self._newest, tokens)
         self._newest = SuffixProposal()
         for source, index in self._indexes.items():
             self._texts[source] = index.append(self._texts[source], tokens)
-        self._context = [*self._context, *tokens][-self._config.max_match :]
+        self._context = [*self._context, *tokens][-_MAX_MATCH:]
         if self.publish is not None:
             self.publish(tokens)
 
@@ -371,10 +373,6 @@ class SuffixRequest:
         """
         saved, context = 0.0, self._context
         for token in tokens:
-            context = [*context, token][-self._config.max_match :]
+            context = [*context, token][-_MAX_MATCH:]
             saved += 1 / (1 + sum(self._grower.grow(context, max_tokens).tree.reaches))
         return saved
-
-
-def _index(config: SuffixConfig, window: int) -> SuffixIndex:
-    return SuffixIndex(window, max_match=config.max_match, max_places=config.max_places)

@@ -1,4 +1,11 @@
-"""Reach Redis: the names of all keys, a client with bounded waits, and errors that name the fix.
+"""Reach Redis: the names of all keys, where it is, a client with bounded waits, and errors that name the fix.
+
+    redis://[user:password@]host:port/db                    rediss:// with TLS, unix:///path?db=0
+    redis+sentinel://[user:password@]host:port,…/service/db   rediss+sentinel://; the hosts are Sentinels
+
+A Redis Cluster is refused: one server carries what 100 engines capture (docs/scaling.md). A query sets the options of
+`_OPTIONS` and no others. What else redis-py takes there would change what our client needs, such as replies in bytes
+(`decode_responses`) and waits that end (`socket_timeout`).
 
 All keys of a model share one prefix, and one transaction can change them together.
 """
@@ -7,10 +14,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import parse_qsl, unquote
 
 import redis
 from redis import exceptions
@@ -20,8 +30,6 @@ from redis.sentinel import Sentinel
 
 from speculator.errors import ConfigError, StreamError
 from speculator.host import read_secret
-from speculator.redis.stream_accounting import LedgerKeys
-from speculator.redis.url import RedisUrl
 
 SOCKET_TIMEOUT_S = 5.0
 PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"  # noqa: S105 - its name
@@ -32,7 +40,7 @@ _Self = TypeVar("_Self")
 
 
 def connect(url: str) -> redis.Redis:
-    """A client for any URL of speculator/redis/url.py, after one PING; a password may come from a file.
+    """A client for a URL, after one PING; a password may come from a file.
 
     No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
     Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
@@ -65,7 +73,7 @@ def _client(url: RedisUrl) -> redis.Redis:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "protocol": 2,
-        "password": _password_of(url.username),
+        "password": _password_of(url.options.get("username")),
         # What the URL itself says goes first.
         **url.options,
     }
@@ -75,7 +83,7 @@ def _client(url: RedisUrl) -> redis.Redis:
         return _master(url, retry=never, **options)
     if url.path:
         return redis.Redis(unix_socket_path=url.path, retry=never, **options)
-    [(host, port)] = url.places
+    [(host, port)] = url.hosts
     return redis.Redis(host=host, port=port, ssl=url.has_tls, retry=never, **options)
 
 
@@ -83,7 +91,7 @@ def _master(url: RedisUrl, **options: Any) -> redis.Redis:
     """A client of the master that the Sentinels of `url` name; each new connection asks them."""
     of_sentinels = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     common = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
-    sentinel = Sentinel(url.places, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
+    sentinel = Sentinel(url.hosts, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
     client: redis.Redis = sentinel.master_for(url.service, ssl=url.has_tls, **options)
     return client
 
@@ -95,7 +103,7 @@ def _check_files(url: RedisUrl) -> None:
             raise ConfigError(f"{name} in the Redis URL names nothing that can be read: correct the path")
 
 
-def _password_of(user: str) -> str | None:
+def _password_of(user: str | None) -> str | None:
     """From the file; a URL without a user is of a server that asks for none, such as the demo's own."""
     file = os.environ.get(PASSWORD_FILE_VARIABLE)
     return read_secret(Path(file), PASSWORD_FILE_VARIABLE) if file and user else None
@@ -145,69 +153,43 @@ def _explain(error: Exception) -> str:
     return f"Redis refuses the command: {error}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RedisKeys:
     """The names of one model's keys; `model_key` is a slug that the caller derives from the target's name."""
 
-    model_key: str
-
-    def _key(self, name: str) -> str:
-        return f"slipstream:{{{self.model_key}}}:{name}"
-
-    @property
-    def ledger(self) -> LedgerKeys:
-        return LedgerKeys(
-            traces=self._key("traces"),
-            sizes=self._key("sizes"),
-            num_appended=self._key("num_appended"),
-            accounts=self._key("accounts"),
-            open=self._key("open"),
-            former_erased=self._key("erased"),
-        )
-
-    @property
-    def dead_letters(self) -> str:
-        return self._key("dead_letters")
-
-    @property
-    def desired_draft(self) -> str:
-        return self._key("desired_draft")
-
-    @property
-    def pinned_draft(self) -> str:
-        return self._key("pinned_draft")
-
-    @property
-    def erasures(self) -> str:
+    def __init__(self, *, model_key: str) -> None:
+        self.model_key = model_key
+        self._prefix = f"slipstream:{{{model_key}}}:"
+        self.traces = self._key("traces")
+        """Stream of traces."""
+        self.sizes = self._key("sizes")
+        """List: "payload bytes:index" of every trace, in the order of the stream."""
+        self.num_appended = self._key("num_appended")
+        """Traces ever appended: also the index of the next one."""
+        self.accounts = self._key("accounts")
+        """Hash: acked, lost, dead_lettered, erased, expired, redelivered, foreign (entries), bytes (payload of the
+        entries in the stream), surplus (entries in the stream beyond those in `sizes`), position and next_index (the id
+        that the group has delivered last, and the index of what it delivers next)."""
+        self.open = self._key("open")
+        """Sorted set: traces that are neither acked nor lost nor erased, as `open_member`, by index."""
+        self.dead_letters = self._key("dead_letters")
+        self.desired_draft = self._key("desired_draft")
+        self.pinned_draft = self._key("pinned_draft")
+        self.erasures = self._key("erasures")
         """Hash: time of the order in milliseconds by tenant."""
-        return self._key("erasures")
-
-    @property
-    def rewards(self) -> str:
-        return self._key("rewards")
-
-    @property
-    def trainers(self) -> str:
+        self.rewards = self._key("rewards")
+        self.trainers = self._key("trainers")
         """Hash: the last report of each trainer process by its name."""
-        return self._key("trainers")
-
-    @property
-    def engines(self) -> str:
+        self.engines = self._key("engines")
         """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
-        return self._key("engines")
+        self.canary = self._key("canary")
+        """String: the engine that may try a version before it is confirmed; expires where it is not renewed."""
+        self.canary_awaited = self._key("canary_awaited")
+        """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
+        self.group_texts = self._key("group_texts")
+        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
 
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")
-
-    @property
-    def canary(self) -> str:
-        """String: the engine that may try a version before it is confirmed; expires where it is not renewed."""
-        return self._key("canary")
-
-    @property
-    def canary_awaited(self) -> str:
-        """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
-        return self._key("canary_awaited")
 
     def canary_trials(self, version: int) -> str:
         """Sorted set: processes that began to try a version and have not ended in order, by time in milliseconds."""
@@ -219,11 +201,130 @@ class RedisKeys:
     def target_version(self, process: str) -> str:
         return self._key(f"target_version:{process}")
 
-    @property
-    def group_texts(self) -> str:
-        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
-        return self._key("group_texts")
-
     def group_text(self, group: str) -> str:
         """String: serving/group_cache/texts.py; `group` is a member of `group_texts`."""
         return self._key(f"group_text:{group}")
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+
+HostPort = tuple[str, int]
+_CLUSTER = re.compile(r"\s*rediss?\+cluster:")
+# urllib splits such a URL, too, but it also judges hosts in brackets, and takes several hosts for one.
+_URL = re.compile(r"(rediss?(?:\+sentinel)?|unix)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
+_HOST = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:\s]*))(?::([0-9]{1,5}))?")
+_NAME = re.compile(r"[a-z_]{1,40}")
+_PATH, _TEXT, _TRUE = (r"(?s:.+)", "a path"), (r"(?s:.+)", "text"), ("true", "yes", "1")
+_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "db": (r"[0-9]{1,9}", "a number"),
+        "username": _TEXT,
+        "password": _TEXT,
+        "client_name": (r"[!-~]+", "ASCII without spaces"),
+        "sentinel_username": _TEXT,
+        "sentinel_password": _TEXT,
+        "ssl_ca_certs": _PATH,
+        "ssl_ca_path": _PATH,
+        "ssl_certfile": _PATH,
+        "ssl_keyfile": _PATH,
+        "ssl_password": _TEXT,
+        "ssl_cert_reqs": (r"none|optional|required", "none, optional or required"),
+        "ssl_check_hostname": (r"(?i:true|yes|1|false|no|0)", "true or false"),
+    }
+)
+"""By name: a pattern that the whole value matches, and what it is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisUrl:
+    shown: str
+    """Without what is secret."""
+    has_tls: bool
+    hosts: tuple[HostPort, ...]
+    """Empty for a Unix socket."""
+    path: str = ""
+    """Of a Unix socket."""
+    service: str = ""
+    """The name that Sentinels know the server by; empty without Sentinels."""
+    options: dict[str, Any]
+    """Of redis-py's connections: user, password and database, and what the query sets."""
+
+    @classmethod
+    def parse(cls, url: str) -> RedisUrl:
+        """Raises ConfigError for an option or a Redis Cluster, and ValueError for the rest.
+
+        Only the text of a ConfigError may be shown.
+        """
+        if _CLUSTER.match(url):
+            raise ConfigError(
+                "the Redis URL names a Redis Cluster, which is not supported: give one server (redis://, rediss:// or "
+                "unix://), or its Sentinels (redis+sentinel://)"
+            )
+        if not (parts := _URL.fullmatch(url.strip())):
+            raise ValueError("no URL of Redis")
+        scheme, location, path, query = (part or "" for part in parts.groups())
+        is_socket, has_tls, has_sentinels = scheme == "unix", scheme.startswith("rediss"), scheme.endswith("sentinel")
+        login, at, hosts = location.rpartition("@")
+        # A / or ? in the password that is not quoted would make the rest of it a path or an option.
+        if "@" in query or ("@" in path and not (is_socket and (at or not location))):
+            raise ValueError("an @ behind the hosts")
+        username, _, password = (unquote(part, errors="strict") for part in login.partition(":"))
+        service, db = "", path
+        if is_socket:
+            db = ""
+            if hosts or path in ("", "/"):
+                raise ValueError("no path of a socket")
+        elif has_sentinels:
+            service, _, db = path.removeprefix("/").partition("/")
+            if not service:
+                raise ValueError("no service")
+        given = {"username": username, "password": password, "db": db.strip("/")}
+        options = [*((name, value) for name, value in given.items() if value), *parse_qsl(query, True)]
+        return cls(
+            shown=f"{scheme}://{hosts}{path}",
+            has_tls=has_tls,
+            hosts=() if is_socket else tuple(_host(host, has_sentinels) for host in hosts.split(",")),
+            path=unquote(path, errors="strict") if is_socket else "",
+            service=unquote(service),
+            options=dict(_checked(options, has_sentinels=has_sentinels, has_tls=has_tls)),
+        )
+
+
+def _checked(
+    options: Iterable[tuple[str, str]], *, has_sentinels: bool, has_tls: bool
+) -> Iterator[tuple[str, str | int | bool]]:
+    """Raises ConfigError. Values are not quoted: they may be secret."""
+    seen = set()
+    for name, value in options:
+        if name not in _OPTIONS:
+            # What is no name is not quoted: it may be a part of a secret.
+            shown = name if _NAME.fullmatch(name) else "something unreadable"
+            raise ConfigError(
+                f"the Redis URL sets {shown}, which is not an option here: remove it; the options are "
+                + ", ".join(_OPTIONS)
+            )
+        if name in seen:
+            raise ConfigError(f"the Redis URL sets {name} twice: remove one")
+        if name.startswith("ssl_") and not has_tls:
+            raise ConfigError(f"the Redis URL sets {name} without TLS: write rediss://, or remove it")
+        if name.startswith("sentinel_") and not has_sentinels:
+            raise ConfigError(f"the Redis URL sets {name} without Sentinels: write redis+sentinel://, or remove it")
+        seen.add(name)
+        pattern, expected = _OPTIONS[name]
+        if not re.fullmatch(pattern, value):
+            raise ConfigError(f"{name} in the Redis URL is not {expected}: correct or remove it")
+        yield name, int(value) if name == "db" else value.lower() in _TRUE if name == "ssl_check_hostname" else value
+
+
+def _host(text: str, is_sentinel: bool) -> HostPort:
+    parts = _HOST.fullmatch(text)
+    if parts is None:
+        raise ValueError("no host and port")
+    host = unquote(parts[1] or parts[2], errors="strict")
+    if not host and is_sentinel:
+        raise ValueError("a host is missing")
+    port = int(parts[3]) if parts[3] else 26379 if is_sentinel else 6379
+    if not 0 < port < 2**16:
+        raise ValueError("no port")
+    return host.lower() or "localhost", port

@@ -22,7 +22,6 @@ ANNOUNCEMENT_TTL_S = 3600
 AWAITED_S = 10.0
 """An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
 CRASHES_KEPT_S = 24 * 3600
-_ATTEMPTS = 5
 
 
 class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,17 +65,14 @@ class DraftPointer:
     def replace(self, old: int, new: int) -> bool:
         """Publish `new` in place of `old`; False, and nothing done, where something else is published by now."""
         key = self._keys.desired_draft
-        with self._redis.pipeline(transaction=True) as transaction:
-            transaction.watch(key)
-            if _number(transaction.get(key), key) != old:
-                return False
+
+        def swap(transaction: Any) -> None:
+            found = _number(transaction.get(key), key)
             transaction.multi()
-            transaction.set(key, new)
-            try:
-                transaction.execute()
-            except redis.WatchError:
-                return False
-        return True
+            if found == old:
+                transaction.set(key, new)
+
+        return bool(self._redis.transaction(swap, key))
 
     @redis_errors
     def pin(self, version: int) -> None:
@@ -128,26 +124,21 @@ class DraftPointer:
         Only one engine has it. An engine may take it over from its own process of before. A process that ends
         `on_probation` without `release_canary` counts as a crash. Raises StreamError.
         """
-        for _ in range(_ATTEMPTS):
-            with self._redis.pipeline(transaction=True) as transaction:
-                transaction.watch(self._keys.canary)
-                found = self._holder(transaction.get(self._keys.canary))
-                transaction.multi()
-                is_held = found is None or found.engine_id == holder.engine_id
-                if is_held:
-                    self._hold(transaction, holder, ttl_s, on_probation)
-                else:
-                    transaction.set(self._keys.canary_awaited, holder.engine_id, px=int(AWAITED_S * 1000))
-                try:
-                    results = transaction.execute()
-                except redis.WatchError:
-                    continue
-                if not is_held:
-                    return CanarySlot(is_held=False, is_awaited=True, num_crashed=0)
-                processes, waiting = results[-2:]
-                others = set(processes) - {holder.process.encode()}
-                return CanarySlot(True, waiting not in (None, holder.engine_id.encode()), len(others))
-        raise StreamError("the canary's slot changes too often: asked for again")
+
+        def take(transaction: Any) -> None:
+            found = self._holder(transaction.get(self._keys.canary))
+            transaction.multi()
+            if found is None or found.engine_id == holder.engine_id:
+                self._hold(transaction, holder, ttl_s, on_probation)
+            else:
+                transaction.set(self._keys.canary_awaited, holder.engine_id, px=int(AWAITED_S * 1000))
+
+        results: list[Any] = self._redis.transaction(take, self._keys.canary)
+        if len(results) == 1:
+            return CanarySlot(is_held=False, is_awaited=True, num_crashed=0)
+        processes, waiting = results[-2:]
+        others = set(processes) - {holder.process.encode()}
+        return CanarySlot(True, waiting not in (None, holder.engine_id.encode()), len(others))
 
     @redis_errors
     def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
@@ -156,8 +147,8 @@ class DraftPointer:
         `forget_crashes` forgets the other processes, too, that ended as they tried the version. Raises StreamError.
         """
         trials = self._keys.canary_trials(holder.version)
-        with self._redis.pipeline(transaction=True) as transaction:
-            transaction.watch(self._keys.canary)
+
+        def give_back(transaction: Any) -> None:
             found = self._holder(transaction.get(self._keys.canary))
             transaction.multi()
             if found == holder:
@@ -166,7 +157,8 @@ class DraftPointer:
                 transaction.delete(trials)
             else:
                 transaction.zrem(trials, holder.process)
-            transaction.execute()
+
+        self._redis.transaction(give_back, self._keys.canary)
 
     @redis_errors
     def set_depth(self, engine_id: str, depth: int) -> None:

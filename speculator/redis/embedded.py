@@ -22,7 +22,6 @@ from redis.retry import Retry
 from speculator.errors import ConfigError
 
 _START_TIMEOUT_S = 30.0
-_STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.01
 # sockaddr_un holds 108 bytes on Linux and 104 on macOS, with the final zero.
 _MAX_SOCKET_PATH_BYTES = 103
@@ -79,11 +78,13 @@ class EmbeddedRedis:
     def pid(self) -> int:
         return self._process.pid
 
-    def stop(self) -> None:
-        """Flush the append-only file and end the server; safe to call twice, and after the server has died."""
+    def stop(self, timeout_s: float = 10) -> None:
+        """Flush the append-only file and end the server, by force after `timeout_s`; safe to call twice, and after the
+        server has died.
+        """
         self._process.terminate()
         try:
-            self._process.wait(_STOP_TIMEOUT_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

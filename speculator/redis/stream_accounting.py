@@ -28,6 +28,7 @@ import redis
 from redis.exceptions import ResponseError, WatchError
 
 from speculator.errors import StreamError
+from speculator.redis.client import RedisKeys
 
 # History is removed in steps of this share of the cap, so that not every append at the cap has to trim.
 _TRIM_STEP = 0.05
@@ -71,26 +72,6 @@ class StreamLag:
     """Removed by age; where nobody had acked them they are lost, too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LedgerKeys:
-    """Key names."""
-
-    traces: str
-    """The stream itself."""
-    sizes: str
-    """List: "payload bytes:index" of every entry, in the order of the stream."""
-    num_appended: str
-    """Entries ever appended: also the index of the next entry."""
-    accounts: str
-    """Hash: acked, lost, dead_lettered, erased, expired, redelivered, foreign (entries), bytes (payload of the entries
-    in the stream), surplus (entries in the stream beyond those in `sizes`), position and next_index (the id that the
-    group has delivered last, and the index of what it delivers next), adopted (see `Ledger.adopt`)."""
-    open: str
-    """Sorted set: entries that are neither acked nor lost nor erased, as `open_member`, by index."""
-    former_erased: str
-    """Of streams that were made without `open`; `Ledger.adopt` removes it."""
-
-
 def size_member(num_bytes: int, index: int) -> str:
     """How an entry stands in the list of sizes: unlike every other."""
     return f"{num_bytes}:{index}"
@@ -132,7 +113,7 @@ def _size_and_index(member: bytes, key: str) -> tuple[int, int]:
 class Ledger:
     """One stream with one consumer group. Raises redis-py's errors, and StreamError where clients race too much."""
 
-    def __init__(self, client: redis.Redis, keys: LedgerKeys, group: str, max_bytes: int) -> None:
+    def __init__(self, client: redis.Redis, keys: RedisKeys, group: str, max_bytes: int) -> None:
         # redis-py's types allow every protocol and decoding; ours are bytes over protocol 2.
         self._redis: Any = client
         self._keys = keys
@@ -140,25 +121,6 @@ class Ledger:
         self._max_bytes = max_bytes
         self._members: dict[str, bytes | None] = {}
         """Of the newest entries that were delivered here and not settled, by id; None for those of other clients."""
-        self._has_adopted = False
-
-    def adopt(self) -> None:
-        """Open, once for each stream, the waiting entries that were appended without `open`."""
-        if self._has_adopted:
-            return
-        keys = self._keys
-        if not self._redis.hget(keys.accounts, "adopted"):
-            end = self._end_index(self._redis, self._held()[1])
-            num_pending, last_delivered = self.group_state()
-            ids = self.pending_ids("-", "+", num_pending)
-            pending = (self._redis.xrange(keys.traces, min=entry_id, max=entry_id) for entry_id in ids)
-            for rows in itertools.chain(pending, self._rows_from(f"({last_delivered}")):
-                members = {member: _index_of_member(member) for _, fields in rows if (member := member_of(fields))}
-                if ours := {member: index for member, index in members.items() if index < end}:
-                    self._redis.zadd(keys.open, ours, nx=True)
-            self._redis.hset(keys.accounts, "adopted", 1)
-            self._redis.delete(keys.former_erased)
-        self._has_adopted = True
 
     def append(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         """Append one entry after making room for it; returns its id."""
@@ -268,8 +230,6 @@ class Ledger:
             transaction.zadd(keys.open, {member: index})
             transaction.hincrby(keys.accounts, "bytes", num_bytes)
             transaction.set(keys.num_appended, index + 1)
-            if index == 0:
-                transaction.hset(keys.accounts, "adopted", 1)
             entry_id = transaction.execute(raise_on_error=False)[0]
         if isinstance(entry_id, Exception):
             # Redis refuses an id, after one that another client set as far as ids go, and does the rest.

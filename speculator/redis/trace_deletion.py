@@ -9,6 +9,7 @@ A recording is rewritten beside the old one, without those traces, and put in it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from speculator.files import sync
 from speculator.host import now_ms
 from speculator.recording import RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
-from speculator.redis.stream_accounting import LAST_ID, Ledger, LedgerKeys, index_of, member_of, size_member
+from speculator.redis.stream_accounting import LAST_ID, Ledger, index_of, member_of, size_member
 from speculator.trace import TraceHeader, read_header
 
 TRAINER_TTL_S = 120.0
@@ -119,9 +120,8 @@ class Remover:
     def __init__(self, client: redis.Redis, model_key: str, *, group: str = "trainer") -> None:
         self._redis: Any = client
         self._keys = RedisKeys(model_key=model_key)
-        self._books: LedgerKeys = self._keys.ledger
         self._group = group
-        self._ledger = Ledger(client, self._books, group, max_bytes=0)
+        self._ledger = Ledger(client, self._keys, group, max_bytes=0)
 
     @redis_errors
     def remove(self, chosen: Chosen, *, unreadable: bool = True, dry_run: bool = False) -> Removed:
@@ -132,7 +132,7 @@ class Remover:
         Safe to kill and to repeat: each few entries go in one transaction with their books.
         """
         counts = {"stream": 0, "dead_letters": 0, "unreadable": 0}
-        for rows in self._chunks(self._books.traces):
+        for rows in self._chunks(self._keys.traces):
             taken = [row for row in rows if _goes(row[1], chosen, counts, unreadable)]
             counts["stream"] += len(taken)
             if taken and not dry_run:
@@ -198,7 +198,7 @@ class Remover:
         the look and the transaction. Killed between both, `bytes` and `erased` stay off by those few; nothing of
         the tenant stays. WATCH would close that gap and never succeed on a stream that others append to all the time.
         """
-        keys = self._books
+        keys = self._keys
         members = [member_of(fields) or b"" for _, fields in rows]
         sizes = [len(fields.get(b"payload", b"")) for _, fields in rows]
         expected = sum(map(self._ledger.is_open, members))
@@ -247,49 +247,39 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     Safe to kill and to repeat. Nobody may record into the file meanwhile. Raises ConfigError where it is no recording
     or cannot be written.
     """
-    found = _look(path, chosen)
-    if dry_run or not (found.removed or found.cut_bytes):
-        return found
     temporary = path.with_name(f".{path.name}.rewritten")
+    num_removed = num_kept = num_unreadable = 0
     try:
         temporary.unlink(missing_ok=True)
-        with RecordingReader(path) as reader, RecordingWriter(temporary, reader.header) as writer:
+        with contextlib.ExitStack() as opened:
+            reader = opened.enter_context(RecordingReader(path))
+            writer = None if dry_run else opened.enter_context(RecordingWriter(temporary, reader.header))
             for payload in reader.payloads():
-                if (trace_id := _kept_id(payload, chosen)) is not None:
-                    writer.append(payload, trace_id=trace_id)
-        os.chmod(temporary, path.stat().st_mode)
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return found
-
-
-def _look(path: Path, chosen: Chosen) -> Rewritten:
-    num_unreadable = num_chosen = num_kept = 0
-    with RecordingReader(path) as reader:
-        for payload in reader.payloads():
-            try:
-                if chosen(read_header(payload)):
-                    num_chosen += 1
-                else:
-                    num_kept += 1
-            except TraceError:
-                num_unreadable += 1
+                try:
+                    header = read_header(payload)
+                except TraceError:
+                    num_unreadable += 1
+                    continue
+                if chosen(header):
+                    num_removed += 1
+                    continue
+                num_kept += 1
+                if writer:
+                    writer.append(payload, trace_id=header.trace_id)
         num_unreadable += reader.num_damaged
-        return Rewritten(
-            removed=num_chosen + num_unreadable,
+        found = Rewritten(
+            removed=num_removed + num_unreadable,
             kept=num_kept,
             unreadable=num_unreadable,
             cut_bytes=reader.num_cut_bytes,
         )
-
-
-def _kept_id(payload: bytes, chosen: Chosen) -> str | None:
-    try:
-        header = read_header(payload)
-    except TraceError:
-        return None
-    return None if chosen(header) else header.trace_id
+        if writer and (found.removed or found.cut_bytes):
+            os.chmod(temporary, path.stat().st_mode)
+            temporary.replace(path)
+            sync(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return found

@@ -60,8 +60,8 @@ class TraceStream:
         self._ttl_s, self._expired_s = ttl_s, 0.0
         self._redis: Any = client
         self._keys = RedisKeys(model_key=model_key)
-        self._traces = self._keys.ledger.traces
-        self._ledger = Ledger(client, self._keys.ledger, group, max_bytes)
+        self._traces = self._keys.traces
+        self._ledger = Ledger(client, self._keys, group, max_bytes)
         self._group = group
         self._consumer = consumer
         self._may_ask = True
@@ -97,7 +97,6 @@ class TraceStream:
         some that never arrived. Entries in hand can therefore come twice.
         """
         try:
-            self._ledger.adopt()
             self._expire_when_due()
             while self._resume_after is not None:
                 if entries := self._read_own_pending(self._resume_after, count):
@@ -115,7 +114,6 @@ class TraceStream:
 
         Also finds own entries in hand for that long.
         """
-        self._ledger.adopt()
         self._ledger.settle()
         entries: list[StreamEntry] = []
         cursor = "0-0"

@@ -9,7 +9,8 @@ it. The files lie beside the versions in the draft store, since a state must not
 
     states/000042.json     all transitions of version 42, oldest first; the last one is its state
     states/lock            held while a transition is made, and shared while all states are read
-    events.jsonl           the same transitions, and what operators and the gate did, in the order they happened
+    events.jsonl           the same transitions, and what operators and the gate did, in the order they happened; one
+                           line of JSON an event, appended by whoever holds events.lock
 
 A transition is a file written under a temporary name, fsynced and renamed: after a crash it was made or it was not.
 Its event is written after it. Where a crash comes between the two, whoever makes the next transition of any version
@@ -18,13 +19,8 @@ writes the missing event first, and until then `recent_events` tells it from the
 A version without a file here is unknown, and unknown versions are not served: the store writes a version's files before
 its state and removes them after it.
 
-What happened to the drafts of a store and who did it, one line of JSON an event.
-
-    events.jsonl      appended by whoever holds events.lock; when it is long it becomes
-    events.1.jsonl    in place of the one before
-
-A line that a crash cut short is passed over. Events of transitions have their number, so that those which a crash kept
-from being written can be told later (speculator/versions/lifecycle.py).
+`events.jsonl` becomes `events.1.jsonl`, in place of the one before, when it is long. A line that a crash cut short is
+passed over.
 """
 
 from __future__ import annotations
@@ -43,101 +39,6 @@ import structlog
 from speculator.errors import LifecycleError, StoreError
 from speculator.files import exclusive, json_line, shared, sync, write_synced
 from speculator.host import now_ms
-
-_MAX_BYTES = 8 * 1024 * 1024
-_BLOCK_BYTES = 64 * 1024
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """`fields` say what, in numbers where there are any; never a key or a user's text."""
-
-    at_ms: int
-    kind: str
-    actor: str
-    fields: dict[str, Any] = {}
-    sequence: int = 0
-    """Of a transition: its number; 0 for what is none."""
-
-
-class EventLog:
-    """Events of one store; any number of writers."""
-
-    def __init__(self, root: Path) -> None:
-        self._path = root / "events.jsonl"
-        self._before = root / "events.1.jsonl"
-        self._lock = root / "events.lock"
-
-    def append(self, kind: str, /, *, actor: str, **fields: Any) -> None:
-        """Durable when it returns. Raises StoreError."""
-        self.add(Event(at_ms=now_ms(), kind=kind, actor=actor, fields=fields))
-
-    def add(self, event: Event) -> None:
-        """The same for an event that happened before."""
-        line = json_line(event)
-        with self._file_errors():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with exclusive(self._lock):
-                if self._path.exists() and self._path.stat().st_size > _MAX_BYTES:
-                    self._path.replace(self._before)
-                _append_line(self._path, line)
-
-    def tail(self, count: int) -> list[Event]:
-        """The last `count` events, oldest first. Raises StoreError."""
-        return list(islice(self._newest_first(), count))[::-1]
-
-    def last_sequence(self) -> int:
-        """The number of the last transition that is on record; 0 where none is. Raises StoreError."""
-        return next((event.sequence for event in self._newest_first() if event.sequence), 0)
-
-    def _newest_first(self) -> Iterator[Event]:
-        with self._file_errors(), shared(self._lock):
-            for path in (self._path, self._before):
-                for line in _newest_lines(path):
-                    if (event := _decoded(line)) is not None:
-                        yield event
-
-    @contextlib.contextmanager
-    def _file_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(f"cannot use {self._path}: check its permissions and free space ({error})") from error
-
-
-def _decoded(line: bytes) -> Event | None:
-    try:
-        return msgspec.json.decode(line, type=Event)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _newest_lines(path: Path) -> Iterator[bytes]:
-    """From the end, block by block: the live page asks for the last few every second, and the file has megabytes."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        at, begun = file.seek(0, os.SEEK_END), b""
-        while at > 0:
-            size = min(at, _BLOCK_BYTES)
-            at -= size
-            file.seek(at)
-            begun, *lines = (file.read(size) + begun).split(b"\n")
-            yield from reversed(lines)
-        yield begun
-
-
-def _append_line(path: Path, line: bytes) -> None:
-    with path.open("a+b") as file:
-        length = file.seek(0, os.SEEK_END)
-        if length > 0:
-            file.seek(length - 1)
-            if file.read(1) != b"\n":
-                # A crash cut the last line short: end it, so that it takes no other with it.
-                file.write(b"\n")
-        file.write(line + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if length == 0:
-        sync(path.parent)
-
 
 log = structlog.get_logger(__name__)
 
@@ -215,13 +116,13 @@ class Lifecycle:
 
     def histories(self) -> dict[int, list[Transition]]:
         """The transitions of every known version as they are at one moment. Raises StoreError."""
-        with _file_errors(self.root), shared(self._lock):
+        with store_errors(self.root), shared(self._lock):
             return self._histories()
 
     def history(self, version: int) -> list[Transition]:
         """Its transitions, oldest first. Raises StoreError."""
         path = self._path(version)
-        with _file_errors(self.root):
+        with store_errors(self.root):
             try:
                 return msgspec.json.decode(path.read_bytes(), type=list[Transition])
             except FileNotFoundError:
@@ -296,19 +197,22 @@ class Lifecycle:
 
         Raises StoreError.
         """
-        with _file_errors(self.root), shared(self._lock):
+        with store_errors(self.root), shared(self._lock):
             untold = [_event(version, one) for version, one in self._untold(self._histories())]
             return [*self.events.tail(count), *untold][-count:] if count else []
 
     def forget(self, version: int) -> bool:
-        """Drop what is known of a version whose files are to be removed; False for one that is live or the last good.
+        """Drop what is known of a version whose files are to be removed; False for the last good one, and for one that
+        went live after it. A version that went live before got no verdict, and nobody waits for one.
 
         Raises StoreError.
         """
         with self._locked():
             histories = self._histories()
-            state = histories[version][-1].state if version in histories else None
-            if state is State.LIVE or version == _last_good(histories):
+            good = _last_good(histories)
+            promoted_at = 0 if good is None else histories[good][-1].sequence
+            came = [one.sequence for one in histories.get(version, [])[-1:] if one.state is State.LIVE]
+            if version == good or max(came, default=0) > promoted_at:
                 return False
             # A full disk must not keep what fills it.
             with contextlib.suppress(StoreError):
@@ -380,7 +284,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with _file_errors(self.root):
+        with store_errors(self.root):
             self._states.mkdir(parents=True, exist_ok=True)
             with exclusive(self._lock):
                 yield
@@ -391,6 +295,72 @@ class Lifecycle:
 
     def _path(self, version: int) -> Path:
         return self._states / f"{version:06d}.json"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """`fields` say what, in numbers where there are any; never a key or a user's text."""
+
+    at_ms: int
+    kind: str
+    actor: str
+    fields: dict[str, Any] = {}
+    sequence: int = 0
+    """Of a transition: its number; 0 for what is none."""
+
+
+class EventLog:
+    """Events of one store; any number of writers. Two files of about `max_bytes` are kept."""
+
+    def __init__(self, root: Path, *, max_bytes: int = 8 * 1024 * 1024) -> None:
+        self._max_bytes = max_bytes
+        self._path = root / "events.jsonl"
+        self._before = root / "events.1.jsonl"
+        self._lock = root / "events.lock"
+
+    def append(self, kind: str, /, *, actor: str, **fields: Any) -> None:
+        """Durable when it returns. Raises StoreError."""
+        self.add(Event(at_ms=now_ms(), kind=kind, actor=actor, fields=fields))
+
+    def add(self, event: Event) -> None:
+        """The same for an event that happened before."""
+        line = json_line(event)
+        with store_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with exclusive(self._lock):
+                if self._path.exists() and self._path.stat().st_size > self._max_bytes:
+                    self._path.replace(self._before)
+                _append_line(self._path, line)
+
+    def tail(self, count: int) -> list[Event]:
+        """The last `count` events, oldest first. Raises StoreError."""
+        return list(islice(self._newest_first(), count))[::-1]
+
+    def last_sequence(self) -> int:
+        """The number of the last transition that is on record; 0 where none is. Raises StoreError."""
+        return next((event.sequence for event in self._newest_first() if event.sequence), 0)
+
+    def _newest_first(self) -> Iterator[Event]:
+        with store_errors(self._path), shared(self._lock):
+            for path in (self._path, self._before):
+                with contextlib.suppress(FileNotFoundError):
+                    for line in reversed(path.read_bytes().split(b"\n")):
+                        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                            yield msgspec.json.decode(line, type=Event)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    with path.open("a+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        if length > 0:
+            file.seek(length - 1)
+            if file.read(1) != b"\n":
+                # A crash cut the last line short: end it, so that it takes no other with it.
+                file.write(b"\n")
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if length == 0:
+        sync(path.parent)
 
 
 def _event(version: int, made: Transition) -> Event:
@@ -408,10 +378,12 @@ def _last_good(histories: Mapping[int, list[Transition]], other_than: int | None
 
 
 @contextlib.contextmanager
-def _file_errors(root: Path) -> Iterator[None]:
+def store_errors(path: Path) -> Iterator[None]:
+    """Raise an error of the file system as a StoreError that names the fix."""
     try:
         yield
     except OSError as error:
         raise StoreError(
-            f"cannot use the states of the draft store {root}: check its permissions and free space ({error})"
+            f"cannot use the draft store at {path}: check its permissions and free space, or choose another one "
+            f"({error})"
         ) from error

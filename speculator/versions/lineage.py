@@ -121,8 +121,7 @@ def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:
     """Promote the only version of a store, which nothing can be compared with. Raises what `admit` does."""
     admit(store, version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
     for state in (State.LIVE, State.PROMOTED):
-        with contextlib.suppress(LifecycleError):
-            store.lifecycle.move(version, state, actor=_ACTOR, reason="the first of its lineage")
+        _step(store, version, state, actor=_ACTOR, reason="the first of its lineage")
 
 
 def admit(
@@ -142,8 +141,7 @@ def admit(
     """
     states = store.lifecycle
     if states.state(version) is None:
-        with contextlib.suppress(LifecycleError):
-            states.move(version, State.WRITTEN, actor=actor)
+        _step(store, version, State.WRITTEN, actor=actor)
     if states.state(version) is State.WRITTEN:
         try:
             shapes = expected_shapes(config_from_json(store.config(version)))
@@ -151,11 +149,15 @@ def admit(
         except DraftError as error:
             states.move(version, State.QUARANTINED, actor=actor, reason=str(error))
             raise
-        with contextlib.suppress(LifecycleError):
-            states.move(version, State.VALIDATED, actor=actor)
+        _step(store, version, State.VALIDATED, actor=actor)
     if states.state(version) is State.VALIDATED:
-        with contextlib.suppress(LifecycleError):
-            states.move(version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
+        _step(store, version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
+
+
+def _step(store: DraftStore, version: int, state: State, **why: Any) -> None:
+    """One transition, unless another process has been quicker."""
+    with contextlib.suppress(LifecycleError):
+        store.lifecycle.move(version, state, **why)
 
 
 def version_to_serve(store: DraftStore, newest: int) -> int:

@@ -23,6 +23,8 @@ from speculator.versions.lifecycle import BARRED, SERVABLE, Event, State, Transi
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore, Manifest
 
+log = structlog.get_logger(__name__)
+
 
 class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     """One version among the others."""
@@ -77,18 +79,15 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first."""
 
 
-class _Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """What Redis knows."""
-
-    published: int | None = None
-    pinned: int | None = None
-    engines: dict[str, dict[str, str]] = {}
-    no_redis: str = ""
-
-
 def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview:
     """Every version; what Redis knows is left out where `pointer` or it cannot say. Raises StoreError."""
-    serving = _serving(pointer)
+    published, pinned, no_redis = None, None, ""
+    reports: dict[str, dict[str, str]] = {}
+    try:
+        asked = pointer()
+        published, pinned, reports = asked.published(), asked.pinned(), asked.engines()
+    except (StreamError, ConfigError) as error:
+        no_redis = str(error)
     states, last_good = store.lifecycle.states(), store.lifecycle.last_good()
 
     def row(version: int) -> DraftRow:
@@ -96,19 +95,19 @@ def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview
             version=version,
             state=states.get(version),
             is_last_good=version == last_good,
-            is_published=version == serving.published,
-            is_pinned=version == serving.pinned,
-            engines=sorted(each for each, report in serving.engines.items() if report.get("version") == str(version)),
-            **_told(store, version),
+            is_published=version == published,
+            is_pinned=version == pinned,
+            engines=sorted(each for each, report in reports.items() if report.get("version") == str(version)),
+            **_manifest_fields(store, version),
         )
 
     return Overview(
         drafts=[row(version) for version in store.versions()],
-        engines=[_engine(engine_id, serving.engines[engine_id]) for engine_id in sorted(serving.engines)],
+        engines=[_engine(engine_id, report) for engine_id, report in sorted(reports.items())],
         last_good=last_good,
-        published=serving.published,
-        pinned=serving.pinned,
-        no_redis=serving.no_redis,
+        published=published,
+        pinned=pinned,
+        no_redis=no_redis,
     )
 
 
@@ -134,15 +133,7 @@ def _engine(engine_id: str, report: Mapping[str, str]) -> EngineRow:
     )
 
 
-def _serving(pointer: Callable[[], DraftPointer]) -> _Serving:
-    try:
-        asked = pointer()
-        return _Serving(published=asked.published(), pinned=asked.pinned(), engines=asked.engines())
-    except (StreamError, ConfigError) as error:
-        return _Serving(no_redis=str(error))
-
-
-def _told(store: DraftStore, version: int) -> dict[str, Any]:
+def _manifest_fields(store: DraftStore, version: int) -> dict[str, Any]:
     """What its manifest says."""
     try:
         manifest = store.manifest(version)
@@ -176,22 +167,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the manifests, with dots for what lies inside: `info.trained_tokens`."""
 
 
-Side = tuple[Manifest, Mapping[str, Any], Mapping[str, Tensor]]
-
-
-def compare(a: Side, b: Side) -> Difference:
-    """From manifest, config and tensors of two versions."""
-    names = sorted(a[2].keys() | b[2].keys())
-    return Difference(
-        a=a[0].version,
-        b=b[0].version,
-        tensors=[_tensor_change(name, a[2].get(name), b[2].get(name)) for name in names],
-        config=_unequal(a[1], b[1]),
-        manifest=_unequal(msgspec.to_builtins(a[0]), msgspec.to_builtins(b[0])),
-    )
-
-
-def _tensor_change(name: str, a: Tensor | None, b: Tensor | None) -> TensorChange:
+def tensor_change(name: str, a: Tensor | None, b: Tensor | None) -> TensorChange:
+    """From version `a` to version `b`; None where a version has no such tensor."""
     shapes = [[] if tensor is None else list(tensor.shape) for tensor in (a, b)]
     if a is None or b is None or a.shape != b.shape:
         return TensorChange(name=name, shapes=shapes)
@@ -224,10 +201,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-log = structlog.get_logger(__name__)
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class DraftChange(msgspec.Struct, frozen=True, kw_only=True):
     """Where an operator's change has led."""
 
     version: int
@@ -265,14 +239,24 @@ class DraftDesk:
 
     def diff(self, a: int, b: int) -> Difference:
         """What changed from version `a` to version `b`. Raises StoreError or DraftError."""
-        sides = [(self._store.manifest(each), self._store.config(each), self._store.load(each)) for each in (a, b)]
-        return compare(*sides)
+        weights_a, weights_b = self._store.load(a), self._store.load(b)
+        manifests = [msgspec.to_builtins(self._store.manifest(version)) for version in (a, b)]
+        return Difference(
+            a=a,
+            b=b,
+            tensors=[
+                tensor_change(name, weights_a.get(name), weights_b.get(name))
+                for name in sorted(weights_a.keys() | weights_b.keys())
+            ],
+            config=_unequal(self._store.config(a), self._store.config(b)),
+            manifest=_unequal(*manifests),
+        )
 
     def events(self, count: int) -> list[Event]:
         """The last events, oldest first. Raises StoreError."""
         return self._states.recent_events(count)
 
-    def promote(self, version: int, *, actor: str) -> Outcome:
+    def promote(self, version: int, *, actor: str) -> DraftChange:
         """Have engines serve a version, one in quarantine too: it is read back and verified first.
 
         Raises StoreError, DraftError for a version that no engine can load, LifecycleError while another one is pinned,
@@ -288,7 +272,7 @@ class DraftDesk:
         pointer.publish(version)
         return self._done("promote", version, pointer, actor)
 
-    def rollback(self, *, actor: str, reason: str, version: int | None = None) -> Outcome:
+    def rollback(self, *, actor: str, reason: str, version: int | None = None) -> DraftChange:
         """Bar a version, by default the one that engines should run, and have the last good one served instead.
 
         What a crash cut short is brought to its end by asking again, and asking twice changes nothing more: without
@@ -317,14 +301,14 @@ class DraftDesk:
             pointer.replace(published, good)
         desired = pointer.desired()
         is_done = self._noted("rollback", actor, version=bad, desired=desired, reason=reason)
-        return Outcome(
+        return DraftChange(
             version=bad,
             state=self._states.state(bad),
             desired=desired,
             num_unrecorded=(not is_asked) + (not is_done),
         )
 
-    def pin(self, version: int, *, actor: str) -> Outcome:
+    def pin(self, version: int, *, actor: str) -> DraftChange:
         """Have engines serve this version, whatever the trainer publishes, until `unpin`.
 
         Raises StoreError, DraftError, LifecycleError for a version that may not be served, StreamError.
@@ -339,7 +323,7 @@ class DraftDesk:
         pointer.pin(version)
         return self._done("pin", version, pointer, actor)
 
-    def unpin(self, *, actor: str) -> Outcome:
+    def unpin(self, *, actor: str) -> DraftChange:
         """Have engines serve what is published.
 
         Raises LifecycleError where nothing is pinned, StreamError, StoreError.
@@ -418,7 +402,7 @@ class DraftDesk:
             return False
         return True
 
-    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> Outcome:
+    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> DraftChange:
         desired = pointer.desired()
         self._states.events.append(kind, actor=actor, version=version, desired=desired)
-        return Outcome(version=version, state=self._states.state(version), desired=desired)
+        return DraftChange(version=version, state=self._states.state(version), desired=desired)

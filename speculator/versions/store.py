@@ -33,16 +33,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from speculator.draft.checkpoint import write_tensors
-from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
+from speculator.errors import DraftFileError, DraftMismatchError, UnknownDraftError, VersionTakenError
 from speculator.files import sync, write_synced
 from speculator.host import now_ms
-from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, State, store_errors
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _VERSION_NAME = re.compile(r"\d{6,}")
 _TEMPORARY = ".tmp-"
-_FORK = "lineage.json"
-"""Is in the folder of a fork: an earlier Slipstream served several drafts for one target."""
+_CODE = Path(__file__).resolve().parents[2]
 # A temporary folder of another host is a leftover for certain after this time.
 _ABANDONED_AFTER_S = 24 * 3600.0
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
@@ -69,15 +68,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftStore:
-    """Versions in one folder; reading needs no write access. A fork, and errors of the file system, are StoreError."""
+    """Versions in one folder; reading needs no write access. Raises errors of the file system as StoreError."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
-        with _store_errors(self.root):
-            if (self.root / _FORK).exists():
-                raise StoreError(
-                    f"{self.root} is a fork, and a target has one draft: pass the store it was forked from"
-                )
         self.lifecycle = Lifecycle(self.root)
         self._versions = self.root / "versions"
 
@@ -99,7 +93,7 @@ class DraftStore:
         StoreError when the folder cannot be written.
         """
         check_tensors(weights)
-        with _store_errors(self.root):
+        with store_errors(self.root):
             self._versions.mkdir(parents=True, exist_ok=True)
             self._clean()
             with self._temporary() as folder:
@@ -110,7 +104,7 @@ class DraftStore:
                     version=0,
                     parent=parent,
                     created_ms=now_ms(),
-                    source=_source(),
+                    source=code_source(),
                     target_fingerprint=target_fingerprint,
                     target_version=target_version,
                     weights_sha256=_sha256(folder / _WEIGHTS),
@@ -147,7 +141,7 @@ class DraftStore:
 
     def versions(self) -> list[int]:
         """All versions, oldest first; [] where nothing was written yet."""
-        with _store_errors(self.root):
+        with store_errors(self.root):
             if not self._versions.exists():
                 return []
             return sorted(int(path.name) for path in self._versions.iterdir() if _VERSION_NAME.fullmatch(path.name))
@@ -200,9 +194,9 @@ class DraftStore:
             # Its state goes first: at no moment may a version be served whose files are gone.
             if version == pinned or not self.lifecycle.forget(version):
                 continue
-            with _store_errors(self.root), self._temporary() as folder:
+            with store_errors(self.root), self._temporary() as folder:
                 # Renamed before it is removed: a reader finds the version complete or not at all.
-                self._folder(version).rename(folder / "pruned")
+                self.folder(version).rename(folder / "pruned")
             removed.append(version)
         return removed
 
@@ -219,9 +213,9 @@ class DraftStore:
             sync(folder)
             try:
                 # Fails on an existing version, since a version's folder is never empty.
-                folder.rename(self._folder(version))
+                folder.rename(self.folder(version))
             except OSError:
-                if not self._folder(version).exists():
+                if not self.folder(version).exists():
                     raise
                 continue
             sync(self._versions)
@@ -242,14 +236,15 @@ class DraftStore:
             if _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _folder(self, version: int) -> Path:
+    def folder(self, version: int) -> Path:
+        """Where a version's files are: SGLang loads it from there."""
         return self._versions / f"{version:06d}"
 
     def _read(self, version: int, name: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
-        with _store_errors(self.root):
+        with store_errors(self.root):
             try:
                 # A pipe in the file's place must not hold up whoever opens it, nor an endless device take all memory.
-                with open(self._folder(version) / name, "rb", opener=_open_at_once) as file:
+                with open(self.folder(version) / name, "rb", opener=_open_at_once) as file:
                     status = os.fstat(file.fileno())
                     if not stat.S_ISREG(status.st_mode):
                         raise DraftFileError(f"draft version {version}: {name} is not a file")
@@ -293,16 +288,6 @@ def d2t_sha256(d2t: Tensor) -> str:
     return hashlib.sha256(d2t.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
-@contextlib.contextmanager
-def _store_errors(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise StoreError(
-            f"cannot use the draft store {root}: check its permissions and free space, or choose another one ({error})"
-        ) from error
-
-
 def _is_abandoned(folder: Path) -> bool:
     host, _, pid = folder.name.removeprefix(_TEMPORARY).rpartition("-")[0].rpartition("-")
     try:
@@ -321,8 +306,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _source() -> str:
-    git = Path(__file__).resolve().parents[2] / ".git"
+def code_source(root: Path = _CODE) -> str:
+    """The Git commit of the code in `root`, or the version of the installed package."""
+    git = root / ".git"
     try:
         head = (git / "HEAD").read_text().strip()
         return (git / head.removeprefix("ref: ")).read_text().strip() if head.startswith("ref: ") else head

@@ -20,13 +20,12 @@ import httpx
 import typer
 
 from serving.local.kernels.build import available
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import RedisKeys
 from tests.containers.engine import Engine, missing
-from tests.deploy.compose import CPU, ROOT, load
-from tests.deploy.dockerfile import instructions
+from tests.deploy.compose import CPU, ROOT, instructions, load
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 
@@ -110,7 +109,7 @@ class Deployment:
 
     def num_traces(self) -> int:
         """In Redis."""
-        stream = RedisKeys(model_key=model_key(self.model, target_fingerprint(self.model))).ledger.traces
+        stream = RedisKeys(model_key=model_key(self.model, target_fingerprint(self.model))).traces
         login = ("--no-auth-warning", "--user", "trainer", "--pass", self.secret("redis_trainer"))
         return int(self.compose("exec", "-T", "redis", "redis-cli", *login, "XLEN", stream))
 

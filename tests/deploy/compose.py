@@ -1,9 +1,12 @@
-"""Compose files as `docker compose` reads them, as far as ours go: interpolation, then merging with `!reset` and
-`!override`. What this does not know of the specification it refuses, so that it cannot be wrong in silence.
+"""Compose files as `docker compose` reads them, as far as ours go, and the instructions of Dockerfiles.
+
+Variables are filled in, then files are merged, with `!reset` and `!override`. What this does not know of the
+specification it refuses, so that it cannot be wrong in silence.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,11 +18,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 GPU = (ROOT / "docker-compose.yml",)
 CPU = (*GPU, ROOT / "deploy" / "compose.cpu.yml")
-
 _REPLACED = ("command", "entrypoint", "test")
 """Lists that a later file replaces; others are joined."""
 _VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<rest>(?:[^{}]|\{[^{}]*\})*))?\}|(?P<other>.))")
-
 _RESET = object()
 
 
@@ -106,3 +107,25 @@ def _merge(base: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[name] = value
     return merged
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of a Dockerfile; lines that continue are joined, ARG defaults filled in."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    found: list[tuple[str, str]] = []
+    arguments: dict[str, str] = {}
+    for line in filter(None, joined.splitlines()):
+        name, _, rest = line.partition(" ")
+        if name == "ARG":
+            key, _, default = rest.partition("=")
+            arguments[key] = default
+        rest = re.sub(r"\$\{(\w+)\}", lambda variable: arguments[variable[1]], rest)
+        found.append((name, rest))
+    return found
+
+
+def entrypoint(path: Path) -> list[str]:
+    """Of a Dockerfile's last stage."""
+    words: list[str] = json.loads([rest for name, rest in instructions(path) if name == "ENTRYPOINT"][-1])
+    return words

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.host import free_port
-from tests.deploy.compose import ROOT, argv, load
-from tests.deploy.dockerfile import entrypoint
+from tests.deploy.compose import ROOT, argv, entrypoint, load
 
 _OF_IMAGES = {"prom/prometheus": ["prometheus"]}
 """What images that are not ours start where the file names no entrypoint."""
@@ -71,15 +70,21 @@ class Machine:
                 self.words(name), env=self.environment(name), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
+    def up(self, *names: str) -> None:
+        """Start services one after another, each when the one before is healthy or, where it has no check, done."""
+        for name in names:
+            self.start(name)
+            if "healthcheck" in self.services[name]:
+                self.wait_until_healthy(name)
+            else:
+                assert self._processes[name].wait(90) == 0, self.log(name).read_text()
+
     def wait_until_healthy(self, name: str, timeout_s: float = 90) -> None:
         """By its own health check."""
         deadline = time.monotonic() + timeout_s
         while not self._is_healthy(name):
             assert time.monotonic() < deadline, f"{name} is not healthy:\n{self.log(name).read_text()}"
             self._expect_running(name, for_s=_CHECK_EVERY_S)
-
-    def wait_until_done(self, name: str, timeout_s: float = 90) -> None:
-        assert self._processes[name].wait(timeout_s) == 0, self.log(name).read_text()
 
     def stop(self, name: str) -> int:
         """The exit code after SIGTERM; the service must end within its grace period."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
 from serving.gateway.config import GatewaySettings
 from slipstream.cli.main import app
-from slipstream.settings import commands, known_variables
-from tests.deploy.compose import GPU, ROOT, argv, load
-from tests.deploy.dockerfile import entrypoint
+from slipstream.settings import known_variables
+from tests.deploy.compose import GPU, ROOT, argv, entrypoint, load
 from tests.deploy.manifests import (
     BASE,
     Manifest,
@@ -25,6 +22,7 @@ from tests.deploy.manifests import (
     selects,
     words,
 )
+from tests.fixtures.command_line import check_slipstream
 
 OURS = manifests(BASE)
 PODS = pods(OURS)
@@ -53,12 +51,10 @@ def _command(name: str) -> list[str]:
 
 
 @EACH
-def test_the_command_is_a_real_one(name: str) -> None:
-    told = _command(name)
-    known = dict(commands(app))
-    length = next(n for n in (2, 1) if " ".join(["slipstream", *told[:n]]) in known)
-    command = known[" ".join(["slipstream", *told[:length]])]
-    command.make_context(command.name, told[length:])
+def test_the_command_and_its_settings_are_real_ones(name: str) -> None:
+    check_slipstream(_command(name))
+    told = {key for key in environment(container(PODS[name])) if key.startswith("SLIPSTREAM_")}
+    assert told <= known_variables(app)
 
 
 @EACH
@@ -81,12 +77,6 @@ def test_it_is_told_what_compose_tells_it(name: str) -> None:
         assert here[key] == there[key].replace("/run/secrets/", "/run/secrets/slipstream/"), key
     if "SLIPSTREAM_REDIS_URL" in there:
         assert here["SLIPSTREAM_REDIS_URL"] == there["SLIPSTREAM_REDIS_URL"]
-
-
-@EACH
-def test_something_reads_every_setting(name: str) -> None:
-    told = {key for key in environment(container(PODS[name])) if key.startswith("SLIPSTREAM_")}
-    assert told <= known_variables(app)
 
 
 def test_several_trainer_processes_may_start_again() -> None:
@@ -119,9 +109,8 @@ def test_redis_is_started_as_compose_starts_it() -> None:
     assert words(only) == expected
     kustomization = yaml.safe_load((ROOT / "deploy" / "redis" / "kustomization.yaml").read_text())
     assert kustomization["configMapGenerator"] == [{"name": "redis", "files": ["redis.conf"]}]
-    [health] = {json.dumps(COMPOSE["redis"]["healthcheck"]["test"][1])}
     for probe in ("startupProbe", "readinessProbe"):
-        assert json.dumps(only[probe]["exec"]["command"][-1]) == health
+        assert only[probe]["exec"]["command"][-1] == COMPOSE["redis"]["healthcheck"]["test"][1]
 
 
 def test_probes_ask_what_answers() -> None:
@@ -164,6 +153,8 @@ def test_the_router_finds_the_engines() -> None:
     assert router[router.index("--service-discovery-port") + 1] == str(port["containerPort"])
     [rule] = of_kind("Role", OURS)["router"]["rules"]
     assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    # A name for each of its pods: a gateway goes on from one to the next (tests/serving/gateway/test_upstream.py).
+    assert of_kind("Service", OURS)["router"]["spec"]["clusterIP"] == "None"
     [bound] = of_kind("RoleBinding", OURS)["router"]["subjects"]
     assert bound["name"] == PODS["router"]["spec"]["serviceAccountName"]
     assert entrypoint(ROOT / "deploy" / "router.Dockerfile") == ["python", "-m", "sglang_router.launch_router"]
@@ -196,12 +187,8 @@ def _may(one: str, port: str, other: str) -> bool:
     return out and into
 
 
-def test_nothing_is_open_by_default() -> None:
-    default = POLICIES["nothing-else"]["spec"]
-    assert default == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-
-
 def test_pods_reach_what_they_need_and_nothing_else() -> None:
+    assert POLICIES["nothing-else"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     ports = {name: [port["name"] for port in container(pod).get("ports", [])] for name, pod in PODS.items()}
     lines = {(one, other, port) for one in PODS for other in PODS for port in ports[other] if _may(one, port, other)}
     assert lines == {
@@ -209,6 +196,8 @@ def test_pods_reach_what_they_need_and_nothing_else() -> None:
         ("router", "sglang", "http"),
         *((name, "redis", "redis") for name in ("sglang", "gateway", "trainer")),
     }
+    away = {name for name in PODS if any("to" not in line for line in _lines(name, "Egress"))}
+    assert away == {"init", "router"}, "who may reach what is outside of the cluster"
 
 
 def test_addresses_in_settings_are_those_lines() -> None:
@@ -222,23 +211,3 @@ def test_addresses_in_settings_are_those_lines() -> None:
                 named = [text for text in told if f"//{address}" in text or f"@{address}" in text]
                 assert not named or _may(name, port["targetPort"], service), f"{name} is told {address}"
     assert "http://router:30000" in words(container(PODS["gateway"]))
-
-
-def test_a_gateway_finds_each_router_s_own_address() -> None:
-    """How it goes on to the next of them is in tests/serving/gateway/test_upstream.py."""
-    assert of_kind("Service", OURS)["router"]["spec"]["clusterIP"] == "None"
-
-
-@pytest.mark.parametrize(
-    ("name", "service"),
-    [(name, one) for name, one in of_kind("Service", OURS).items() if one["spec"].get("clusterIP") == "None"],
-)
-def test_a_name_for_pods_has_the_ports_of_pods(name: str, service: Manifest) -> None:
-    """Nothing stands between that would give a port another number."""
-    ports = {port["name"]: port["containerPort"] for port in container(PODS[name])["ports"]}
-    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]}.items() <= ports.items()
-
-
-def test_only_init_and_the_router_leave_the_cluster_s_own_lines() -> None:
-    away = {name for name in PODS if any("to" not in line for line in _lines(name, "Egress"))}
-    assert away == {"init", "router"}

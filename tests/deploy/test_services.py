@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import RedisKeys
 from tests.deploy.compose import CPU
@@ -43,14 +43,7 @@ def chat(machine: Machine, text: str) -> httpx.Response:
 
 
 def test_up_in_healthy_order(machine: Machine) -> None:
-    machine.start("redis")
-    machine.wait_until_healthy("redis")
-    machine.start("init")
-    machine.wait_until_done("init")
-    for name in ("gateway", "trainer"):
-        machine.start(name)
-    for name in ("gateway", "trainer"):
-        machine.wait_until_healthy(name)
+    machine.up("redis", "init", "gateway", "trainer")
 
 
 def test_a_request_is_answered_and_learnt_from(machine: Machine) -> None:
@@ -79,8 +72,7 @@ def test_secrets_come_from_files(machine: Machine) -> None:
 
 @needs_prometheus
 def test_prometheus_scrapes_them(machine: Machine) -> None:
-    machine.start("prometheus")
-    machine.wait_until_healthy("prometheus")
+    machine.up("prometheus")
 
     def health() -> dict[str, str]:
         answer = httpx.get(f"{machine.url(9090)}/api/v1/targets", params={"state": "active"}).json()
@@ -97,12 +89,9 @@ def test_down_within_the_grace_periods(machine: Machine) -> None:
 
 def test_up_again_with_what_was_kept(machine: Machine) -> None:
     """The next start finds the traces in Redis and leaves the store as it is."""
-    machine.start("redis")
-    machine.wait_until_healthy("redis")
-    machine.start("init")
-    machine.wait_until_done("init")
+    machine.up("redis", "init")
     model = Path(machine.here("/models/toy"))
-    traces = RedisKeys(model_key=model_key(model, target_fingerprint(model))).ledger.traces
+    traces = RedisKeys(model_key=model_key(model, target_fingerprint(model))).traces
     with redis.Redis(
         port=int(machine.here("6379")), username="engine", password=machine.secret("redis_engine"), protocol=2
     ) as client:

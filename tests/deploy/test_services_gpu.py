@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import httpx
 import pytest
-import typer
 
-from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.control_plane import DraftPointer
 from tests.deploy.compose import CPU, GPU, argv, load
 from tests.deploy.machine import Machine
+from tests.fixtures.command_line import check_slipstream
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE, FakeSglang, in_background, install
@@ -77,12 +75,7 @@ def ready(machine: Machine) -> dict[str, Any]:
 
 
 def test_sglang_and_its_plugin_are_told_all_they_need(machine: _WithStandIn) -> None:
-    machine.start("redis")
-    machine.wait_until_healthy("redis")
-    machine.start("init")
-    machine.wait_until_done("init")
-    machine.start("sglang")
-    machine.wait_until_healthy("sglang")
+    machine.up("redis", "init", "sglang")
     found = started(machine)
     words, environment = found["arguments"], found["environment"]
     folder = words[words.index("--speculative-draft-model-path") + 1]
@@ -97,8 +90,7 @@ def test_sglang_and_its_plugin_are_told_all_they_need(machine: _WithStandIn) -> 
 
 def test_the_gateway_passes_answers_through(machine: _WithStandIn, pointer: DraftPointer) -> None:
     pointer.report_engine("sglang", {"version": 1, "swaps": 4})
-    machine.start("gateway")
-    machine.wait_until_healthy("gateway")
+    machine.up("gateway")
     assert ready(machine)["draft_version"] == 1
     url, key = f"{machine.url(8000)}/v1/chat/completions", keyed(machine, "gateway_client")
     assert httpx.post(url, json=BODY).status_code == 401
@@ -113,8 +105,7 @@ def test_it_outlives_sglang(machine: _WithStandIn, pointer: DraftPointer) -> Non
     machine.stop("sglang")
     away = httpx.post(url, json=BODY, headers=key)
     assert (away.status_code, "retry-after" in away.headers) == (503, True)
-    machine.start("sglang")
-    machine.wait_until_healthy("sglang")
+    machine.up("sglang")
     assert httpx.post(url, json=BODY, headers=key).content == WHOLE
     pointer.report_engine("sglang", {"version": 7})
     wait_until(lambda: ready(machine)["draft_version"] == 7)
@@ -133,7 +124,9 @@ def test_down(machine: _WithStandIn) -> None:
 def test_what_is_missing_is_named(
     machine: Machine, refused: Callable[..., str], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.new_draft import init_lineage
+    from speculator.draft.checkpoint import target_fingerprint
+    from speculator.versions.lineage import ensure_lineage
+    from speculator.versions.store import DraftStore
 
     model = Path(machine.here("/models/toy"))
     common = ("--model", model, "--redis-url", redis_url, "--store", tmp_path / "drafts")
@@ -142,7 +135,7 @@ def test_what_is_missing_is_named(
     for name, value in install(tmp_path / "site").items():
         monkeypatch.setenv(name, value)
     assert "draft init" in refused("sglang", *common, "--sglang-python", sys.executable)
-    init_lineage(model, tmp_path / "drafts", draft_vocab_size=16, seed=0, texts=[])
+    ensure_lineage(DraftStore(tmp_path / "drafts"), model, target_fingerprint(model), draft_vocab_size=16)
     assert "no SGLang answers at http://127.0.0.1:9" in refused(*front)
     assert "no sglang-router with an engine answers at http://127.0.0.1:9" in refused(*front, "--pool")
     assert "leave --engine-id out" in refused(*front, "--pool", "--engine-id", "mine")
@@ -166,8 +159,4 @@ def test_what_is_missing_is_named(
     ids=lambda value: value if isinstance(value, str) else ("cpu" if len(value) > 1 else "gpu"),
 )
 def test_our_command_line_knows_the_words(files: tuple[Path, ...], name: str) -> None:
-    words = argv(load(files, {"SLIPSTREAM_MODEL": "some/model"})["services"][name]["command"])
-    command: Any = typer.main.get_command(app)
-    while isinstance(command, click.Group):
-        command = command.commands[words.pop(0)]
-    command.make_context(name, words)
+    check_slipstream(argv(load(files, {"SLIPSTREAM_MODEL": "some/model"})["services"][name]["command"]))

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,35 +46,27 @@ def requirements(lock: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
-def test_everything_is_locked_with_hashes_and_from_nowhere_in_particular(lock: Path) -> None:
+def test_what_is_locked_has_hashes_names_no_host_and_is_not_known_to_be_broken(lock: Path) -> None:
     found = list(requirements(lock))
     assert found
     for name, entry in found:
         assert re.match(
             rf"{re.escape(name)}==[\w.+!]+ ( *;[^-]+(?:-[^-]+)*? )? *--hash=sha256:[0-9a-f]{{64}}", entry
         ), name
-    assert "://" not in lock.read_text()
-
-
-def test_there_are_locks_of_every_environment() -> None:
-    assert {lock.name for lock in LOCKS} == {
-        *("requirements.lock", "requirements-dev.lock", "requirements-sglang.lock"),
-        *("audit.lock", "build.lock", "llama-cpp.lock", "router.lock", "sglang.lock"),
-    }
-
-
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
-def test_what_is_known_to_be_broken_is_not_locked(lock: Path) -> None:
-    for name, entry in requirements(lock):
         if (least := AT_LEAST.get(name)) is not None:
             version = re.search(r"==([\d.]+)", entry)
             assert version is not None
-            assert tuple(map(int, version[1].split("."))) >= least, f"{name} {version[1]} in {lock.name}"
+            assert tuple(map(int, version[1].split("."))) >= least, f"{name} {version[1]} is known to be broken"
+    assert "://" not in lock.read_text()
 
 
-def test_the_packages_that_the_services_need_have_licences_that_allow_it() -> None:
+def test_the_packages_that_the_services_need_have_licences_that_allow_it_and_do_not_pickle() -> None:
     unclear = {}
-    for name in {name for name, _ in requirements(ROOT / "requirements.lock")}:
+    needed = {name for name, _ in requirements(ROOT / "requirements.lock")}
+    assert not needed & {"cloudpickle", "dill", "joblib", "ray", "vllm", "pyzmq"}, (
+        "they run code that is hidden in data"
+    )
+    for name in needed:
         try:
             metadata = importlib.metadata.metadata(name)
         except importlib.metadata.PackageNotFoundError:
@@ -88,11 +79,6 @@ def test_the_packages_that_the_services_need_have_licences_that_allow_it() -> No
     # A package without files of its own, which only names the libraries that belong together.
     assert unclear.pop("cuda-toolkit", "") == ""
     assert unclear == {}
-
-
-def test_the_services_need_nothing_that_pickles() -> None:
-    needed = {name for name, _ in requirements(ROOT / "requirements.lock")}
-    assert not needed & {"cloudpickle", "dill", "joblib", "ray", "vllm", "pyzmq"}
 
 
 @pytest.mark.parametrize(
@@ -156,14 +142,6 @@ def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
         target_fingerprint(folder)
 
 
-def test_the_rules_that_keep_pickle_out_are_on() -> None:
-    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
-    assert {"S", "TID251"} <= set(ruff["select"])
-    assert not any(rule.startswith(("S3", "S5", "TID")) and rule != "S311" for rule in ruff["ignore"])
-    for folder, ignored in ruff["per-file-ignores"].items():
-        assert not any(rule.startswith(("S3", "S5", "S6", "TID")) and rule != "S607" for rule in ignored), folder
-
-
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
@@ -194,4 +172,4 @@ def test_exceptions_from_the_rules_are_not_in_the_services() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for rule in re.findall(r"# noqa: .*?\b(S\d+|TID\d+)", path.read_text())
     }
-    assert found == {("S606", "slipstream/start/sglang_server.py"), ("S105", "speculator/redis/client.py")}
+    assert found == {("S606", "slipstream/start/sglang.py"), ("S105", "speculator/redis/client.py")}

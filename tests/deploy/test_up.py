@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from speculator.host import free_port
 from tests.deploy.compose import ROOT, variables
 
 DOCKER = """#!/bin/sh
@@ -36,7 +37,7 @@ class Checkout:
         (folder / "bin").mkdir()
         (folder / "bin" / "docker").write_text(DOCKER)
         (folder / "bin" / "docker").chmod(0o755)
-        self._ports = {name: str(_free_port()) for name in variables(ROOT / ".env.example") if name.endswith("_PORT")}
+        self._ports = {name: str(free_port()) for name in variables(ROOT / ".env.example") if name.endswith("_PORT")}
 
     def with_secrets(self) -> None:
         subprocess.run([self.folder / "deploy" / "secrets.sh"], check=True, capture_output=True)
@@ -96,13 +97,6 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def test_where_nothing_is_missing_compose_is_told(ready: Checkout) -> None:
     assert ready.up("--wait") == (0, [])
     assert ready.orders == "compose up --detach --build --wait\n"
@@ -152,17 +146,15 @@ def test_without_docker(ready: Checkout) -> None:
     assert (code, "install Docker Engine" in line) == (2, True)
 
 
-def test_a_model_must_be_chosen(ready: Checkout) -> None:
+def test_a_model_and_secrets_must_be_there(ready: Checkout) -> None:
     ready.choose(SLIPSTREAM_MODEL="")
     code, [line] = ready.up()
     assert (code, "set SLIPSTREAM_MODEL in .env" in line) == (2, True)
-
-
-@pytest.mark.parametrize("name", ["redis_users", "gateway_keys", "grafana_admin"])
-def test_a_secret_that_is_not_there_is_named(ready: Checkout, name: str) -> None:
-    (ready.folder / "deploy" / "secrets" / name).unlink()
-    code, [line] = ready.up()
-    assert (code, line) == (2, f"deploy/secrets/{name} is missing: make secrets")
+    ready.choose()
+    for name in ("redis_users", "gateway_keys", "grafana_admin"):
+        moved = (path := ready.folder / "deploy" / "secrets" / name).rename(ready.folder / name)
+        assert ready.up() == (2, [f"deploy/secrets/{name} is missing: make secrets"])
+        moved.rename(path)
 
 
 @pytest.mark.parametrize("line", ["user other on nopass", None])
@@ -206,16 +198,10 @@ def test_a_folder_that_a_model_is_fetched_into_is_one_that_the_containers_may_wr
     assert ready.up() == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("variable", "service"), [("SLIPSTREAM_PORT", "gateway"), ("SLIPSTREAM_PROMETHEUS_PORT", "prometheus")]
-)
-def test_a_port_is_free_or_our_own(ready: Checkout, taken: int, variable: str, service: str) -> None:
-    ready.choose(**{variable: str(taken)})
-    code, [line] = ready.up()
-    assert (code, line) == (2, f"port {taken} is taken: set {variable} in .env to another")
-    assert ready.up(RUNNING=f"redis {service}") == (0, [])
-
-
-def test_a_service_that_is_left_out_needs_no_port(ready: Checkout, taken: int) -> None:
+def test_a_port_is_free_our_own_or_of_a_service_that_is_left_out(ready: Checkout, taken: int) -> None:
+    for variable, service in (("SLIPSTREAM_PORT", "gateway"), ("SLIPSTREAM_PROMETHEUS_PORT", "prometheus")):
+        ready.choose(**{variable: str(taken)})
+        assert ready.up() == (2, [f"port {taken} is taken: set {variable} in .env to another"])
+        assert ready.up(RUNNING=f"redis {service}") == (0, [])
     ready.choose(SLIPSTREAM_GRAFANA_PORT=str(taken))
     assert ready.up() == (0, [])

@@ -55,4 +55,7 @@ def _defined(node: ast.stmt) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    assert not [path for path in _PATH.findall(page.read_text()) if not (ROOT / path).exists()]
+    text = page.read_text()
+    assert not [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+    names = {file.name for folder in (*PACKAGES, "tests", "benchmarks") for file in (ROOT / folder).rglob("*.*")}
+    assert set(re.findall(r"`(\w+\.(?:py|cpp|h))`", text)) <= names

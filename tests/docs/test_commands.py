@@ -14,10 +14,11 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from slipstream.cli.main import app
-from slipstream.settings import commands, known_variables
+from slipstream.settings import known_variables
 from tests.deploy.compose import GPU, load
 from tests.docs.commands import PAGES, PARSED, ROOT, Command, fenced, mentioned, only_parses
 from tests.docs.kubectl import parse_kubectl
+from tests.fixtures.command_line import check_slipstream
 
 FENCED = fenced()
 _VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
@@ -72,18 +73,18 @@ def parse(command: Command, *, whole: bool = True) -> None:
     program, *rest = command.words
     match program:
         case "slipstream":
-            _parse_slipstream(rest, whole=whole)
+            check_slipstream(rest, whole=whole)
         case "make":
             _parse_make(rest)
         case "torchrun":
             parsed = get_args_parser().parse_args([word for word in rest if whole or word != "…"])
             assert parsed.module
             assert parsed.training_script == "slipstream"
-            _parse_slipstream(parsed.training_script_args, whole=whole)
+            check_slipstream(parsed.training_script_args, whole=whole)
         case "python":
             assert rest[0] == "-m"
             if rest[1] == "slipstream":
-                _parse_slipstream(rest[2:], whole=whole)
+                check_slipstream(rest[2:], whole=whole)
             else:
                 assert importlib.util.find_spec(rest[1]) is not None, rest[1]
         case "docker" if rest[0] == "build":
@@ -95,7 +96,7 @@ def parse(command: Command, *, whole: bool = True) -> None:
         case "kubectl":
             inside = parse_kubectl(rest)
             if inside[:3] == ["python", "-m", "slipstream"]:
-                _parse_slipstream(inside[3:], whole=whole)
+                check_slipstream(inside[3:], whole=whole)
             else:
                 assert inside[:1] in ([], ["tar"]), inside
         case "pip":
@@ -114,33 +115,6 @@ def parse(command: Command, *, whole: bool = True) -> None:
             raise AssertionError(f"{program} is not a command that these pages may show")
 
 
-_COMMANDS = dict(commands(app))
-
-
-def _parse_slipstream(words: Sequence[str], *, whole: bool) -> None:
-    """Longest match of a command's name, then every option by the command's own parser."""
-    words = [word for word in words if whole or word != "…"]
-    if words[:1] in (["--install-completion"], ["--show-completion"], ["--help"]):
-        return
-    length = next((n for n in (2, 1) if " ".join(["slipstream", *words[:n]]) in _COMMANDS and len(words) >= n), 0)
-    if not length and not whole and any(name.startswith(" ".join(["slipstream", *words]) + " ") for name in _COMMANDS):
-        return  # a group of commands, mentioned as a whole
-    assert length, f"slipstream {' '.join(words)} is no command"
-    name = " ".join(["slipstream", *words[:length]])
-    command, rest = _COMMANDS[name], words[length:]
-    if "--help" in rest:
-        return
-    if whole:
-        try:
-            command.make_context(name, list(rest))
-        except Exception as error:  # typer keeps the names of its usage errors to itself
-            raise AssertionError(f"{name} does not take {shlex.join(rest)}: {error}") from error
-        return
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for word in rest:
-        assert not word.startswith("--") or word in known or word == "--", f"{name} has no {word}"
-
-
 def _parse_make(words: Sequence[str]) -> None:
     # Without what the make that runs these tests was given.
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "ARGS")}
@@ -148,7 +122,7 @@ def _parse_make(words: Sequence[str]) -> None:
     assert shown.returncode == 0, shown.stderr
     for line in shown.stdout.splitlines():
         if match := re.search(r"-m slipstream (.*)", line):
-            _parse_slipstream(shlex.split(match[1]), whole=True)
+            check_slipstream(shlex.split(match[1]), whole=True)
 
 
 def _parse_compose(words: Sequence[str]) -> None:
@@ -165,4 +139,4 @@ def _parse_compose(words: Sequence[str]) -> None:
         named = [word for word in after if not word.startswith("-")]
         assert not named or named[0] in services, named
     if "slipstream" in after:
-        _parse_slipstream(after[after.index("slipstream") + 1 :], whole=True)
+        check_slipstream(after[after.index("slipstream") + 1 :], whole=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+
+from tests.hostile.judge import Choose, garbled
 
 MODEL = "double"
 
@@ -23,7 +25,9 @@ def fields(path: str) -> dict[str, Any]:
 
 def hostile_bodies(path: str) -> list[Body]:
     """A table; none of them may make a server error, and none may take long."""
-    plain = [(name, raw, {}) for name, raw in {**_not_json(path), **_odd_json(path), **_large(path)}.items()]
+    plain: list[Body] = [
+        (name, raw, {}) for name, raw in {**_not_json(path), **_odd_json(path), **_large(path)}.items()
+    ]
     return [*plain, *_compressed(path), *_mislabelled(path)]
 
 
@@ -161,29 +165,16 @@ def _compressed(path: str) -> list[Body]:
 
 def _mislabelled(path: str) -> list[Body]:
     valid = _with(path)
-    kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "*/*")
-    kinds += ("application/json; charset=utf-16", "application/json; charset=nonsense", "APPLICATION/JSON", "a" * 5000)
+    kinds = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "*/*"]
+    kinds += ["application/json; charset=utf-16", "application/json; charset=nonsense", "APPLICATION/JSON", "a" * 5000]
     return [(f"content type {kind[:20]!r}", valid, {"content-type": kind}) for kind in kinds]
 
 
-def mutate(path: str, choose: Callable[[int], int]) -> bytes:
-    """A valid body with a few bytes changed, removed, doubled or moved; `choose(n)` picks one of 0 … n−1."""
-    raw = bytearray(_with(path, seed=7, stop=["x", "yy"], temperature=0.5, stream=bool(choose(2))))
-    for _ in range(1 + choose(6)):
-        at = choose(len(raw))
-        match choose(5):
-            case 0:
-                raw[at] ^= 1 << choose(8)
-            case 1:
-                del raw[at : at + 1 + choose(12)]
-            case 2:
-                raw[at:at] = raw[at : at + 1 + choose(12)]
-            case 3:
-                raw[at:at] = _TOKENS[choose(len(_TOKENS))]
-            case _:
-                raw[at] = choose(256)
-        raw = raw or bytearray(b"{")
-    return bytes(raw)
+def mutated(path: str, choose: Choose, count: int) -> Iterator[Body]:
+    """Valid bodies with a few bytes changed, removed, doubled or added."""
+    for number in range(count):
+        valid = _with(path, seed=7, stop=["x", "yy"], temperature=0.5, stream=bool(choose(2)))
+        yield str(number), garbled(valid, choose, inserted=_TOKENS), {}
 
 
 _TOKENS = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"null", b"true", b"-", b"1e9", b"\\u0000", b"\\", b"\xff", b"\n")

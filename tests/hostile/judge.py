@@ -6,15 +6,21 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
 DEADLINE_S = 10.0
 """For one input, with the machine doing other things."""
 
+Choose = Callable[[int], int]
+"""Picks one of 0 … n−1, such as `random.Random(seed).randrange`."""
+
 Outcome = str
 """What an input led to, such as a status or the name of an exception that was raised on purpose."""
+
+Inputs = Iterator[tuple[str, Callable[[], Outcome]]]
+"""Names, and what tries each: it returns the outcome, and raises whatever nobody meant to raise."""
 
 
 class FailureError(Exception):
@@ -30,6 +36,7 @@ class Tally:
     """The inputs of one surface."""
 
     surface: str
+    deadline_s: float = DEADLINE_S
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
@@ -43,7 +50,7 @@ class Tally:
         """Try one input; `attempt` returns what became of it and lets pass what nobody meant to raise."""
         started_s = time.perf_counter()
         try:
-            with deadline(DEADLINE_S):
+            with deadline(self.deadline_s):
                 self.outcomes[attempt()] += 1
         except HangError:
             self.hangs.append(name)
@@ -56,6 +63,36 @@ class Tally:
         assert self.num_inputs > 0, f"{self.surface}: nothing was tried"
         assert not self.failures, f"{self.surface}: {self.failures[:5]}"
         assert not self.hangs, f"{self.surface}: no answer to {self.hangs[:5]}"
+
+
+def tallied(surface: str, inputs: Inputs) -> Tally:
+    tally = Tally(surface)
+    for name, attempt in inputs:
+        tally.take(name, attempt)
+    return tally
+
+
+def garbled(raw: bytes, choose: Choose, *, head: int = 0, inserted: Sequence[bytes] = ()) -> bytes:
+    """`raw` with one to five places changed, removed, doubled or made longer by one of `inserted`; never empty.
+
+    Half of the changes are in the first `head` bytes, unless it is 0.
+    """
+    changed = bytearray(raw)
+    for _ in range(1 + choose(5)):
+        at = choose(min(len(changed), head)) if head and choose(2) else choose(len(changed))
+        match choose(5 if inserted else 4):
+            case 0:
+                changed[at] ^= 1 << choose(8)
+            case 1:
+                del changed[at : at + 1 + choose(20)]
+            case 2:
+                changed[at:at] = changed[at : at + 1 + choose(20)]
+            case 3:
+                changed[at] = choose(256)
+            case _:
+                changed[at:at] = inserted[choose(len(inserted))]
+        changed = changed or bytearray(b"{")
+    return bytes(changed)
 
 
 @contextlib.contextmanager

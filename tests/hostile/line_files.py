@@ -3,83 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
 
+from slipstream.cli.rollout import read_groups
 from slipstream.demo.topics import read_prompts
-from slipstream.rollout import read_groups
 from speculator.errors import ConfigError
-from tests.hostile.judge import FailureError, Outcome
+from tests.hostile.judge import Choose, FailureError, Inputs, Outcome, garbled
 
 _TEXTS = (
-    "hello",
-    "a\u2028b",
-    "c\u0085d\u2029",
-    "\x0b\x0c\x1c\x1d\x1e",
-    "é世\U0001f600",
-    "line\nend\r\n",
-    '"\\',
-    "\ufeff",
+    *("hello", "a\u2028b", "c\u0085d\u2029", "\x0b\x0c\x1c\x1d\x1e", "é世\U0001f600", "line\nend\r\n", '"\\', "\ufeff"),
     "",
 )
-_VALUES = (None, True, 7, -1.5, "", [], {}, ["a"], {"a": None}, 10**30)
+_VALUES: tuple[object, ...] = (None, True, 7, -1.5, "", [], {}, ["a"], {"a": None}, 10**30)
 _PARTS = (
-    *(
-        b"\x00",
-        b"\xff",
-        b"\xc3",
-        b"\xed\xa0\x80",
-        b"\xef\xbb\xbf",
-        b"\xff\xfe",
-        b"\r",
-        b"\n",
-        b"\r\n",
-        b"\x0c",
-        b"\x1e",
-    ),
-    *(
-        b"\xe2\x80\xa8",
-        b"\xc2\x85",
-        b"\\ud800",
-        b"\\u2028",
-        b"\\",
-        b'"',
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b",",
-        b":",
-        b"#",
-        b"'",
-    ),
-    *(b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 100_000, b'{"a":' * 50_000, b"null", b"%s", b"\t" * 100),
+    *(b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xff\xfe", b"\xe2\x80\xa8", b"\xc2\x85"),
+    *(b"\r", b"\n", b"\r\n", b"\x0c", b"\x1e", b"\\ud800", b"\\u2028", b"\\", b'"', b"{", b"}", b"[", b"]", b",", b":"),
+    *(b"#", b"'", b"%s", b"null", b"NaN", b"-Infinity", b"1e999"),
+    *(b"9" * 5000, b"[" * 100_000, b'{"a":' * 50_000, b"\t" * 100),
 )
 _ENCODINGS = (*["utf-8"] * 8, "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "cp1252")
 
 
-def broken(choose: Callable[[int], int]) -> bytes:
-    """A file with something wrong in it, or with nothing but odd text; `choose(n)` picks one of 0 … n−1."""
+def inputs(path: Path, choose: Choose, count: int) -> Inputs:
+    """Files of prompts and of rollout groups in turn, each written to `path`."""
+    for number in range(count):
+        yield str(number), partial(read, path, broken(choose), as_groups=number % 2 > 0)
+
+
+def broken(choose: Choose) -> bytes:
+    """A file with something wrong in it, or with nothing but odd text."""
     lines = [_line(choose) for _ in range(choose(5))]
     text = ("\n", "\n", "\n", "\r\n", "\r", "\n\n \t\n", "\u2028")[choose(7)].join(lines)
-    raw = bytearray((text + "\n" * choose(2)).encode(_ENCODINGS[choose(len(_ENCODINGS))], "replace"))
-    for _ in range(choose(2) * choose(4)):
-        at = choose(len(raw) + 1)
-        match choose(4):
-            case 0:
-                raw[at:at] = _PARTS[choose(len(_PARTS))]
-            case 1:
-                del raw[at : at + 1 + choose(12)]
-            case 2:
-                raw[at:at] = raw[at : at + 1 + choose(40)]
-            case _:
-                raw[at : at + 1] = bytes([choose(256)])
-    return bytes(raw)
+    raw = (text + "\n" * choose(2)).encode(_ENCODINGS[choose(len(_ENCODINGS))], "replace")
+    return garbled(raw, choose, inserted=_PARTS) if raw and choose(2) else raw
 
 
-def _line(choose: Callable[[int], int]) -> str:
+def _line(choose: Choose) -> str:
     fields: dict[str, object] = {"domain": _TEXTS[choose(len(_TEXTS))], "prompt": _TEXTS[choose(len(_TEXTS))], "n": 2}
     if choose(3) == 0:
         fields[("domain", "prompt", "n", "id", "a\u2028")[choose(5)]] = _VALUES[choose(len(_VALUES))]

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,20 @@ from safetensors.torch import load_file, save_file
 
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
-from slipstream.doctor.model import check_model
-from slipstream.models import resolve_model
-from slipstream.new_draft import check_target, checked_fingerprint
+from slipstream.doctor.machine import check_model
+from slipstream.models import check_target, checked_fingerprint, resolve_model
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError, DraftError
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import make_toy_model
-from tests.hostile.judge import FailureError, Outcome
-
-Choose = Callable[[int], int]
-"""A number below the one given."""
+from tests.hostile.judge import Choose, FailureError, Inputs, Outcome, garbled
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _NOBODY = 65534
 _ODD: tuple[Any, ...] = (
-    None,
-    "576",
-    "",
-    0,
-    -1,
-    1,
-    7,
-    0.5,
-    True,
-    [],
-    {},
-    [64],
-    10**7,
-    10**12,
-    10**30,
-    1e400,
-    "x" * 5000,
+    *(None, "576", "", "x" * 5000, [], {}, [64]),
+    *(0, -1, 1, 7, 0.5, True, 10**7, 10**12, 10**30, 1e400),
 )
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -93,24 +75,19 @@ class ModelFolders:
         for place in (folder, folder.parent, self._whole, *self._whole.iterdir(), *self._other.iterdir()):
             place.chmod(0o755)
 
+    def inputs(self, choose: Choose, count: int) -> Inputs:
+        for number in range(count):
+            what, path = self.broken(choose)
+            yield f"{number} {what}", partial(attempt, path)
+
     def broken(self, choose: Choose) -> tuple[str, Path]:
         """What was done, and the folder to which."""
         shutil.rmtree(self._folder / f"{self._number}", ignore_errors=True)
         self._number += 1
         path = shutil.copytree(self._whole, self._folder / f"{self._number}")
-        ways = (
-            _garble,
-            _config_field,
-            _config_field,
-            _config_meant,
-            _nested,
-            _tensors,
-            _tensors,
-            _tokenizer,
-            _odd_file,
-        )
-        what = [*ways, self._swap][choose(len(ways) + 1)](path, choose)
-        return what, path
+        common = (_config_field, _config_field, _tensors, _tensors)
+        ways = (*common, _garble, _config_meant, _nested, _tokenizer, _odd_file, self._swap)
+        return ways[choose(len(ways))](path, choose), path
 
     def _swap(self, path: Path, choose: Choose) -> str:
         """A file of another model."""
@@ -146,7 +123,7 @@ def _serve(path: Path, window: int) -> None:
     draft = fresh_draft(model_dir, seed=0)
     if draft.config.max_position_embeddings < target.context_length:
         raise FailureError("the draft's window is smaller than the target's")
-    hidden, features = target.forward(torch.tensor([ids]), first_slot=0, starts=[0])
+    hidden, features = target.forward([ids], first_slot=0, starts=[0])
     if not bool(torch.isfinite(target.logits(hidden)).all()):
         raise FailureError("the target computes what is no number")
     draft.fuse(features.float())
@@ -184,22 +161,15 @@ def _files(path: Path) -> list[Path]:
 
 def _garble(path: Path, choose: Choose) -> str:
     file = _files(path)[choose(len(_files(path)))]
-    data = bytearray(file.read_bytes())
-    place = choose(max(len(data), 1))
+    data = file.read_bytes()
     way = choose(5)
     if way == 0:
         file.unlink()
-    elif way == 1:
-        file.write_bytes(data[:place])
-    elif way == 2:
-        # In the header of weights, where their few bytes matter.
-        data[place % 8192 % len(data)] = choose(256)
-        file.write_bytes(data)
-    elif way == 3:
-        file.write_bytes(b"")
     else:
-        file.write_bytes(bytes(choose(256) for _ in range(64)) + data)
-    return f"{file.name}: {('gone', 'cut', 'one byte', 'empty', 'bytes before it')[way]} at {place}"
+        # In the header of weights, where a few bytes matter.
+        changed = (garbled(data, choose, head=8192), data[: choose(len(data))], b"", bytes(range(64)) + data)[way - 1]
+        file.write_bytes(changed)
+    return f"{file.name}: {('gone', 'a few bytes', 'cut', 'empty', 'bytes before it')[way]}"
 
 
 def _change(path: Path, change: dict[str, Any], name: str = CONFIG) -> None:
@@ -233,25 +203,26 @@ def _nested(path: Path, choose: Choose) -> str:
 def _tensors(path: Path, choose: Choose) -> str:
     weights = load_file(path / WEIGHTS)
     name = sorted(weights)[choose(len(weights))]
-    way = choose(9)
-    if way == 0:
-        del weights[name]
-    elif way == 1:
-        weights[f"{name}.old"] = weights.pop(name)
-    elif way == 2:
-        weights[name] = weights[name][:-1].contiguous()
-    elif way == 3:
-        weights[name] = weights[name][None].contiguous()
-    elif way == 4:
-        weights[name] = weights[name].to((torch.int8, torch.bool, torch.float16, torch.float64)[choose(4)])
-    elif way == 5:
-        weights[name].view(-1)[0] = (float("nan"), float("inf"))[choose(2)]
-    elif way == 6:
-        weights["more.weight"] = torch.zeros(2, 2)
-    elif way == 7:
-        weights["lm_head.weight"] = torch.randn(46 + choose(2), 32)
-    else:
-        weights = {each.removeprefix("model."): tensor for each, tensor in weights.items()}
+    tensor, way = weights[name], choose(9)
+    match way:
+        case 0:
+            del weights[name]
+        case 1:
+            weights[f"{name}.old"] = weights.pop(name)
+        case 2:
+            weights[name] = tensor[:-1].contiguous()
+        case 3:
+            weights[name] = tensor[None].contiguous()
+        case 4:
+            weights[name] = tensor.to((torch.int8, torch.bool, torch.float16, torch.float64)[choose(4)])
+        case 5:
+            tensor.view(-1)[0] = (float("nan"), float("inf"))[choose(2)]
+        case 6:
+            weights["more.weight"] = torch.zeros(2, 2)
+        case 7:
+            weights["lm_head.weight"] = torch.randn(46 + choose(2), 32)
+        case _:
+            weights = {each.removeprefix("model."): tensor for each, tensor in weights.items()}
     save_file(weights, path / WEIGHTS, {"format": "pt"})
     return f"tensor {name}, way {way}"
 
@@ -278,24 +249,20 @@ def _tokenizer(path: Path, choose: Choose) -> str:
 
 def _odd_file(path: Path, choose: Choose) -> str:
     file = _files(path)[choose(len(_files(path)))]
-    way = choose(6)
-    if way == 0:
-        file.chmod(0)
-    elif way == 5:
-        path.chmod(0)
-        return "folder without permission"
-    else:
-        file.unlink()
-        if way == 1:
+    way = ("folder without permission", "no permission", "folder", "link to itself", "pipe", "index beside")[choose(6)]
+    if "permission" in way:
+        (path if way.startswith("folder") else file).chmod(0)
+        return f"{file.name}: {way}"
+    file.unlink()
+    match way:
+        case "folder":
             file.mkdir()
-        elif way == 2:
+        case "link to itself":
             file.symlink_to(file)
-        elif way == 3:
+        case "pipe":
             os.mkfifo(file)
-        else:
-            (path / "model.safetensors.index.json").write_text(
-                json.dumps(
-                    {"weight_map": {"model.norm.weight": ("../x.safetensors", "a.safetensors", "/dev/zero")[choose(3)]}}
-                )
-            )
-    return f"{file.name}: {('no permission', 'folder', 'link to itself', 'pipe', 'index beside')[way]}"
+        case _:
+            place = ("../x.safetensors", "a.safetensors", "/dev/zero")[choose(3)]
+            index = json.dumps({"weight_map": {"model.norm.weight": place}})
+            (path / "model.safetensors.index.json").write_text(index)
+    return f"{file.name}: {way}"

@@ -13,8 +13,8 @@ import redis
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.toy import make_toy_model, random_draft
 from tests.hostile import api, bodies, wire
-from tests.hostile.judge import Tally
-from tests.hostile.site import API_KEY, KEYS, full_app, open_app
+from tests.hostile.api import API_KEY, KEYS, full_app, open_app
+from tests.hostile.judge import Tally, tallied
 from tests.serving.local.harness import toy_engine
 
 
@@ -62,17 +62,13 @@ def test_any_method_on_any_path_with_any_header(site: api.Site, engine: DoubleEn
 def test_table_of_bodies(site: api.Site, path: str) -> None:
     tally = Tally("bodies")
     api.send_bodies(site, tally, path, bodies.hostile_bodies(path))
-    choose = random.Random(0).randrange
-    api.send_bodies(site, tally, path, ((str(n), bodies.mutate(path, choose), {}) for n in range(50)))
+    api.send_bodies(site, tally, path, bodies.mutated(path, random.Random(0).randrange, 50))
     tally.check()
     assert tally.outcomes.keys() <= {"200", "400", "404", "413", "415"}, tally.outcomes
 
 
 def test_bytes_on_a_socket(site: api.Site) -> None:
-    tally = Tally("socket")
-    choose = random.Random(0).randrange
-    for name, raw in {**wire.HOSTILE, **{f"mutated {n}": wire.mutate(choose) for n in range(50)}}.items():
-        tally.take(name, lambda raw=raw: wire.exchange(site.url, raw))  # type: ignore[misc]
+    tally = tallied("socket", wire.inputs(site.url, wire.HOSTILE, random.Random(0).randrange, 50))
     tally.check()
     assert {"200", "400", "closed"} <= tally.outcomes.keys(), tally.outcomes
     key = {"authorization": f"Bearer {API_KEY}"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,31 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import check_trace, decode_trace, encode_trace
 from tests.fixtures.traces import make_trace
-from tests.hostile.judge import FailureError, Outcome
+from tests.hostile.judge import Choose, FailureError, Inputs, Outcome, garbled
 
 MODEL_KEY = "hostile"
 KEYS = RedisKeys(model_key=MODEL_KEY)
 
 
-def original(choose: Callable[[int], int]) -> bytes:
+def original(choose: Choose) -> bytes:
     trace = make_trace(choose(1000), T=1 + choose(20), K=1 + choose(5), R=choose(5), P=choose(4))
     return encode_trace(trace, features="float8" if choose(2) else "bfloat16")
 
 
-def mutate(raw: bytes, choose: Callable[[int], int]) -> bytes:
-    changed = bytearray(raw)
-    for _ in range(1 + choose(5)):
-        at = choose(min(len(changed), 1500)) if choose(2) else choose(len(changed))
-        match choose(5):
-            case 0:
-                changed[at] ^= 1 << choose(8)
-            case 1:
-                del changed[at : at + 1 + choose(20)]
-            case 2:
-                changed[at:at] = changed[at : at + 1 + choose(20)]
-            case 3:
-                del changed[at:]
-            case _:
-                changed[at] = choose(256)
-        changed = changed or bytearray(1)
-    return bytes(changed)
+def mutate(raw: bytes, choose: Choose) -> bytes:
+    """Changed in a few places, or cut."""
+    return garbled(raw, choose, head=1500) if choose(5) else raw[: 1 + choose(len(raw))]
+
+
+def mutated_traces(choose: Choose, count: int) -> Inputs:
+    for number in range(count):
+        yield str(number), partial(decode, mutate(original(choose), choose))
+
+
+def mutated_recordings(path: Path, choose: Choose, count: int) -> Inputs:
+    written = recording(path, choose)
+    for number in range(count):
+        yield str(number), partial(read_recording, path, mutate(written, choose))
 
 
 def decode(raw: bytes) -> Outcome:
@@ -64,7 +62,7 @@ def read_recording(path: Path, raw: bytes) -> Outcome:
     return "read, with damage counted" if damaged else "read"
 
 
-def recording(path: Path, choose: Callable[[int], int]) -> bytes:
+def recording(path: Path, choose: Choose) -> bytes:
     header = RecordingHeader(target_fingerprint="f" * 64, model="toy", created_ms=1)
     with RecordingWriter(path, header) as writer:
         for number in range(3):
@@ -90,7 +88,7 @@ def consume(client: Any, fields: dict[str, Any]) -> Outcome:
     """What a trainer does with the entry, and with one of ours behind it, which must come through."""
     client.flushall()
     stream = TraceStream(client, MODEL_KEY, max_bytes=100_000_000)
-    client.xadd(KEYS.ledger.traces, fields)
+    client.xadd(KEYS.traces, fields)
     stream.append(encode_trace(make_trace()), trace_id="ours")
     seen = []
     try:
@@ -110,9 +108,9 @@ def consume(client: Any, fields: dict[str, Any]) -> Outcome:
     return "dead letter"
 
 
-def odd_pointers() -> Iterator[tuple[str, bytes]]:
+def odd_pointers(client: Any) -> Inputs:
     values = (b"", b"abc", b"-1", b"0", b"1.5", b"1e9", b"\xff", b"9" * 5000, b" 7", b"1_0", "٣".encode())
-    yield from ((repr(value[:12]), value) for value in values)
+    yield from ((repr(value[:12]), partial(follow, client, value)) for value in values)
 
 
 def follow(client: Any, value: bytes) -> Outcome:

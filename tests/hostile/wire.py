@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from urllib.parse import urlsplit
 
+from tests.hostile.api import API_KEY
 from tests.hostile.bodies import hostile_bodies
-from tests.hostile.judge import DEADLINE_S, FailureError, Outcome
-from tests.hostile.site import API_KEY
+from tests.hostile.judge import DEADLINE_S, Choose, FailureError, Inputs, Outcome, garbled
 
 PATH = "/v1/chat/completions"
 _BODY = b'{"model": "double", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}'
@@ -117,22 +118,17 @@ def bodies_as_requests() -> dict[str, bytes]:
     }
 
 
-def mutate(choose: Callable[[int], int]) -> bytes:
-    """A valid request with a few bytes changed, removed or doubled."""
-    raw = bytearray(request(b"x-request-id: 7"))
-    for _ in range(1 + choose(5)):
-        at = choose(len(raw))
-        match choose(4):
-            case 0:
-                raw[at] ^= 1 << choose(8)
-            case 1:
-                del raw[at : at + 1 + choose(20)]
-            case 2:
-                raw[at:at] = raw[at : at + 1 + choose(20)]
-            case _:
-                raw[at : at + 1] = (b"\r\n", b"\n", b"\x00", b":", b" ", b"\xff")[choose(6)]
-        raw = raw or bytearray(b"G")
-    return bytes(raw)
+def mutate(choose: Choose) -> bytes:
+    """A valid request with a few bytes changed, removed, doubled or added."""
+    return garbled(request(b"x-request-id: 7"), choose, inserted=(b"\r\n", b"\n", b"\x00", b":", b" ", b"\xff"))
+
+
+def inputs(url: str, table: Mapping[str, bytes], choose: Choose, count: int) -> Inputs:
+    """What `table` has, then `count` mutated requests."""
+    for name, raw in table.items():
+        yield name, partial(exchange, url, raw)
+    for number in range(count):
+        yield f"mutated {number}", partial(exchange, url, mutate(choose))
 
 
 def exchange(url: str, raw: bytes) -> Outcome:

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, serve
+from serving.gateway.server import GatewayServer
 from serving.metrics import ServingCollector
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.client import connect
@@ -33,6 +33,7 @@ from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.toy import make_toy_model, random_draft
+from tests.serving.gateway.client import serve
 from tests.serving.local.harness import toy_engine
 
 KEY = "xyzzy-canary-of-the-admin-key"

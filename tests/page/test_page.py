@@ -17,10 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, serve
+from serving.gateway.server import GatewayServer
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.doubles import DoubleEngine
 from tests.page.conftest import KEY, Gateway, Watched
+from tests.serving.gateway.client import serve
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.passage import passing
 from tests.serving.sglang.outside.fake_sglang import FakeSglang

@@ -1,20 +1,22 @@
-"""The measured speedup and its interval, the control share, and the estimate beside them."""
+"""The measured speedup and its interval, the control share, the estimate beside them, and what the head adds."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from serving.speedup import ControlShare, PlannedSpeedup, SpeedupMeter, speedup
+from serving.speedup import ControlShare, EstimatedSpeedup, HeadSwitch, Speedup, SpeedupMeter, Sums, measure
+from tests.speculator.proposals.test_planner import DEPTH, World
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that a test sets."""
-    clock = [0.0]
-    monkeypatch.setattr("serving.speedup.time.monotonic", lambda: clock[0])
-    return clock
+class Meter(SpeedupMeter):
+    """With a clock that a test sets."""
+
+    def __init__(self, window_s: float = 120.0) -> None:
+        self.now_s = 0.0
+        super().__init__(window_s, clock=lambda: self.now_s)
 
 
 def test_the_ratio_compares_equal_batch_sizes() -> None:
@@ -35,21 +37,23 @@ def test_the_ratio_compares_equal_batch_sizes() -> None:
 
 
 def test_without_a_baseline_there_is_no_ratio() -> None:
-    assert speedup({(1, True): 1.0}, {(1, True): 5}, baseline_rounds=0, speculative_rounds=1).ratio is None
+    sums = Sums()
+    sums.add(1, True, 1.0, 5)
+    assert measure([sums]) == Speedup(None, None, baseline_rounds=0, speculative_rounds=1)
 
 
-def test_rounds_leave_the_window(now: list[float]) -> None:
-    meter = SpeedupMeter(window_s=10)
+def test_rounds_leave_the_window() -> None:
+    meter = Meter(window_s=10)
     meter.add(batch=1, drafted=False, seconds=1, committed=1)
-    now[0] = 11
+    meter.now_s = 11
     meter.add(batch=1, drafted=True, seconds=1, committed=1)
     assert meter.measure().baseline_rounds == 0
 
 
-def _simulate(meter: SpeedupMeter, now: list[float], rng: random.Random, *, busy: float) -> None:
+def _simulate(meter: Meter, rng: random.Random, *, busy: float) -> None:
     """Two minutes in which the machine is slower by a factor of up to `busy` for seconds on end; the truth is 1.5."""
     control, slow = ControlShare(0.05, seed=rng.randrange(1000)), 1.0
-    while now[0] < 120:
+    while meter.now_s < 120:
         if rng.random() < 0.02:
             slow = 1 + rng.random() * (busy - 1)
         batch = rng.choice((1, 2))
@@ -59,30 +63,33 @@ def _simulate(meter: SpeedupMeter, now: list[float], rng: random.Random, *, busy
             accepted = [1 + (rng.random() < 0.8) for _ in range(batch)]
             seconds, drafted, committed = 0.036 * slow * rng.uniform(0.9, 1.1), True, sum(accepted)
         meter.add(batch=batch, drafted=drafted, seconds=seconds, committed=committed)
-        now[0] += seconds
+        meter.now_s += seconds
 
 
-def test_the_interval_holds_the_truth_on_a_machine_that_is_busy_at_times(now: list[float]) -> None:
+def _known(measured: Speedup) -> tuple[float, float, float]:
+    assert measured.ratio is not None
+    assert measured.lower is not None
+    assert measured.upper is not None
+    return measured.ratio, measured.lower, measured.upper
+
+
+def test_the_interval_holds_the_truth_on_a_machine_that_is_busy_at_times() -> None:
     held, widths = 0, []
     for seed in range(60):
-        now[0] = 0.0
-        meter = SpeedupMeter()
-        _simulate(meter, now, random.Random(seed), busy=1.5)
-        measured = meter.measure()
-        assert measured.ratio is not None
-        assert measured.lower is not None
-        assert measured.upper is not None
-        held += measured.lower < 1.5 < measured.upper
-        widths.append(measured.upper - measured.lower)
+        meter = Meter()
+        _simulate(meter, random.Random(seed), busy=1.5)
+        _, lower, upper = _known(meter.measure())
+        held += lower < 1.5 < upper
+        widths.append(upper - lower)
     assert held >= 52
     assert sum(widths) / len(widths) < 0.2
 
 
-def test_each_group_is_compared_with_the_baseline_of_its_batch_sizes(now: list[float]) -> None:
-    meter = SpeedupMeter()
+def test_each_group_is_compared_with_the_baseline_of_its_batch_sizes() -> None:
+    meter = Meter()
     code, chat, rare = ("t", "code"), ("t", "chat"), ("u", "code")
     for turn in range(400):
-        now[0] = turn / 10
+        meter.now_s = turn / 10
         meter.add(batch=2, drafted=False, seconds=0.02, committed=2, earned=[(code, 1), (chat, 1)])
         meter.add(batch=2, drafted=True, seconds=0.04, committed=5, earned=[(code, 3), (chat, 2)])
     meter.add(batch=2, drafted=True, seconds=0.04, committed=4, earned=[(rare, 2), (rare, 2)])
@@ -141,9 +148,81 @@ def test_short_visits_to_a_batch_size_have_control_rounds_too() -> None:
     assert 70 <= sum(control.is_control(3) for control in visits for _ in range(5)) <= 130
 
 
-def test_the_estimate_of_planned_rounds_is_their_tokens_at_the_plain_price_over_their_time() -> None:
-    estimate = PlannedSpeedup()
+def test_the_estimate_is_what_tokens_cost_plainly_over_what_rounds_should_take() -> None:
+    estimate = EstimatedSpeedup()
     assert estimate.ratio() is None
     estimate.add(batch=1, committed=3, expected_s=0.040, plain_s=0.030)
     estimate.add(batch=2, committed=2, expected_s=0.032, plain_s=0.032)
     assert estimate.ratio() == pytest.approx((3 * 0.030 + 2 * 0.016) / (0.040 + 0.032))
+
+
+# -- the A/B of the draft head -------------------------------------------------------------------------------------
+
+
+def test_one_stretch_of_every_cycle_goes_without_the_head_at_a_random_place() -> None:
+    switch = HeadSwitch(0.25)
+    arms = [switch.next_arm() for _ in range(192 * 50)]
+    starts = []
+    for first in range(0, len(arms), 192):
+        cycle = [arm.may_ask for arm in arms[first : first + 192]]
+        assert cycle.count(False) == 48
+        starts.append(cycle.index(False))
+        assert not any(cycle[starts[-1] : starts[-1] + 48])
+    assert len(set(starts)) > 20
+
+
+def test_the_first_rounds_after_a_change_count_for_neither_side() -> None:
+    switch = HeadSwitch(0.5)
+    arms = [switch.next_arm() for _ in range(96 * 50)]
+    stretches = [[arm.counts for arm in group] for _, group in itertools.groupby(arms, lambda arm: arm.may_ask)]
+    assert len(stretches) > 90
+    for stretch in stretches[1:]:
+        assert stretch.index(True) == 8 if len(stretch) > 8 else not any(stretch)
+        assert all(stretch[8:])
+
+
+def test_without_an_ab_the_head_may_always_be_asked_and_nothing_counts() -> None:
+    switch = HeadSwitch(0.0)
+    assert {switch.next_arm() for _ in range(1000)} == {(True, False)}
+
+
+def _ab(world: World, *, rounds: int, busy: float = 1.0) -> Speedup:
+    """What an A/B of so many rounds finds, on a machine that is slower by up to `busy` for some time now and then."""
+    switch, rng = HeadSwitch(0.25, seed=world.seed), random.Random(world.seed)
+    blocks = [Sums() for _ in range(20)]
+    for number in range(rounds):
+        if rng.random() < 0.005:
+            world.scale = 1 + rng.random() * (busy - 1)
+        arm, clock_s, tokens = switch.next_arm(), world.clock_s, world.tokens
+        world.run(1, head_depth=DEPTH if arm.may_ask else 0)
+        if arm.counts:
+            block = blocks[20 * number // rounds]
+            block.add(world.batch, arm.may_ask, world.clock_s - clock_s, world.tokens - tokens)
+    return measure(blocks)
+
+
+def _gain(alpha: float) -> float:
+    """Of a head that may always be asked over one that never may."""
+    rates = []
+    for head_depth in (DEPTH, 0):
+        world = World(alpha, seed=1000)
+        world.run(8_000, head_depth=head_depth)
+        rates.append(world.rate)
+    return rates[0] / rates[1]
+
+
+@pytest.mark.parametrize(("alpha", "least", "most"), [(0.0, 0.97, 1.0), (0.8, 1.15, 2.0)])
+def test_the_interval_holds_what_the_head_adds_on_a_machine_that_is_busy_at_times(
+    alpha: float, least: float, most: float
+) -> None:
+    truth = _gain(alpha)
+    assert least < truth <= most
+    held, widths, found = 0, [], []
+    for seed in range(12):
+        ratio, lower, upper = _known(_ab(World(alpha, seed=seed), rounds=3000, busy=1.5))
+        held += lower < truth < upper
+        widths.append(upper - lower)
+        found.append(ratio)
+    assert held >= 10
+    assert sum(widths) / len(widths) < 0.25
+    assert sum(found) / len(found) == pytest.approx(truth, abs=0.03)

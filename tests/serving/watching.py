@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from serving.hotswap.breaker import LiveWatch, Outcome, Proposed, Stratum, Verdict, Verification, WatchedRound
+from serving.engine import Proposed, Stratum, Verification, WatchedRound
+from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
 
 CHAT, CODE = Stratum("chat", "t0.7"), Stratum("code", "greedy")
 DEPTH = 4
@@ -68,15 +69,22 @@ def serve(watch: LiveWatch, source: Iterator[WatchedRound], count: int) -> None:
         watch.observe(next(source))
 
 
+def take_in(watch: LiveWatch, source: Iterator[WatchedRound], count: int) -> None:
+    """Serve, and look once."""
+    serve(watch, source, count)
+    watch.update()
+
+
 def try_out(
     watch: LiveWatch, version: int, source: Iterator[WatchedRound], *, look_every: int = 50, most_rounds: int = 20_000
 ) -> Verdict:
     """Serve a version until its trial ends; `look_every` rounds are a poll."""
+    watch.update()
     watch.begin(version)
     for _ in range(0, most_rounds, look_every):
-        serve(watch, source, look_every)
+        take_in(watch, source, look_every)
         verdict = watch.judge()
         if verdict.outcome is not Outcome.WATCHING:
-            watch.settle(verdict)
+            watch.end(is_kept=verdict.outcome is Outcome.PROMOTED)
             return verdict
     raise AssertionError(f"no verdict after {most_rounds} rounds: {verdict}")

@@ -23,7 +23,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import decode_trace
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
-from tests.fixtures.telemetry import SGLANG, answers, prometheus, questions
+from tests.fixtures.telemetry import SGLANG, prometheus, questions, without_data
 from tests.fixtures.waiting import wait_until
 from tests.page.conftest import Watched, browser, watched
 from tests.sglang.served import Served, serving
@@ -144,8 +144,7 @@ def test_every_query_of_sglangs_dashboard_has_data(served: Served, client: opena
         def missing() -> set[str]:
             # SGLang measures the time between tokens of streamed answers alone.
             list(client.chat.completions.create(model=NAME, messages=_messages("Count."), max_tokens=24, stream=True))
-            found = answers(url, questions(SGLANG), time.time())
-            return {one.asked.expr for one in found if not one.has_data} - NOT_SO_SOON
+            return {expr for _, expr in without_data(url, questions(SGLANG), time.time())} - NOT_SO_SOON
 
         deadline = time.monotonic() + 30
         while (nothing := missing()) and time.monotonic() < deadline:

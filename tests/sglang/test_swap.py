@@ -24,12 +24,12 @@ from prometheus_client import CollectorRegistry
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
+from tests.serving.gateway.client import serve
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import Plugged, plugged_server
 from tests.sglang.test_capture import QUESTIONS
@@ -208,7 +208,7 @@ async def _ask_while_it_is_killed(plugged: Plugged) -> None:
     app = create_passthrough_app(host, upstream, settings=GatewaySettings(), registry=CollectorRegistry())
     question = {"model": "killed", "prompt": "One, two, three,", "max_tokens": 400, "temperature": 0}
     async with (
-        serve(app, port=0, grace_s=0) as gateway,
+        serve(app, grace_s=0) as gateway,
         openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
     ):
         seen = 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -97,16 +98,34 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
         )
 
 
+class Ended(NamedTuple):
+    """How a command line ended, and what it printed."""
+
+    code: int | str | None
+    out: str
+    err: str
+
+
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Run a command line in this process."""
+
+    def run(*arguments: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(command: Callable[..., Ended]) -> Callable[..., str]:
     """Run a command line that must end with exit code 2 and one line, which is returned."""
 
     def run(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("{")]
-        assert ended.value.code == 2, printed
+        code, _, err = command(*arguments)
+        printed = [line for line in err.splitlines() if line and not line.startswith("{")]
+        assert code == 2, printed
         assert len(printed) == 1, printed
         return printed[0]
 

@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from os import _exit as exit_at_once
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ import serving.local.engine
 import slipstream.start.local
 import trainer.loop
 import trainer.process
-import trainer.release.gate
 import trainer.release.live_review
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
@@ -42,7 +42,7 @@ from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
-from slipstream.start.local_site import ServeOptions
+from slipstream.start.local import ServeOptions
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
@@ -52,6 +52,7 @@ from speculator.versions.store import DraftStore
 from tests.fixtures.decoding import FixedPlanner
 from tests.fixtures.doubles import DoubleEngine
 from tests.trainer.examples import config_for, promote
+from trainer.loop import Trainer
 from trainer.process import run_trainer
 from trainer.session import Training
 
@@ -186,7 +187,7 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
         train_until(*args)
 
     trainer.process.train_until = told
-    trainer.release.gate.decide = promote
+    trainer.process.Trainer = functools.partial(Trainer, decide=promote)  # type: ignore[misc,assignment]
     trainer.loop.IDLE_BLOCK_MS = 20
     trainer.release.live_review.LOOK_INTERVAL_S = 0.02
     model_dir = Path(order.model_dir)
@@ -236,7 +237,7 @@ def _child(order: Order) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        exit_at_once(status)
 
 
 if __name__ == "__main__":

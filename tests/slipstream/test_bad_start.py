@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slipstream.cli.main import main
 from slipstream.models import BUNDLED_MODEL
 from speculator.versions.store import DraftStore
+from tests.slipstream.conftest import Ended
 
 Refused = Callable[..., str]
 
@@ -39,10 +39,6 @@ def test_directory_without_a_model(refused: Refused, tmp_path: Path) -> None:
     assert "--model" in refused("train", "--model", tmp_path)
 
 
-def test_one_greedy_answer_many_times(refused: Refused, toy_model: Path) -> None:
-    assert "--temperature" in refused("demo", "--model", toy_model, "--samples", 2)
-
-
 def test_busy_port(refused: Refused, toy_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -53,19 +49,15 @@ def test_busy_port(refused: Refused, toy_model: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "train"])
-def test_no_redis(refused: Refused, toy_model: Path, tmp_path: Path, command: str) -> None:
-    port = ("--port", 0) if command == "serve" else ()
-    url = f"unix://{tmp_path}/redis.sock"
-    line = refused(command, "--model", toy_model, "--redis-url", url, "--store", tmp_path / "drafts", *port)
-    assert "redis" in line.lower()
-
-
-@pytest.mark.parametrize("command", ["serve", "train"])
-def test_unwritable_store(refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, command: str) -> None:
+def test_no_redis_and_an_unwritable_store(
+    refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, command: str
+) -> None:
+    words = (command, "--model", toy_model, *(("--port", 0) if command == "serve" else ("--state", tmp_path / "state")))
+    no_redis = ("--redis-url", f"unix://{tmp_path}/redis.sock", "--store", tmp_path / "drafts")
+    assert "redis" in refused(*words, *no_redis).lower()
     (tmp_path / "file").touch()
-    port = ("--port", 0) if command == "serve" else ("--state", tmp_path / "state")
     store = tmp_path / "file" / "drafts"
-    assert str(store) in refused(command, "--model", toy_model, "--redis-url", redis_url, "--store", store, *port)
+    assert str(store) in refused(*words, "--redis-url", redis_url, "--store", store)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +86,7 @@ def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, mo
     monkeypatch.setenv("SLIPSTREAM_TRAINER_LEARNING_RATE", "-1")
     assert "SLIPSTREAM_TRAINER_LEARNING_RATE" in refused("train", "--model", toy_model)
     (tmp_path / "prompts.jsonl").write_text('{"domain": "a"}\n')
+    assert "--temperature" in refused("demo", "--model", toy_model, "--samples", 2)
     line = refused("demo", "--model", toy_model, "--prompts", tmp_path / "prompts.jsonl")
     assert "line 1" in line
     assert "does not exist" in refused("demo", "--model", toy_model, "--json", tmp_path / "no" / "out.json")
@@ -122,11 +115,8 @@ def test_an_option_of_other_redis_clients(
 
 
 def test_doctor_names_the_option_of_another_redis_client(
-    toy_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., Ended], toy_model: Path, redis_url: str
 ) -> None:
-    url = f"{redis_url}&decode_responses=true"
-    monkeypatch.setattr(sys, "argv", ["slipstream", "doctor", "--model", str(toy_model), "--redis-url", url])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert "sets decode_responses," in capsys.readouterr().err
+    ended = command("doctor", "--model", toy_model, "--redis-url", f"{redis_url}&decode_responses=true")
+    assert ended.code == 1
+    assert "sets decode_responses," in ended.err

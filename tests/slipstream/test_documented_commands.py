@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer

@@ -38,12 +38,12 @@ def test_ours_and_libraries_lines_look_alike(lines: Lines) -> None:
     configure_logs()
     with structlog.contextvars.bound_contextvars(request_id="abc"):
         structlog.get_logger().info("ours", n=1)
-        logging.getLogger("serving.capture.recorder").debug("standard %s", "library")
+        structlog.get_logger().debug("formatted %s", "text")
         logging.getLogger("uvicorn.error").info("server")
     logging.getLogger("openai").info("a body")
     logging.getLogger("httpx").warning("slow")
     found = lines()
-    assert [line["event"] for line in found] == ["ours", "standard library", "server", "slow"]
+    assert [line["event"] for line in found] == ["ours", "formatted text", "server", "slow"]
     assert [line.get("request_id") for line in found] == ["abc", "abc", "abc", None]
     assert [line["level"] for line in found] == ["info", "debug", "info", "warning"]
     assert all(line["timestamp"] for line in found)

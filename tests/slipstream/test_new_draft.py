@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from slipstream.cli.main import app
 from speculator.draft.checkpoint import config_from_json, expected_shapes, target_fingerprint
 from speculator.versions.store import DraftStore, check_tensors
 from tests.slipstream.conftest import RunCli
@@ -66,14 +68,25 @@ def test_what_cannot_be_written_names_the_fix(refused: Refused, toy_model: Path,
     assert [path.name for path in full.iterdir()] == ["file"]
 
 
-def test_an_empty_folder_is_filled(toy_model: Path, tmp_path: Path) -> None:
-    from slipstream.new_draft import init_checkpoint
-
-    out = tmp_path / "empty"
-    out.mkdir()
-    first = init_checkpoint(toy_model, out, draft_vocab_size=16, seed=1, texts=[])
-    again = init_checkpoint(toy_model, tmp_path / "again", draft_vocab_size=16, seed=1, texts=[])
-    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+def test_an_empty_folder_is_filled_and_the_same_seed_writes_the_same(toy_model: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "empty", tmp_path / "again"]
+    folders[0].mkdir()
+    for out in folders:
+        words = [
+            "draft",
+            "init",
+            "--model",
+            str(toy_model),
+            "--out",
+            str(out),
+            "--draft-vocab-size",
+            "16",
+            "--seed",
+            "1",
+        ]
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    first, again = ((out / "model.safetensors").read_bytes() for out in folders)
+    assert first == again
 
 
 def test_a_target_that_cannot_be_read_leaves_nothing_behind(refused: Refused, toy_model: Path, tmp_path: Path) -> None:

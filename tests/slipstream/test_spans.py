@@ -36,7 +36,7 @@ from tests.serving.local.harness import fixed_engine
 from tests.serving.sglang.capture.test_capture import Request, end, make_capture, prefill, settle, verify
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
 from tests.serving.sglang.test_depth import make_control, step
-from tests.serving.sglang.test_swap import FusedDraft, make_draft, model
+from tests.serving.sglang.test_swap import model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer
@@ -183,15 +183,6 @@ def test_what_a_request_costs_in_sglangs_scheduler(seen: Seen) -> None:
     ]
 
 
-def test_a_swap_in_sglang(seen: Seen, model: FusedDraft) -> None:
-    pointer = FakePointer()
-    pointer.version = 2
-    DraftFollower(make_draft(model), pointer, engine_id="e").follow()
-    swap = seen.one("swap")
-    assert values(swap)["version"] == 2
-    assert all(is_under(seen.one(name), swap) for name in ("stage", "install"))
-
-
 def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
     with fixed_engine(toy_model) as harness:
         harness.drafts[2] = random_draft(toy_model, seed=2)
@@ -210,18 +201,12 @@ def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
 
 
 def test_a_step_and_a_publication(
-    seen: Seen,
-    monkeypatch: pytest.MonkeyPatch,
-    toy_model: Path,
-    tmp_path: Path,
-    redis_client: redis.Redis,
-    redis_url: str,
+    seen: Seen, toy_model: Path, tmp_path: Path, redis_client: redis.Redis, redis_url: str
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
     stream = TraceStream(redis_client, "toy", max_bytes=10**8)
     for trace in answer_traces(toy_model, num_traces=2):
         stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry())
+    trainer = Trainer(config_for(toy_model, tmp_path, redis_url=redis_url), CollectorRegistry(), decide=promote)
     trainer.read(block_ms=0)
     trainer.step()
     trainer.publish()
@@ -231,7 +216,7 @@ def test_a_step_and_a_publication(
     said = values(step)
     loss, tokens, traces = said.pop("loss"), said.pop("tokens"), said.pop("traces")
     assert loss > 0
-    assert tokens == trainer.metrics._registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
+    assert tokens == trainer.metrics.registry.get_sample_value("slipstream_trainer_learnt_tokens_total")
     assert 1 <= traces <= 2
     assert said == {"applied": True, "step": 1}
     assert publish.parent is None
@@ -320,12 +305,9 @@ def test_what_cannot_be_is_said_at_the_start(
 
 @pytest.mark.parametrize("command", [("serve",), ("train",), ("gateway", "--sglang", "http://127.0.0.1:1")])
 def test_each_service_heeds_the_variable(
-    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], command: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, seen: Seen, refused: Callable[..., str], command: tuple[str, ...]
 ) -> None:
+    """And closes its spans at the end."""
     monkeypatch.setenv("SLIPSTREAM_OTEL", "maybe")
     assert "SLIPSTREAM_OTEL" in refused(*command, "--model", "/nowhere")
-
-
-def test_a_command_that_ends_closes_them(seen: Seen, refused: Callable[..., str]) -> None:
-    refused("train", "--model", "/nowhere")
     assert not is_on()

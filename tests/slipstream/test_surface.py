@@ -6,7 +6,6 @@ what adds or removes a name writes it again with `python -m tests.slipstream.tes
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import tempfile
@@ -28,7 +27,6 @@ from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.client import RedisKeys
-from speculator.redis.stream_accounting import LedgerKeys
 from speculator.trace import encode_trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
@@ -91,13 +89,12 @@ def _routes() -> Iterator[str]:
 
 def _redis_keys() -> Iterator[str]:
     keys = RedisKeys(model_key="MODEL")
-    for name, member in inspect.getmembers_static(RedisKeys):
-        if name.startswith("_") or name == "model_key":
-            continue
-        value = getattr(keys, name)
-        key = value if isinstance(member, property) else value("NAME")
-        names = dataclasses.asdict(key).values() if isinstance(key, LedgerKeys) else [key]
-        yield from (f"Redis key {name}" for name in names)
+    yield from (
+        f"Redis key {key}" for name, key in vars(keys).items() if not name.startswith("_") and name != "model_key"
+    )
+    for name, make in inspect.getmembers(keys, inspect.ismethod):
+        if not name.startswith("_"):
+            yield f"Redis key {make('NAME')}"
 
 
 def _metrics() -> Iterator[str]:

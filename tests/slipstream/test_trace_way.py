@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slipstream.demo.scrape import Sample
+from slipstream.demo.servers import Sample
 from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import TRAINER_ENV

@@ -23,7 +23,7 @@ def read(path: Path) -> dict[int, dict[str, Any]]:
     return dict(read_json_lines(path, dict[str, Any], example='{"a": 1}'))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(VALUES, max_size=5), st.sampled_from(["\n", "\r\n"]), st.booleans())
 def test_a_file_is_read_by_its_line_feeds(
     tmp_path_factory: pytest.TempPathFactory, values: list[Any], end: str, bom: bool

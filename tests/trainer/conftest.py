@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -14,10 +16,11 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
 from tests.fixtures.toy import make_toy_model
 from tests.trainer.answers import answer_traces
-from tests.trainer.examples import config_for, promote
+from tests.trainer.examples import config_for
 from tests.trainer.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
+from trainer.release.gate import Decide, decide
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +54,9 @@ def settings(model_dir: Path, tmp_path: Path, redis_url: str) -> Callable[..., T
 
 @pytest.fixture
 def start(settings: Callable[..., TrainerConfig], stream: TraceStream) -> MakeTrainer:
-    return lambda **changes: Trainer(settings(**changes), CollectorRegistry())
+    """A trainer with these settings; `decide` takes the place of the gate's rule, and `clock` that of the time."""
 
+    def started(*, decide: Decide = decide, clock: Callable[[], float] = time.time, **changes: Any) -> Trainer:
+        return Trainer(settings(**changes), CollectorRegistry(), decide=decide, clock=clock)
 
-@pytest.fixture
-def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
+    return started

@@ -15,7 +15,7 @@ from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.loop import Trainer
 from trainer.release.acceptance import accept_probabilities, expected_rounds
-from trainer.release.gate import GateDecision, Outcome
+from trainer.release.gate import GateDecision, GateOutcome
 from trainer.statistics import Acceptance, Comparison
 
 
@@ -33,9 +33,7 @@ def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Ac
     """Of greedy chains from every base on, those in the prompt included."""
     total = Acceptance()
     for trace in traces:
-        accept_NK, labelled_N = accept_probabilities(
-            draft, batch_of([trace], draft), depth=depth, min_confidence=0.0, greedy=True
-        )
+        accept_NK, labelled_N = accept_probabilities(draft, batch_of([trace], draft), depth=depth, greedy=True)
         total += expected_rounds(accept_NK, labelled_N, depth)
     return total
 
@@ -69,9 +67,9 @@ def record(path: Path, traces: Sequence[Trace]) -> Path:
 
 
 def promote(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
-    """A gate that is open, for tests of what lies behind it: in place of `trainer.release.gate.decide`."""
-    return GateDecision(outcome=Outcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)
+    """A gate that is open, for tests of what lies behind it: in place of `decide` of trainer/release/gate.py."""
+    return GateDecision(outcome=GateOutcome.PROMOTE, reason="a test", incumbent=incumbent, fresh=fresh, golden=golden)
 
 
 def metric(trainer: Trainer, name: str, **labels: str) -> float | None:
-    return trainer.metrics._registry.get_sample_value(f"slipstream_trainer_{name}", labels)
+    return trainer.metrics.registry.get_sample_value(f"slipstream_trainer_{name}", labels)

@@ -116,22 +116,21 @@ def sums(trainer: Trainer) -> list[float]:
 
 def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     """Two traces each, one of which is bad on rank 1, through a real stream."""
-    trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
+    trainer = Trainer(config, CollectorRegistry(), ranks=ranks, decide=promote)
     trainer.read(block_ms=0)
     if ranks.rank == 1:
-        trainer._replay._waiting[-1].stored.example.aux.fill_(float("nan"))
-    waiting = trainer._replay.num_waiting
+        trainer.replay.waiting[-1].example.aux.fill_(float("nan"))
+    waiting = trainer.replay.num_waiting
     trainer.step()
     skipped = trainer.learner.num_steps
-    kept = sorted(trainer._replay.members)
+    kept = sorted(trainer.replay.members)
     trainer.step()
     steps = [skipped, trainer.learner.num_steps]
     trainer.checkpoint()
     trainer.ack()
-    due = [trainer.publish_due, trainer.checkpoint_due, trainer.has_work]
-    with mock.patch("trainer.release.gate.decide", promote):
-        trainer.publish()
-    published = trainer._training.version
+    due = [trainer.candidates.due, trainer.checkpoint_due, trainer.has_work]
+    trainer.publish()
+    published = trainer.training.version
     weights = sums(trainer)
     if ranks.leads:
         for state in (State.LIVE, State.ROLLED_BACK):
@@ -146,7 +145,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
         "version": published,
         "weights": weights,
         "fallen_back": {
-            "version": trainer._training.version,
+            "version": trainer.training.version,
             "steps": trainer.learner.num_steps,
             "weights": sums(trainer),
         },
@@ -168,7 +167,7 @@ def hears_nothing(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
             trainer.checkpoint()
             trainer.ack()
     trainer.close()
-    return {"steps": trainer.learner.num_steps, "weights": sums(trainer), "kept": sorted(trainer._replay.members)}
+    return {"steps": trainer.learner.num_steps, "weights": sums(trainer), "kept": sorted(trainer.replay.members)}
 
 
 def became_two(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
@@ -179,7 +178,7 @@ def became_two(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer.checkpoint()
     trainer.ack()
     trainer.close()
-    return {"resumed": resumed, "weights": weights, "kept": sorted(trainer._replay.members)}
+    return {"resumed": resumed, "weights": weights, "kept": sorted(trainer.replay.members)}
 
 
 def left_alone(ranks: Ranks) -> dict[str, Any]:
@@ -203,6 +202,11 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for version, state in [*((1, one) for one in (*way, State.PROMOTED)), *((2, one) for one in way)]:
         ranks.lead(partial(states.move, version, state, actor="engine:0"))
     turns, decoded, versions = itertools.count(), [], []
+
+    def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
+        decoded.append(stored.trace_id)
+        return accepted(version, stored.trace_id, changes[version])
+
     review = Review(
         states,
         pointer,  # type: ignore[arg-type]
@@ -211,18 +215,13 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ranks,
         load_draft=lambda version: version,  # type: ignore[arg-type,return-value]
         clock=lambda: float(next(turns)),
+        score=score,  # type: ignore[arg-type]
     )
-
-    def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
-        decoded.append(stored.trace_id)
-        return accepted(version, stored.trace_id, changes[version])
-
-    with mock.patch("trainer.release.live_review.score", score):
-        for turn in range(30):
-            review.take_turn()
-            versions.append(review._newcomer.version)
-            if ranks.leads or turn % 2:
-                review.arrived([stored_of(f"{ranks.rank}-{turn}")])
+    for turn in range(30):
+        review.take_turn()
+        versions.append(review.version)
+        if ranks.leads or turn % 2:
+            review.arrived([stored_of(f"{ranks.rank}-{turn}")])
     return {"versions": versions, "decoded": len(decoded), "state": str(states.state(2)), "desired": pointer.version}
 
 

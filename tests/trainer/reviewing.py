@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from speculator.errors import StreamError
-from trainer.statistics import Acceptance, Pair
+from trainer.statistics import Acceptance, PairedScores
 
 LENGTH = 2.0
 NOISE = 0.02
@@ -19,12 +19,12 @@ def accepted(version: int, trace_id: str, change: float) -> Acceptance:
     return Acceptance(num_committed=100, num_rounds=100 / (LENGTH * (1 + change)) * hardness * luck)
 
 
-def partly_worse(rng: random.Random, *, share: float, loss: float) -> Pair:
+def partly_worse(rng: random.Random, *, share: float, loss: float) -> PairedScores:
     """A trace that both drafts decode alike, but for a `share` of the traces."""
     tokens, length = rng.randint(40, 120), rng.uniform(1.2, 2.2)
     factor = 1 - loss if rng.random() < share else 1.0
     both = [Acceptance(num_committed=tokens, num_rounds=tokens / (length * each)) for each in (factor, 1.0)]
-    return Pair(*both)
+    return PairedScores(*both)
 
 
 class Pointer:

@@ -23,14 +23,14 @@ from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer, learn, members, waiting
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
+from trainer.release.gate import Decide, decide
 from trainer.session import load_checkpoint
 
 
-@pytest.mark.usefixtures("open_gate")
 def test_killed_right_after_publishing_it_knows_what_it_published(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
-    killed = start(publish_interval_s=0.0, publish_min_tokens=1)
+    killed = start(decide=promote, publish_interval_s=0.0, publish_min_tokens=1)
     send(stream, traces[:4])
     learn(killed, 4)
     killed.publish()
@@ -39,7 +39,7 @@ def test_killed_right_after_publishing_it_knows_what_it_published(
     states = DraftStore(tmp_path / "store").lifecycle
     for state in (State.LIVE, State.ROLLED_BACK, State.QUARANTINED):
         states.move(2, state, actor="engine:0")
-    resumed = start()
+    resumed = start(decide=promote)
     assert metric(resumed, "started_over_total") == 1.0, "its weights are those that were rolled back"
     assert metric(resumed, "published_version") == 1.0
     resumed.close()
@@ -94,12 +94,12 @@ def test_a_candidate_that_was_judged_waits_for_something_new(
     trainer = start(publish_interval_s=0.0, publish_min_tokens=1)
     send(stream, traces[:2])
     learn(trainer, 2)
-    assert trainer.publish_due
+    assert trainer.candidates.due
     trainer.publish()
     assert metric(trainer, "gate_decisions_total", outcome="hold") == 1.0, "there is no evidence"
-    assert not trainer.publish_due
+    assert not trainer.candidates.due
     trainer.step()
-    assert trainer.publish_due
+    assert trainer.candidates.due
     trainer.close()
 
 
@@ -167,7 +167,7 @@ def test_a_trace_that_left_the_pool_and_waits_is_not_lost_by_a_restart(
     first = start(**apart)
     send(stream, [renamed(trace, f"fresh-{number}") for number, trace in enumerate(fresh)])
     first.read(block_ms=0)
-    released = set(first._replay.waiting_trace_ids) - set(first._source.trace_ids_in_hand)
+    released = set(first.replay.waiting_trace_ids) - set(first.source.trace_ids_in_hand)
     assert released
     first.checkpoint()
     first.ack()
@@ -176,7 +176,7 @@ def test_a_trace_that_left_the_pool_and_waits_is_not_lost_by_a_restart(
     resumed = start(**apart)
     assert released <= set(kept(resumed)[0])
     resumed.read(block_ms=0)
-    assert released <= set(resumed._replay.waiting_trace_ids)
+    assert released <= set(resumed.replay.waiting_trace_ids)
     resumed.close()
 
 
@@ -206,15 +206,14 @@ def roll_back(store: DraftStore, version: int) -> None:
     store.lifecycle.move(version, State.QUARANTINED, actor="engine:0")
 
 
-@pytest.mark.usefixtures("open_gate")
 def test_a_version_that_was_never_admitted_stays_out(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
-    start().close()
+    start(decide=promote).close()
     store = DraftStore(tmp_path / "store")
     fingerprint = traces[0].header.target_fingerprint
     store.write(store.load(1), store.config(1), parent=1, target_fingerprint=fingerprint, info={})  # and a crash
-    trainer = start()
+    trainer = start(decide=promote)
     send(stream, traces[:2])
     learn(trainer, 2)
     trainer.publish()
@@ -223,7 +222,6 @@ def test_a_version_that_was_never_admitted_stays_out(
     trainer.close()
 
 
-@pytest.mark.usefixtures("open_gate")
 def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     settings: Callable[..., TrainerConfig], stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
@@ -231,7 +229,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     config = settings(publish_interval_s=0.0, publish_min_tokens=1)
 
     def begin() -> Trainer:
-        return Trainer(config, CollectorRegistry(), clock=lambda: now_s[0])
+        return Trainer(config, CollectorRegistry(), decide=promote, clock=lambda: now_s[0])
 
     trainer = begin()
     original = {name: weight.clone() for name, weight in trainer.learner.draft.named_parameters()}
@@ -242,7 +240,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     def publish() -> None:
         trainer.step()
         trainer.heed_rollbacks()
-        assert trainer.publish_due
+        assert trainer.candidates.due
         trainer.publish()
 
     send(stream, traces)
@@ -254,7 +252,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     trainer.heed_rollbacks()
     assert is_original(trainer)
     assert (trainer.learner.num_steps, len(members(trainer))) == (0, 1)
-    assert not trainer.publish_due, "it has learnt nothing since"
+    assert not trainer.candidates.due, "it has learnt nothing since"
     assert metric(trainer, "started_over_total") == 1.0
     assert metric(trainer, "published_version") == 1.0
     saved = load_checkpoint(tmp_path / "state")
@@ -270,14 +268,14 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     assert is_original(trainer)
     trainer.step()
     trainer.heed_rollbacks()
-    assert not trainer.publish_due, "two in a row"
+    assert not trainer.candidates.due, "two in a row"
     assert metric(trainer, "publishing_paused") == 1.0
     now_s[0] += config.publish_pause_s + 1
     publish()
     assert store.latest() == 4
     trainer.step()
     trainer.heed_rollbacks()
-    assert not trainer.publish_due, "version 4 is on trial"
+    assert not trainer.candidates.due, "version 4 is on trial"
     store.lifecycle.move(4, State.LIVE, actor="engine:0")
     store.lifecycle.move(4, State.PROMOTED, actor="engine:0")
     now_s[0] += 10
@@ -290,7 +288,8 @@ def test_the_incumbent_is_what_engines_have(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     store, pointer = DraftStore(tmp_path / "store"), DraftPointer(redis_client, "toy")
-    trainer = start()
+    rules: list[Decide] = []
+    trainer = start(decide=lambda *found, **asked: (rules.pop() if rules else decide)(*found, **asked))
     send(stream, traces[:2])
     learn(trainer, 2)
 
@@ -299,9 +298,8 @@ def test_the_incumbent_is_what_engines_have(
         found: int = store.lifecycle.events.tail(1)[0].fields["incumbent"]
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.release.gate.decide", promote)
-        trainer.publish()
+    for _ in range(2):
+        rules += [promote, promote]  # it is asked twice about each
         trainer.publish()
     assert incumbent() == 3
     pointer.replace(3, 2)
@@ -313,7 +311,6 @@ def test_the_incumbent_is_what_engines_have(
     trainer.close()
 
 
-@pytest.mark.usefixtures("open_gate")
 def test_what_could_not_be_announced_is_announced_later_and_not_made_again(
     start: MakeTrainer,
     stream: TraceStream,
@@ -325,17 +322,17 @@ def test_what_could_not_be_announced_is_announced_later_and_not_made_again(
     def away(*_: object) -> None:
         raise StreamError("Redis is away")
 
-    trainer = start(publish_interval_s=0.0, publish_min_tokens=1)
+    trainer = start(decide=promote, publish_interval_s=0.0, publish_min_tokens=1)
     send(stream, traces[:4])
     learn(trainer, 4)
     with monkeypatch.context() as patched:
         patched.setattr(DraftPointer, "publish", away)
         for _ in range(3):
-            assert trainer.publish_due
+            assert trainer.candidates.due
             trainer.publish()
     store, pointer = DraftStore(tmp_path / "store"), DraftPointer(redis_client, "toy")
     assert (store.latest(), pointer.published(), metric(trainer, "publish_errors_total")) == (2, None, 3.0)
     trainer.publish()
     assert (store.latest(), pointer.published(), metric(trainer, "published_version")) == (2, 2, 2.0)
-    assert not trainer.publish_due, "nothing was learnt since"
+    assert not trainer.candidates.due, "nothing was learnt since"
     trainer.close()

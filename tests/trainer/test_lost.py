@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import torch
-from prometheus_client import CollectorRegistry
 
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.control_plane import DraftPointer
@@ -18,29 +17,18 @@ from speculator.trace import Trace
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
-from tests.trainer.examples import config_for, promote
+from tests.trainer.examples import promote
+from tests.trainer.trainers import MakeTrainer
 from trainer.loop import Trainer
 
-Start = Callable[[], Trainer]
+HOW: dict[str, Any] = {"decide": promote, "publish_interval_s": 0.0, "publish_min_tokens": 1}
 
 
 @pytest.fixture
-def stream(redis_client: redis.Redis) -> TraceStream:
-    return TraceStream(redis_client, "toy", max_bytes=10**8)
-
-
-@pytest.fixture
-def start(model_dir: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
-    changes = {"publish_interval_s": 0.0, "publish_min_tokens": 1}
-    return lambda: Trainer(config_for(model_dir, tmp_path, redis_url=redis_url, **changes), CollectorRegistry())
-
-
-@pytest.fixture
-def published(start: Start, stream: TraceStream, traces: list[Trace]) -> Trainer:
+def published(start: MakeTrainer, stream: TraceStream, traces: list[Trace]) -> Trainer:
     """A trainer that has learnt from four traces, published version 2, and ended."""
     send(stream, traces[:4])
-    trainer = start()
+    trainer = start(**HOW)
     _learn_and_publish(trainer)
     trainer.close()
     return trainer
@@ -56,13 +44,13 @@ def _learn_and_publish(trainer: Trainer) -> None:
 
 
 def test_an_empty_redis_is_filled_again(
-    published: Trainer, start: Start, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
+    published: Trainer, start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
 ) -> None:
     pointer = DraftPointer(redis_client, "toy")
     assert pointer.desired() == 2
     redis_client.flushall()
     assert pointer.desired() is None
-    trainer = start()
+    trainer = start(**HOW)
     send(stream, traces[4:])
     _learn_and_publish(trainer)
     assert pointer.desired() == 3, "engines follow it again"
@@ -71,13 +59,13 @@ def test_an_empty_redis_is_filled_again(
 
 
 def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
-    published: Trainer, start: Start, stream: TraceStream, traces: list[Trace], model_dir: Path, tmp_path: Path
+    published: Trainer, start: MakeTrainer, stream: TraceStream, traces: list[Trace], model_dir: Path, tmp_path: Path
 ) -> None:
     shutil.rmtree(tmp_path / "store")
     store = DraftStore(tmp_path / "store")
     # As `slipstream draft init --if-missing` does; its draft is of the same vocabulary.
     assert ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=40) == 1
-    trainer = start()
+    trainer = start(**HOW)
     learnt, found = published.learner.draft.fc.weight, trainer.learner.draft.fc.weight
     assert torch.equal(learnt, found)
     assert not torch.equal(found.bfloat16(), store.load(1)["fc.weight"])
@@ -88,13 +76,13 @@ def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
 
 
 def test_without_its_own_volume_the_trainer_goes_on_from_the_store(
-    published: Trainer, start: Start, tmp_path: Path
+    published: Trainer, start: MakeTrainer, tmp_path: Path
 ) -> None:
     shutil.rmtree(tmp_path / "state")
     newest = DraftStore(tmp_path / "store").lifecycle.newest_servable()
     assert newest == 2
-    trainer = start()
-    assert trainer._training.version == newest
+    trainer = start(**HOW)
+    assert trainer.training.version == newest
     weights = DraftStore(tmp_path / "store").load(newest)
     assert torch.equal(trainer.learner.draft.fc.weight.bfloat16(), weights["fc.weight"])
     assert trainer.learner.num_steps == 0

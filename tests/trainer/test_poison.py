@@ -44,7 +44,7 @@ def poisoned(trace: Trace, number: int) -> Trace:
 def shares(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Tokens of each tenant in what is learnt from, counted from now on."""
     mix: Counter[str] = Counter()
-    draw = trainer._replay.draw
+    draw = trainer.replay.draw
 
     def counted(*args: object, **named: object) -> object:
         drawn = draw(*args, **named)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def shares(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             mix[one.stored.provenance.tenant] += one.stored.num_bases
         return drawn
 
-    monkeypatch.setattr(trainer._replay, "draw", counted)
+    monkeypatch.setattr(trainer.replay, "draw", counted)
     return mix
 
 
@@ -82,7 +82,7 @@ def test_poison_gets_its_share_of_the_mix_and_the_golden_score_holds(
         mix = shares(trainer, monkeypatch)
         for trace in traffic:
             stream.append(encode_trace(trace), trace_id=trace.header.trace_id)
-        while trainer._replay.num_waiting or stream.lag().undelivered:
+        while trainer.replay.num_waiting or stream.lag().undelivered:
             trainer.read(block_ms=0)
             trainer.step()
         for _ in range(60):
@@ -97,7 +97,7 @@ def test_poison_gets_its_share_of_the_mix_and_the_golden_score_holds(
     assert mix["poison"] / mix.total() < CAP + 0.05
     assert flood["poison"] / flood.total() > 0.75, "it is most of the traffic"
     before, with_cap, without = map(
-        score, (capped._training.load_draft(1), capped.learner.averaged, uncapped.learner.averaged)
+        score, (capped.training.load_draft(1), capped.learner.averaged, uncapped.learner.averaged)
     )
     assert with_cap > 1.1 * before
     assert with_cap > without

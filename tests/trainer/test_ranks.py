@@ -329,7 +329,7 @@ def test_torchrun_learns_survives_a_killed_rank_ends_cleanly_and_one_process_goe
 
     resumed = Trainer(config, CollectorRegistry())
     assert resumed.learner.num_steps == int(state["num_steps"])
-    assert set(resumed._replay.members) == ids, "of both ranks"
+    assert set(resumed.replay.members) == ids, "of both ranks"
     resumed.step()
     resumed.checkpoint()
     resumed.close()

@@ -23,7 +23,7 @@ from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import different, renamed
-from tests.trainer.examples import metric
+from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
 from trainer.config import TrainerConfig, load_config
 from trainer.loop import train_until
@@ -133,16 +133,17 @@ def test_it_sleeps_when_there_is_nothing_new(start: MakeTrainer, stream: TraceSt
     trainer.close()
 
 
-@pytest.mark.usefixtures("open_gate")
 def test_the_loop_learns_publishes_and_leaves_nothing_pending(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis, tmp_path: Path
 ) -> None:
-    trainer = start(publish_interval_s=0.0, publish_min_tokens=200, checkpoint_interval_s=0.0, keep_versions=3)
+    trainer = start(
+        decide=promote, publish_interval_s=0.0, publish_min_tokens=200, checkpoint_interval_s=0.0, keep_versions=3
+    )
     pointer = DraftPointer(redis_client, "toy")
     pointer.pin(2)
     stop = threading.Event()
     thread = threading.Thread(target=train_until, args=(stop, trainer))
-    thread.start()
+    thread.start(decide=promote)
     send(stream, traces)
     store = DraftStore(tmp_path / "store")
     wait_until(lambda: (store.latest() or 0) >= 6)
@@ -179,9 +180,9 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     send(stream, [renamed(traces[1], "late")])
 
     resumed = start(**small)
-    assert resumed._replay.members == first._replay.members
-    assert resumed._replay.num_bytes_by_domain() == first._replay.num_bytes_by_domain()
-    assert set(resumed._replay.num_bytes_by_domain()) == {"a", "b"}
+    assert resumed.replay.members == first.replay.members
+    assert resumed.replay.num_bytes_by_domain() == first.replay.num_bytes_by_domain()
+    assert set(resumed.replay.num_bytes_by_domain()) == {"a", "b"}
     assert resumed.intake.num_repeated == first.intake.num_repeated == 3
     assert resumed.intake.drift.states == first.intake.drift.states
     assert not resumed.has_work, "it has learnt from them often enough"
@@ -209,7 +210,7 @@ def test_the_memory_survives_a_restart_without_the_stream(
 
     redis_client.flushall()
     resumed = start(**small)
-    assert resumed._replay.members == first._replay.members
+    assert resumed.replay.members == first.replay.members
     assert not (folder / "left-over.trace").exists()
     resumed.step()
     resumed.close()
@@ -240,7 +241,7 @@ def test_flat_learning_ends_the_passes_and_an_alarm_brings_them_back(
     trainer = start()
     send(stream, traces[:4])
     learn(trainer, 1)
-    trainer._training.curve = LearningCurve([(1.5, 2.0)] * 16)
+    trainer.training.curve = LearningCurve([(1.5, 2.0)] * 16)
     assert trainer.pressure == 0.0
     assert trainer.has_work, "new traces still get their first step"
     for _ in range(3):

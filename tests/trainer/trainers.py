@@ -18,11 +18,11 @@ def learn(trainer: Trainer, num_steps: int) -> None:
 
 
 def waiting(trainer: Trainer) -> int:
-    return trainer._replay.num_waiting
+    return trainer.replay.num_waiting
 
 
 def members(trainer: Trainer) -> set[str]:
-    return set(trainer._replay.members)
+    return set(trainer.replay.members)
 
 
 def same_weights(first: Trainer, second: Trainer) -> bool:

@@ -21,8 +21,7 @@ Shape letters: N base positions, S states, K kept target tokens or depth, D draf
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -125,74 +124,62 @@ def coupled_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> T
     return torch.where(possible_S, total_S.reciprocal(), 0.0)
 
 
-# Attention grows with the square of a batch, and so does its mask.
 _MAX_BASES = 512
 _ALL_CONTEXT = 1 << 31
 
 
 def predict_acceptance(
-    draft: Eagle3Draft, examples: Iterable[Example], *, depths: Sequence[int], min_confidence: float = 0.0
+    draft: Eagle3Draft, examples: Iterable[Example], *, depths: Sequence[int], max_bases: int = _MAX_BASES
 ) -> dict[int, Acceptance]:
-    """Acceptance over the answers of `examples` with chains of at most each of the `depths`.
+    """Acceptance over the answers of `examples` with chains of each of the `depths`.
 
-    The draft reads the whole kept prompt as context, as in service.
+    The draft reads the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases`
+    positions: attention grows with the square of a batch, and so does its mask.
     """
     totals = {depth: Acceptance() for depth in depths}
     for example in examples:
-        accept_NK, labelled_N = _decode_again(draft, example, depth=max(depths), min_confidence=min_confidence)
+        greedy, most = example.sampling.temperature == 0, max(depths)
+        parts = [(torch.zeros(0, most, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))]
+        for start in range(example.answer_base, example.num_bases, max_bases):
+            window = Window(example=example, start=start, num_bases=min(example.num_bases - start, max_bases))
+            batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
+            parts.append(accept_probabilities(draft, batch, depth=most, greedy=greedy))
+        accept_NK, labelled_N = (torch.cat(column) for column in zip(*parts, strict=True))
         for depth in depths:
             totals[depth] += expected_rounds(accept_NK, labelled_N, depth)
     return totals
 
 
-def _decode_again(draft: Eagle3Draft, example: Example, *, depth: int, min_confidence: float) -> tuple[Tensor, Tensor]:
-    """`accept_probabilities` of the whole answer, a long one window by window."""
-    greedy = example.sampling.temperature == 0
-    parts = [(torch.zeros(0, depth, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))]
-    for start in range(example.answer_base, example.num_bases, _MAX_BASES):
-        window = Window(example=example, start=start, num_bases=min(example.num_bases - start, _MAX_BASES))
-        batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
-        parts.append(accept_probabilities(draft, batch, depth=depth, min_confidence=min_confidence, greedy=greedy))
-    return torch.cat([accept for accept, _ in parts]), torch.cat([labelled for _, labelled in parts])
-
-
 @torch.no_grad()
-def accept_probabilities(
-    draft: Eagle3Draft, batch: Batch, *, depth: int, min_confidence: float, greedy: bool
-) -> tuple[Tensor, Tensor]:
-    """([N, depth] float64 P(proposal k of the chain from base n is verified and accepted, once those before it are),
-    [N] bool the base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled. What is
-    not a number, because weights or features overflow, accepts nothing.
+def accept_probabilities(draft: Eagle3Draft, batch: Batch, *, depth: int, greedy: bool) -> tuple[Tensor, Tensor]:
+    """([N, depth] float64 P(proposal k of the chain from base n is accepted, once those before it are), [N] bool the
+    base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled. What is not a number,
+    because weights or features overflow, accepts nothing.
     """
-    num_bases = len(batch.rows)
-    device = batch.rows.device
+    num_bases, device = len(batch.rows), batch.rows.device
     accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
     labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
-    confidence_N = torch.zeros(num_bases, device=device)
-    least = math.log(min_confidence) if min_confidence else -math.inf
     # A greedy chain is followed while it is right; a sampled one may be right anywhere.
     wanted_NK = None if greedy else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
     for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
-        chains = proposals.chains
         labels = batch.labels[proposals.label_rows]
         logits_SD = labels.tempered(proposals.logits)
         text_S = batch.draft_ids[proposals.label_rows + 1]
         accept_S = proposals.hits if greedy else coupled_acceptance(logits_SD, labels, text_S)
-        chosen_S1 = text_S.clamp_min(0)[:, None]
-        confidence_N[chains] += logits_SD.gather(1, chosen_S1)[:, 0] - logits_SD.logsumexp(-1)
-        sure_S = accept_S.double() * (confidence_N[chains] >= least)
-        accept_NK[chains, proposals.step] = sure_S.nan_to_num(0.0, posinf=0.0)
+        accept_NK[proposals.chains, proposals.step] = accept_S.double().nan_to_num(0.0, posinf=0.0)
         if proposals.step == 0:
-            labelled_N[chains] = True
+            labelled_N[proposals.chains] = True
     return accept_NK.cpu(), labelled_N.cpu()
 
 
-# The local engine's; below it a chain ends.
-MIN_CONFIDENCE = 0.15
+Score = Callable[[Eagle3Draft, Stored, TrainerConfig], Acceptance]
 
 
 def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
-    """What the draft would commit on one trace."""
+    """What the draft would commit on one trace, with chains of `gate_depth`.
+
+    An engine decides in each round how deep it drafts, by what time costs there (speculator/proposals/planner.py); a
+    trace has no times. So drafts are compared at one depth, which treats both alike.
+    """
     with autocast(draft.embed.device, is_wanted=config.autocast):
-        found = predict_acceptance(draft, [stored.example], depths=[config.gate_depth], min_confidence=MIN_CONFIDENCE)
-    return found[config.gate_depth]
+        return predict_acceptance(draft, [stored.example], depths=[config.gate_depth])[config.gate_depth]

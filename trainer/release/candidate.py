@@ -9,7 +9,6 @@ a version that the trainer would not find itself descended from. A candidate tha
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,33 +27,14 @@ from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.gate import GateDecision, Outcome, Shadow
-from trainer.release.live_review import Review, RollbackWatch
+from trainer.release.gate import Gate, GateDecision, GateOutcome
+from trainer.release.live_review import RollbackWatch
 from trainer.replay.admission import Intake
 from trainer.session import Training
 
 log = structlog.get_logger()
-# What `lead` passes on where there is no version; the store counts from 1.
-_NO_VERSION = 0
 
-
-class Patience:
-    """How long the golden set has been vetoing; on rank 0."""
-
-    def __init__(self, patience_s: float, since_s: float | None) -> None:
-        """`since_s` is when the first veto came, in seconds since the epoch; None where there was none."""
-        self._patience_s = patience_s
-        self.since_s = since_s
-
-    def is_over(self, decision: GateDecision, now_s: float) -> bool:
-        """Whether this veto is one too many. What is held, or worse on held-out traces, was not its doing."""
-        if decision.outcome is Outcome.PROMOTE:
-            self.since_s = None
-        if not decision.is_vetoed:
-            return False
-        if self.since_s is None:
-            self.since_s = now_s
-        return now_s - self.since_s >= self._patience_s
+_ACTOR = "trainer"
 
 
 class Candidates:
@@ -64,6 +44,7 @@ class Candidates:
         self,
         training: Training,
         intake: Intake,
+        gate: Gate,
         store: DraftStore,
         pointer: DraftPointer,
         config: TrainerConfig,
@@ -74,16 +55,11 @@ class Candidates:
         vetoed_since_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._training, self._intake, self._metrics, self._ranks = training, intake, metrics, ranks
-        self._shadow = Shadow(intake.held_out, intake.golden, config, ranks, load_draft=training.load_draft)
-        self._publisher = Publisher(
-            store,
-            pointer,
-            config,
-            metrics,
-            target_fingerprint=target_fingerprint,
-            learnt_tokens=training.learnt_tokens,
-        )
+        """`vetoed_since_s` is when the golden set first vetoed, in seconds since the epoch; None where it did not."""
+        self._training, self._intake, self._gate = training, intake, gate
+        self._store, self._pointer, self._config = store, pointer, config
+        self._metrics, self._ranks, self._clock = metrics, ranks, clock
+        self._fingerprint = target_fingerprint
         self._rollbacks = RollbackWatch(
             store.lifecycle,
             metrics,
@@ -91,34 +67,36 @@ class Candidates:
             first_pause_s=config.publish_pause_s,
             clock=clock,
         )
-        self.review = Review(
-            store.lifecycle, pointer, config, metrics, ranks, load_draft=training.load_draft, clock=clock
-        )
-        self._events, self._clock = store.lifecycle.events, clock
-        # What an operator chose does not wear out.
-        self.patience = Patience(config.golden_patience_s if config.golden is None else math.inf, vetoed_since_s)
+        self.vetoed_since_s = vetoed_since_s
+        """On rank 0."""
+        self._tried_s = time.monotonic()
         self._is_unannounced = False
         """The version in training was stored, and Redis was away."""
-        metrics.published_version.set(training.version)
+        self._start_from(training.version)
 
     def heed_rollbacks(self) -> bool:
         """True where the training began again from another version's weights."""
         training = self._training
-        good = self._ranks.lead(lambda: self._rollbacks.look(training.version) or _NO_VERSION)
-        if good == _NO_VERSION:
+        good = self._ranks.lead(lambda: self._rollbacks.look(training.version))
+        if not good:
             return False
         training.start_over(good)
         self._is_unannounced = False
-        self._publisher.begin(training.learnt_tokens)
-        self._metrics.published_version.set(good)
+        self._start_from(good)
         return True
 
     @property
     def due(self) -> bool:
-        if not self._training.guard.healthy:
-            return False
-        due = self._publisher.due(self._training.learnt_tokens) and not self._rollbacks.paused
-        return self._ranks.any(self._ranks.leads and due)
+        """Enough time has passed, enough was learnt since the last version, and something since the last decision."""
+        learnt_tokens, config = self._training.learnt_tokens, self._config
+        is_due = (
+            self._training.guard.healthy
+            and not self._rollbacks.paused
+            and time.monotonic() - self._tried_s >= config.publish_interval_s
+            and learnt_tokens - self._begun_tokens >= config.publish_min_tokens
+            and learnt_tokens != self._judged_tokens
+        )
+        return self._ranks.any(self._ranks.leads and is_due)
 
     def publish(self) -> bool:
         """Judge the averaged draft on traces that no draft has learnt from, and store it where it is fit; True where it
@@ -126,60 +104,145 @@ class Candidates:
         """
         if self._is_unannounced:
             return True
-        training, publisher = self._training, self._publisher
+        training = self._training
         info = self._info()
         training.curve.mark()
         averaged = training.learner.averaged
         try:
-            incumbent = self._ranks.lead(lambda: publisher.incumbent(training.version))
+            incumbent = self._ranks.lead(self._incumbent)
             newest = self._intake.target_version
-            has_moved = bool(self._ranks.lead(lambda: publisher.target_version_of(incumbent) < newest))
+            has_moved = bool(self._ranks.lead(lambda: self._store.manifest(incumbent).target_version < newest))
             with span("gate", incumbent=incumbent) as judging:
-                decision = self._shadow.judge(averaged, incumbent=incumbent, has_moved=has_moved)
+                decision = self._gate.judge(averaged, incumbent=incumbent, has_moved=has_moved)
                 if decision is not None:
                     judging.set_attributes(prefixed(outcome=decision.outcome.value))
         except StoreError as error:
-            publisher.failed(error)
+            self._failed(error)
             return False
 
-        def carry_out() -> int:
+        def carry_out() -> int | None:
             assert decision is not None, "rank 0 has decided"
-            tokens = training.learnt_tokens
-            version = publisher.carry_out(
-                decision,
-                averaged,
-                parent=training.version,
-                learnt_tokens=tokens,
-                target_version=self._intake.target_version,
-                info=info,
-            )
-            return version or _NO_VERSION
+            return self._carry_out(decision, averaged, info)
 
         version = self._ranks.lead(carry_out)
-        if self._ranks.any(decision is not None and self.patience.is_over(decision, self._clock())):
+        if self._ranks.any(decision is not None and self._is_patience_over(decision)):
             self._renew_golden()
-        if version == _NO_VERSION:
-            return False
-        training.version = version
-        self._shadow.published(version)
-        return True
+        if version:
+            training.version = version
+            self._gate.published(version)
+        return bool(version)
 
     def announce(self) -> None:
         """Tell the engines of the version that was stored."""
-        version, tokens = self._training.version, self._training.learnt_tokens
-        self._is_unannounced = not self._ranks.lead(lambda: self._publisher.announce(version, learnt_tokens=tokens))
+        version = self._training.version
+        self._is_unannounced = not self._ranks.lead(lambda: self._announce(version))
         if not self._is_unannounced:
-            self._metrics.published_version.set(version)
+            self._start_from(version)
+
+    def _start_from(self, version: int) -> None:
+        """From here on enough must be learnt for the next candidate."""
+        self._begun_tokens = self._judged_tokens = self._training.learnt_tokens
+        self._metrics.published_version.set(version)
+
+    def _incumbent(self) -> int:
+        """What engines have in service or will: the published version, else the last good one, else the one in
+        training. Raises StoreError.
+        """
+        try:
+            published = self._pointer.published()
+        except StreamError:
+            published = None
+        states = self._store.lifecycle
+        if published is not None and states.state(published) in SERVABLE:
+            return published
+        return states.last_good() or self._training.version
+
+    def _carry_out(self, decision: GateDecision, draft: Eagle3Draft, info: dict[str, Any]) -> int | None:
+        """Store the draft where the gate lets it; returns its version. The decision goes into the manifest and into the
+        store's events.
+        """
+        self._tried_s = time.monotonic()
+        self._metrics.observe_gate(
+            decision.outcome.value, decision.seconds, fresh=decision.fresh, golden=decision.golden
+        )
+        try:
+            if decision.outcome is not GateOutcome.PROMOTE:
+                self._judged_tokens = self._training.learnt_tokens
+                self._note(decision)
+                return None
+            version = self._write(draft, {**info, "gate": msgspec.to_builtins(decision)}, decision)
+            self._note(decision, version=version)
+        except SlipstreamError as error:
+            self._failed(error)
+            return None
+        return version
+
+    def _write(self, draft: Eagle3Draft, info: dict[str, Any], decision: GateDecision) -> int:
+        manifest = self._store.write(
+            draft_state(draft),
+            draft_config_json(draft.config),
+            parent=self._training.version,
+            target_fingerprint=self._fingerprint,
+            target_version=self._intake.target_version,
+            info=info,
+        )
+        admit(
+            self._store,
+            manifest.version,
+            target_fingerprint=self._fingerprint,
+            actor=_ACTOR,
+            reason=decision.reason,
+            numbers=decision.numbers,
+        )
+        return manifest.version
+
+    def _announce(self, version: int) -> bool:
+        """False where Redis cannot be reached."""
+        try:
+            self._pointer.publish(version)
+        except SlipstreamError as error:
+            self._failed(error)
+            return False
+        log.info("draft published", version=version, learnt_tokens=self._training.learnt_tokens)
+        try:
+            self._store.prune(self._config.keep_versions, pinned=self._pointer.pinned())
+        except (StoreError, StreamError) as error:
+            log.warning("old versions were not removed", error=str(error))
+        return True
+
+    def _failed(self, error: SlipstreamError) -> None:
+        """A candidate could not be judged or published; the next attempt comes after the usual interval."""
+        self._tried_s = time.monotonic()
+        self._metrics.publish_errors.inc()
+        log.error("draft not published", error=str(error))
+
+    def _note(self, decision: GateDecision, **fields: Any) -> None:
+        fields |= {"outcome": decision.outcome.value, "reason": decision.reason, **decision.numbers}
+        log.info("candidate judged", **fields)
+        self._store.lifecycle.events.append("gate", actor=_ACTOR, **fields)
+
+    def _is_patience_over(self, decision: GateDecision) -> bool:
+        """Whether this veto of the golden set is one too many. What is held, or worse on held-out traces, was not its
+        doing, and an operator's recording may veto for ever.
+        """
+        if decision.outcome is GateOutcome.PROMOTE:
+            self.vetoed_since_s = None
+        if not decision.is_vetoed:
+            return False
+        now_s = self._clock()
+        if self.vetoed_since_s is None:
+            self.vetoed_since_s = now_s
+        return self._config.golden is None and now_s - self.vetoed_since_s >= self._config.golden_patience_s
 
     def _renew_golden(self) -> None:
-        since_s, self.patience.since_s = self.patience.since_s, None
+        since_s, self.vetoed_since_s = self.vetoed_since_s, None
         num_traces = int(self._ranks.sum([self._intake.renew_golden()])[0])
         if since_s is None or not self._ranks.leads:
             return
         numbers = {"num_traces": num_traces, "vetoed_s": round(self._clock() - since_s)}
         log.warning("the golden set is given up: traffic has left it behind", **numbers)
         try:
-            self._events.append("golden_renewed", actor="trainer", **numbers)
+            self._store.lifecycle.events.append("golden_renewed", actor=_ACTOR, **numbers)
         except StoreError as error:
             log.warning("not on record", error=str(error))
 
@@ -195,135 +258,3 @@ class Candidates:
             "learnt_tokens": self._training.learnt_tokens,
             MANIFEST_KEY: msgspec.to_builtins(tenants),
         }
-
-
-_ACTOR = "trainer"
-
-
-class Publisher:
-    """Decides when a candidate is due, and does with it what the gate decided: files first, then the pointer."""
-
-    def __init__(
-        self,
-        store: DraftStore,
-        pointer: DraftPointer,
-        config: TrainerConfig,
-        metrics: TrainerMetrics,
-        *,
-        target_fingerprint: str,
-        learnt_tokens: int,
-    ) -> None:
-        self._store, self._pointer, self._config, self._metrics = store, pointer, config, metrics
-        self._fingerprint = target_fingerprint
-        self._last_s = time.monotonic()
-        self.begin(learnt_tokens)
-
-    def begin(self, learnt_tokens: int) -> None:
-        """From here on enough must be learnt for the next candidate."""
-        self._begun_tokens = self._judged_tokens = learnt_tokens
-
-    def due(self, learnt_tokens: int) -> bool:
-        """Enough time has passed, enough was learnt since the last version, and something since the last decision."""
-        waited_s = time.monotonic() - self._last_s
-        learnt = learnt_tokens - self._begun_tokens
-        enough = waited_s >= self._config.publish_interval_s and learnt >= self._config.publish_min_tokens
-        return enough and learnt_tokens != self._judged_tokens
-
-    def incumbent(self, version: int) -> int:
-        """What engines have in service or will: the published version, else the last good one, else `version`.
-
-        Raises StoreError.
-        """
-        try:
-            published = self._pointer.published()
-        except StreamError:
-            published = None
-        states = self._store.lifecycle
-        if published is not None and states.state(published) in SERVABLE:
-            return published
-        return states.last_good() or version
-
-    def target_version_of(self, version: int) -> int:
-        """Which target a version was fitted to. Raises StoreError."""
-        return self._store.manifest(version).target_version
-
-    def carry_out(
-        self,
-        decision: GateDecision,
-        draft: Eagle3Draft,
-        *,
-        parent: int,
-        learnt_tokens: int,
-        target_version: int,
-        info: dict[str, Any],
-    ) -> int | None:
-        """Store the draft where the gate lets it, to be announced; returns its version. None where nothing was stored.
-
-        The decision goes into the manifest and into the store's events.
-        """
-        self._last_s = time.monotonic()
-        self._metrics.observe_gate(
-            decision.outcome.value, decision.seconds, fresh=decision.fresh, golden=decision.golden
-        )
-        try:
-            if decision.outcome is not Outcome.PROMOTE:
-                self._judged_tokens = learnt_tokens
-                self._note(decision)
-                return None
-            info = {**info, "gate": msgspec.to_builtins(decision)}
-            version = self._write(draft, parent, target_version, info, decision)
-            self._note(decision, version=version)
-        except SlipstreamError as error:
-            self.failed(error)
-            return None
-        return version
-
-    def announce(self, version: int, *, learnt_tokens: int) -> bool:
-        """Tell the engines; False where Redis cannot be reached."""
-        try:
-            self._pointer.publish(version)
-        except SlipstreamError as error:
-            self.failed(error)
-            return False
-        self.begin(learnt_tokens)
-        log.info("draft published", version=version, learnt_tokens=learnt_tokens)
-        self._prune()
-        return True
-
-    def failed(self, error: SlipstreamError) -> None:
-        """A candidate could not be judged or published; the next attempt comes after the usual interval."""
-        self._last_s = time.monotonic()
-        self._metrics.publish_errors.inc()
-        log.error("draft not published", error=str(error))
-
-    def _write(
-        self, draft: Eagle3Draft, parent: int, target_version: int, info: dict[str, Any], decision: GateDecision
-    ) -> int:
-        manifest = self._store.write(
-            draft_state(draft),
-            draft_config_json(draft.config),
-            parent=parent,
-            target_fingerprint=self._fingerprint,
-            target_version=target_version,
-            info=info,
-        )
-        admit(
-            self._store,
-            manifest.version,
-            target_fingerprint=self._fingerprint,
-            actor=_ACTOR,
-            reason=decision.reason,
-            numbers=decision.numbers,
-        )
-        return manifest.version
-
-    def _prune(self) -> None:
-        try:
-            self._store.prune(self._config.keep_versions, pinned=self._pointer.pinned())
-        except (StoreError, StreamError) as error:
-            log.warning("old versions were not removed", error=str(error))
-
-    def _note(self, decision: GateDecision, **fields: Any) -> None:
-        fields |= {"outcome": decision.outcome.value, "reason": decision.reason, **decision.numbers}
-        log.info("candidate judged", **fields)
-        self._store.lifecycle.events.append("gate", actor=_ACTOR, **fields)

@@ -26,6 +26,8 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -35,13 +37,13 @@ from speculator.versions.lifecycle import Number
 from trainer.config import TrainerConfig
 from trainer.learning.optimizer_step import all_finite
 from trainer.ranks import Ranks
-from trainer.release.acceptance import score
+from trainer.release.acceptance import Score, score
 from trainer.replay.eval_sets import GoldenSet, HeldOut
 from trainer.replay.memory import Stored
-from trainer.statistics import MIN_TRACES, Acceptance, Answer, Comparison, Pair, by_prompt, compare
+from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, PromptScores, by_prompt, compare
 
 
-class Outcome(enum.Enum):
+class GateOutcome(enum.Enum):
     PROMOTE = "promote"
     REFUSE = "refuse"
     HOLD = "hold"
@@ -50,7 +52,7 @@ class Outcome(enum.Enum):
 class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What was decided, and everything that it rests on."""
 
-    outcome: Outcome
+    outcome: GateOutcome
     reason: str
     incumbent: int
     """The version that the candidate was compared with."""
@@ -63,7 +65,7 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_vetoed(self) -> bool:
         """Better on held-out traces, and refused for the golden set: it is not asked about any other."""
-        return self.outcome is Outcome.REFUSE and self.golden is not None
+        return self.outcome is GateOutcome.REFUSE and self.golden is not None
 
     @property
     def numbers(self) -> dict[str, Number]:
@@ -75,35 +77,36 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+class Decide(Protocol):
+    """The rule of the gate."""
+
+    def __call__(
+        self, fresh: Comparison, golden: Comparison | None, *, incumbent: int, epsilon: float, golden_epsilon: float
+    ) -> GateDecision: ...
+
+
 def decide(
     fresh: Comparison, golden: Comparison | None, *, incumbent: int, epsilon: float, golden_epsilon: float
 ) -> GateDecision:
     """See the head of this file; without a golden comparison the held-out traces decide alone."""
-    outcome, reason = _judge(fresh, golden, epsilon, golden_epsilon)
-    return GateDecision(outcome=outcome, reason=reason, incumbent=incumbent, fresh=fresh, golden=golden)
-
-
-def _judge(fresh: Comparison, golden: Comparison | None, epsilon: float, golden_epsilon: float) -> tuple[Outcome, str]:
     if fresh.num_traces < MIN_TRACES or fresh.lower is None:
-        return Outcome.HOLD, f"fewer than {MIN_TRACES} prompts are held out"
-    if _is_worse(fresh, 0.0):
-        return Outcome.REFUSE, "worse on held-out traces"
-    if fresh.change <= 0 or fresh.lower <= -epsilon:
-        return Outcome.HOLD, "not shown to be better on held-out traces"
-    if golden is not None and _is_worse(golden, golden_epsilon):
-        return Outcome.REFUSE, "worse on the golden set"
-    return Outcome.PROMOTE, "better on held-out traces"
+        outcome, reason = GateOutcome.HOLD, f"fewer than {MIN_TRACES} prompts are held out"
+    elif _is_worse(fresh, 0.0):
+        outcome, reason = GateOutcome.REFUSE, "worse on held-out traces"
+    elif fresh.change <= 0 or fresh.lower <= -epsilon:
+        outcome, reason = GateOutcome.HOLD, "not shown to be better on held-out traces"
+    elif golden is not None and _is_worse(golden, golden_epsilon):
+        outcome, reason = GateOutcome.REFUSE, "worse on the golden set"
+    else:
+        outcome, reason = GateOutcome.PROMOTE, "better on held-out traces"
+    return GateDecision(outcome=outcome, reason=reason, incumbent=incumbent, fresh=fresh, golden=golden)
 
 
 def _is_worse(found: Comparison, epsilon: float) -> bool:
     return found.num_traces >= MIN_TRACES and found.upper is not None and found.upper < -epsilon
 
 
-Scores = dict[str, Acceptance]
-"""By trace id."""
-
-
-class Shadow:
+class Gate:
     """Judges candidates; all ranks call it in the same order."""
 
     def __init__(
@@ -114,31 +117,40 @@ class Shadow:
         ranks: Ranks,
         *,
         load_draft: Callable[[int], Eagle3Draft],
+        score: Score = score,
+        decide: Decide = decide,
     ) -> None:
         self._held_out, self._golden, self._config, self._ranks = held_out, golden, config, ranks
-        self._load_draft = load_draft
+        self._load_draft, self._score, self._decide = load_draft, score, decide
         self._incumbent = 0
-        self._scores: Scores = {}
-        self._candidate_scores: Scores = {}
+        # By trace id.
+        self._scores: dict[str, Acceptance] = {}
+        self._candidate_scores: dict[str, Acceptance] = {}
 
     def judge(self, candidate: Eagle3Draft, *, incumbent: int, has_moved: bool = False) -> GateDecision | None:
         """The decision about a candidate, on rank 0; None elsewhere. `has_moved`: the target, since the incumbent came.
 
         Raises StoreError, on all ranks, where one of them cannot load the incumbent.
         """
-        start_s = time.monotonic()
+        start_s, config = time.monotonic(), self._config
         if not all_finite(dict(candidate.named_parameters())):
-            return GateDecision(outcome=Outcome.REFUSE, reason="not finite", incumbent=incumbent)
+            return GateDecision(outcome=GateOutcome.REFUSE, reason="not finite", incumbent=incumbent)
         known = self._scores if incumbent == self._incumbent else {}
         here = {*self._held_out.trace_ids, *self._golden.trace_ids}
         self._incumbent, self._scores = incumbent, {one: score for one, score in known.items() if one in here}
         self._candidate_scores = {}
-        fresh = self._compare(candidate, self._fresh())
-        config = self._config
-        epsilon = max(config.gate_epsilon, config.moved_epsilon) if has_moved else config.gate_epsilon
-        decision = self._decide(fresh, None, epsilon)
-        if self._ranks.any(decision is not None and decision.outcome is Outcome.PROMOTE):
-            decision = self._decide(fresh, self._compare(candidate, list(self._golden)), epsilon)
+        # While the pool is young, the golden traces are as fresh.
+        fresh = self._compare(candidate, [*self._held_out, *(self._golden if self._held_out.is_young else ())])
+        rule = partial(
+            self._decide,
+            incumbent=incumbent,
+            epsilon=max(config.gate_epsilon, config.moved_epsilon) if has_moved else config.gate_epsilon,
+            golden_epsilon=config.golden_epsilon,
+        )
+        decision = rule(fresh, None) if fresh else None
+        if self._ranks.any(decision is not None and decision.outcome is GateOutcome.PROMOTE):
+            golden = self._compare(candidate, list(self._golden))
+            decision = rule(fresh, golden) if fresh else None
         if decision is None:
             return None
         return msgspec.structs.replace(decision, seconds=time.monotonic() - start_s)
@@ -147,47 +159,29 @@ class Shadow:
         """The candidate of the last decision is the incumbent now."""
         self._incumbent, self._scores = version, self._candidate_scores
 
-    def _fresh(self) -> list[Stored]:
-        """The pool; while that is young, the golden traces are as fresh."""
-        return [*self._held_out, *(self._golden if self._held_out.is_young else ())]
-
     def _compare(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> Comparison | None:
         """Over the traces of all ranks, on rank 0."""
-        failed, answers = False, list[Answer]()
+        failed, scores = False, list[PromptScores]()
         try:
-            answers = self._answers(candidate, traces)
+            self._add_scores(lambda: self._load_draft(self._incumbent), traces, self._scores)
+            self._add_scores(lambda: candidate, traces, self._candidate_scores)
+            for one in traces:
+                pair = PairedScores(self._candidate_scores[one.trace_id], self._scores[one.trace_id])
+                scores.append((one.provenance.prompt_hash, pair))
         except (DraftError, StoreError):
             failed = True
         if self._ranks.any(failed):
             raise StoreError(f"the incumbent, draft version {self._incumbent}, cannot be loaded to compare with it")
-        parts = self._ranks.gather(msgspec.json.encode(answers))
-        every = [answer for part in parts for answer in msgspec.json.decode(part, type=list[Answer])]
+        parts = self._ranks.gather(msgspec.json.encode(scores))
+        every = [one for part in parts for one in msgspec.json.decode(part, type=list[PromptScores])]
         return compare(by_prompt(every)) if self._ranks.leads else None
 
-    def _answers(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> list[Answer]:
-        self._score(lambda: self._load_draft(self._incumbent), traces, self._scores)
-        self._score(lambda: candidate, traces, self._candidate_scores)
-        return [
-            (one.provenance.prompt_hash, Pair(self._candidate_scores[one.trace_id], self._scores[one.trace_id]))
-            for one in traces
-        ]
-
-    def _score(self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], scores: Scores) -> None:
-        """Add what is not known yet."""
-        unknown = [stored for stored in traces if stored.trace_id not in scores]
+    def _add_scores(
+        self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], known: dict[str, Acceptance]
+    ) -> None:
+        unknown = [stored for stored in traces if stored.trace_id not in known]
         if not unknown:
             return
         draft = get_draft()
         for stored in unknown:
-            scores[stored.trace_id] = score(draft, stored, self._config)
-
-    def _decide(self, fresh: Comparison | None, golden: Comparison | None, epsilon: float) -> GateDecision | None:
-        if fresh is None:
-            return None
-        return decide(
-            fresh,
-            golden,
-            incumbent=self._incumbent,
-            epsilon=epsilon,
-            golden_epsilon=self._config.golden_epsilon,
-        )
+            known[stored.trace_id] = self._score(draft, stored, self._config)

@@ -27,8 +27,8 @@ publishing pauses:
 
     pause = publish_pause_s · 2^(n − 2), at most MAX_PAUSE_S, from the last of n ≥ 2 rollbacks in a row
 
-Then one version is published on trial, and the next one waits for what becomes of it: promoted, everything is as
-before; rolled back, the pause is twice as long. A promotion by an operator ends it at once.
+Then one version is published on trial, and the next one waits for what becomes of it, as long as the pause was:
+promoted, everything is as before; rolled back, the pause is twice as long. A promotion by an operator ends it at once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from speculator.versions.lifecycle import BARRED, Lifecycle, Number, State, Tran
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.acceptance import score
+from trainer.release.acceptance import Score, score
 from trainer.replay.memory import Provenance, Stored
-from trainer.statistics import Answer, Comparison, Pair, anytime_quantile, by_prompt, compare
+from trainer.statistics import Comparison, PairedScores, PromptScores, anytime_quantile, by_prompt, compare
 
 _IN_SERVICE = frozenset({State.LIVE, State.PROMOTED})
 
@@ -122,20 +122,20 @@ _ANSWERS_A_PROMPT = 4
 _NOBODY = Newcomer(0, 0, 0)
 
 
-class Outcome(enum.Enum):
+class ReviewOutcome(enum.Enum):
     ROLLED_BACK = "rolled_back"
     KEPT = "kept"
     UNDECIDED = "undecided"
     WITHDRAWN = "withdrawn"
 
 
-def judge(found: Comparison, *, epsilon: float, is_last: bool) -> Outcome | None:
+def review_outcome(found: Comparison, *, epsilon: float, is_last: bool) -> ReviewOutcome | None:
     """None where it takes more traces."""
     if found.upper is not None and found.upper < -epsilon:
-        return Outcome.ROLLED_BACK
+        return ReviewOutcome.ROLLED_BACK
     if found.num_traces >= MIN_KEPT and found.lower is not None and found.lower > -epsilon:
-        return Outcome.KEPT
-    return Outcome.UNDECIDED if is_last else None
+        return ReviewOutcome.KEPT
+    return ReviewOutcome.UNDECIDED if is_last else None
 
 
 class Review:
@@ -151,8 +151,9 @@ class Review:
         *,
         load_draft: Callable[[int], Eagle3Draft],
         clock: Callable[[], float],
+        score: Score = score,
     ) -> None:
-        self._lifecycle, self._pointer, self._config = lifecycle, pointer, config
+        self._lifecycle, self._pointer, self._config, self._score = lifecycle, pointer, config, score
         self._metrics, self._ranks, self._load_draft, self._clock = metrics, ranks, load_draft, clock
         self._newcomers = Newcomers(lifecycle)
         self._newcomer = self._word = _NOBODY
@@ -164,13 +165,18 @@ class Review:
         self._texts: set[bytes] = set()
         self._prompts: Counter[bytes] = Counter()
         """How many of those texts are answers to a prompt."""
-        self._answers: list[Answer] = []
+        self._answers: list[PromptScores] = []
         """Those of all ranks, on rank 0."""
         self._is_gone = False
         """One of the drafts can never be loaded."""
-        self._verdict: tuple[Outcome, Comparison] | None = None
+        self._verdict: tuple[ReviewOutcome, Comparison] | None = None
         """That has been reached and not yet been carried out."""
         self._seconds = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version under review; 0 for none."""
+        return self._newcomer.version
 
     @property
     def has_work(self) -> bool:
@@ -206,9 +212,9 @@ class Review:
             return
         parts = self._ranks.gather(msgspec.json.encode(self._decode(traces)))
         if self._ranks.leads and self._verdict is None:
-            self._answers += [answer for part in parts for answer in msgspec.json.decode(part, type=list[Answer])]
+            self._answers += [answer for part in parts for answer in msgspec.json.decode(part, type=list[PromptScores])]
             if self._is_gone:
-                self._verdict = Outcome.WITHDRAWN, self._compare()
+                self._verdict = ReviewOutcome.WITHDRAWN, self._compare()
                 self._carry_out()
             else:
                 self._judge()
@@ -229,7 +235,7 @@ class Review:
             log.warning("the states of the drafts cannot be read", error=str(error))
             return
         if newcomer.sequence != self._word.sequence and self._answers:
-            self._verdict = Outcome.WITHDRAWN, self._compare()
+            self._verdict = ReviewOutcome.WITHDRAWN, self._compare()
             self._carry_out()
         else:
             # The same version with another incumbent, for the one before was barred, begins anew.
@@ -242,7 +248,7 @@ class Review:
         self._prompts.clear()
         self._answers.clear()
 
-    def _decode(self, traces: Sequence[Stored]) -> list[Answer]:
+    def _decode(self, traces: Sequence[Stored]) -> list[PromptScores]:
         start_s = time.monotonic()
         try:
             if traces and self._drafts is None:
@@ -253,11 +259,10 @@ class Review:
             self._texts.clear()
             self._prompts.clear()
             return []
-        drafts = self._drafts or ()
-        answers = [
-            (stored.provenance.prompt_hash, Pair(*(score(draft, stored, self._config) for draft in drafts)))
-            for stored in traces
-        ]
+        answers = []
+        for stored in traces:
+            scores = (self._score(draft, stored, self._config) for draft in self._drafts or ())
+            answers.append((stored.provenance.prompt_hash, PairedScores(*scores)))
         seconds = time.monotonic() - start_s
         self._seconds += seconds
         self._metrics.observe_decoded(len(answers), seconds)
@@ -270,7 +275,7 @@ class Review:
         num_prompts = len({prompt_hash for prompt_hash, _ in self._answers})
         found, is_last = self._compare(), num_prompts >= self._config.review_traces
         self._metrics.observe_review(found)
-        outcome = judge(found, epsilon=self._config.gate_epsilon, is_last=is_last)
+        outcome = review_outcome(found, epsilon=self._config.gate_epsilon, is_last=is_last)
         if outcome is not None:
             self._verdict = outcome, found
             self._carry_out()
@@ -280,8 +285,8 @@ class Review:
         assert self._verdict is not None
         outcome, found = self._verdict
         try:
-            if outcome is Outcome.ROLLED_BACK and not self._roll_back(found):
-                outcome = Outcome.WITHDRAWN
+            if outcome is ReviewOutcome.ROLLED_BACK and not self._roll_back(found):
+                outcome = ReviewOutcome.WITHDRAWN
             self._end(outcome, found)
         except (StoreError, StreamError) as error:
             log.warning("not carried out yet, tried again", outcome=outcome.value, error=str(error))
@@ -301,7 +306,7 @@ class Review:
             self._pointer.replace(version, good)
         return True
 
-    def _end(self, outcome: Outcome, found: Comparison) -> None:
+    def _end(self, outcome: ReviewOutcome, found: Comparison) -> None:
         fields = {"version": self._newcomer.version, "outcome": outcome.value, **self._numbers(found)}
         self._lifecycle.events.append("review", actor=ACTOR, **fields)
         self._newcomers.settle(self._newcomer)
@@ -344,7 +349,8 @@ class RollbackWatch:
         """
         self._lifecycle, self._metrics, self._published = lifecycle, metrics, published
         self._first_pause_s, self._clock = first_pause_s, clock
-        self._looked = (0, -math.inf)
+        self._looked = self._trial = (0, -math.inf)
+        """(version, when): the last look; and when a version was first found on trial."""
         self.paused = False
         """Nothing may be published now."""
         metrics.publishing_paused.set(0)
@@ -371,7 +377,7 @@ class RollbackWatch:
         until_s = 0.0
         if len(rollbacks) >= 2:
             until_s = rollbacks[-1].at_ms / 1000 + pause_s(len(rollbacks), self._first_pause_s)
-        on_trial = len(rollbacks) >= 2 and self._is_on_trial(version)
+        on_trial = len(rollbacks) >= 2 and self._is_on_trial(version, now_s, len(rollbacks))
         paused = now_s < until_s or on_trial
         if paused == self.paused:
             return
@@ -386,9 +392,17 @@ class RollbackWatch:
             "publishing_paused" if paused else "publishing_resumed", actor="trainer", **numbers
         )
 
-    def _is_on_trial(self, version: int) -> bool:
-        """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed."""
+    def _is_on_trial(self, version: int, now_s: float, num_rollbacks: int) -> bool:
+        """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed.
+
+        A trial that has no verdict after as long as the pause before it holds up publishing no longer: no engine may be
+        left that could give one.
+        """
         if self._lifecycle.state(version) not in _UNDECIDED:
+            return False
+        if self._trial[0] != version:
+            self._trial = (version, now_s)
+        if now_s - self._trial[1] > pause_s(num_rollbacks, self._first_pause_s):
             return False
         try:
             return self._published() == version

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 from starlette.concurrency import run_in_threadpool
@@ -33,61 +33,22 @@ from speculator.host import now_ms
 SAMPLE_S = 1.0
 HISTORY_POINTS = 300
 """Five minutes."""
+ACCEPT_WINDOW_S = 30
+"""The accept length is that of the verifications in so many seconds."""
+RATE_WINDOW_S = 10
+POSITIONS_WINDOW_S = 120
+_TOTALS = {
+    "swaps": ("slipstream_swaps_total", {"outcome": "installed"}),
+    "failed_swaps": ("slipstream_swaps_total", {"outcome": "failed"}),
+    "rollbacks": ("slipstream_draft_verdicts_total", {"outcome": "rolled_back"}),
+    "captured": ("slipstream_traces_captured_total", {}),
+    "dropped": ("slipstream_traces_dropped_total", {}),
+    "aborted": ("slipstream_requests_aborted_total", {}),
+}
 log = structlog.get_logger(__name__)
 
-
-class Live:
-    """Reads the figures of one gateway; `lifespan` keeps it reading while the app is served."""
-
-    def __init__(self, host: DraftHost, registry: CollectorRegistry, *, shows_tokens: bool) -> None:
-        """`shows_tokens`: answers can say which of their tokens were proposed by whom."""
-        self._host, self._shows_tokens = host, shows_tokens
-        self._figures = Figures(registry, max_points=HISTORY_POINTS)
-        self._started_ms = now_ms()
-
-    @asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        self._figures.clear()
-        self._started_ms = now_ms()
-        reading = asyncio.create_task(self._read_on())
-        try:
-            yield
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    def document(self, since_ms: int) -> dict[str, Any]:
-        """Everything of this moment, and the history after `since_ms`."""
-        figures, state, info = self._figures, self._host.health(), self._host.info
-        if not figures.points:
-            figures.look(self._host.draft_version)
-        return {
-            "started_ms": self._started_ms,
-            "now_ms": now_ms(),
-            "model": info.model,
-            "context_length": info.context_length,
-            "shows_tokens": self._shows_tokens,
-            "health": {
-                "alive": state.alive,
-                "ready": state.ready,
-                "running": state.num_running,
-                "waiting": state.num_waiting,
-            },
-            "draft_version": self._host.draft_version,
-            "speedup": figures.speed(),
-            "totals": figures.totals(),
-            "positions": figures.positions(),
-            "history": [point for point in figures.points if point.at_ms > since_ms],
-        }
-
-    async def _read_on(self) -> None:
-        while True:
-            try:
-                self._figures.look(self._host.draft_version)
-            except Exception:
-                # The points' times tell the page that they are old; the next look may succeed.
-                log.exception("live_figures_not_read")
-            await asyncio.sleep(SAMPLE_S)
+By = Mapping[tuple[str, ...], float]
+"""A counter's values by labels."""
 
 
 def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
@@ -117,81 +78,11 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
     return router
 
 
-ACCEPT_WINDOW_S = 30
-"""An acceptance length is that of the verifications in so many seconds."""
-RATE_WINDOW_S = 10
-POSITIONS_WINDOW_S = 120
-By = Mapping[tuple[str, ...], float]
-
-
-class Collected:
-    """All samples of one look at a registry."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._samples: dict[str, list[Sample]] = {}
-        self._families: set[str] = set()
-        for family in registry.collect():
-            self._families.add(family.name)
-            for sample in family.samples:
-                self._samples.setdefault(sample.name, []).append(sample)
-
-    def total(self, name: str, **labels: str) -> float | None:
-        """The sum of the samples that carry `labels`; None where there is none."""
-        values = [
-            sample.value for sample in self._samples.get(name, ()) if labels.items() <= (sample.labels or {}).items()
-        ]
-        return sum(values) if values else None
-
-    def counts(self, family: str, *labels: str) -> By | None:
-        """A counter's values by those labels, none of which may have been counted yet; None where nobody counts."""
-        if family not in self._families:
-            return None
-        return {
-            tuple(sample.labels[label] for label in labels): sample.value
-            for sample in self._samples.get(f"{family}_total", ())
-        }
-
-    def label(self, name: str, label: str) -> str | None:
-        """That label of the first sample."""
-        return next((sample.labels.get(label) for sample in self._samples.get(name, ())), None)
-
-
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured speedup."""
-
-    ratio: float | None
-    lower: float | None
-    upper: float | None
-    """Ends of the 95% interval."""
-    baseline: str | None
-    """What it is measured against."""
-
-
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the engine started."""
-
-    swaps: float | None
-    failed_swaps: float | None
-    rollbacks: float | None
-    captured: float | None
-    dropped: float | None
-    aborted: float | None
-
-
-class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Verifications with proposals of one source that were so many proposals deep, 1 is the first."""
-
-    source: str
-    position: int
-    proposed: int
-    accepted: int
-
-
-class Point(msgspec.Struct, frozen=True, array_like=True):
+class Point(NamedTuple):
     """One moment of the history; encoded as an array, in this order."""
 
     at_ms: int
-    ratio: float | None
+    speedup: float | None
     lower: float | None
     upper: float | None
     accept_length: float | None
@@ -199,89 +90,109 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     draft_version: int
 
 
-class _Counts(msgspec.Struct, frozen=True, kw_only=True):
-    at_s: float
-    tokens: float | None
-    verifications: float | None
-    verified_tokens: float | None
-    proposals: By | None
-    accepted: By | None
+class Live:
+    """Reads the figures of one gateway; `lifespan` keeps it reading while the app is served. For the event loop."""
 
-
-class Figures:
-    """The last look at `registry`, and a bounded history of looks; used on the event loop alone."""
-
-    def __init__(self, registry: CollectorRegistry, *, max_points: int) -> None:
-        self._registry = registry
-        self.points: deque[Point] = deque(maxlen=max_points)
+    def __init__(
+        self,
+        host: DraftHost,
+        registry: CollectorRegistry,
+        *,
+        shows_tokens: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`shows_tokens`: answers can say which of their tokens were proposed by whom."""
+        self._host, self._registry, self._shows_tokens, self._clock = host, registry, shows_tokens, clock
+        self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._counts: deque[_Counts] = deque()
-        self._last: Collected | None = None
+        self._figures: dict[str, Any] = {}
+        self._started_ms = now_ms()
 
-    def look(self, draft_version: int) -> None:
-        """Read every collector and add a point."""
-        self._last = found = Collected(self._registry)
-        self._counts.append(_counts(found))
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        self._history.clear()
+        self._counts.clear()
+        self._started_ms = now_ms()
+        reading = asyncio.create_task(self._read_on())
+        try:
+            yield
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def document(self, since_ms: int = 0) -> dict[str, Any]:
+        """Everything of this moment, and the history after `since_ms`."""
+        if not self._history:
+            self.look()
+        state, info = self._host.health(), self._host.info
+        return {
+            "started_ms": self._started_ms,
+            "now_ms": now_ms(),
+            "model": info.model,
+            "context_length": info.context_length,
+            "shows_tokens": self._shows_tokens,
+            "health": {
+                "alive": state.alive,
+                "ready": state.ready,
+                "running": state.num_running,
+                "waiting": state.num_waiting,
+            },
+            "draft_version": self._host.draft_version,
+            **self._figures,
+            "history": [point for point in self._history if point.at_ms > since_ms],
+        }
+
+    def look(self) -> None:
+        """Read every collector, and add a point to the history."""
+        found = _Reading(self._registry)
+        self._counts.append(_Counts.of(found, self._clock()))
         while self._counts[0].at_s < self._counts[-1].at_s - POSITIONS_WINDOW_S:
             self._counts.popleft()
-        speed = self.speed()
-        self.points.append(
-            Point(
-                now_ms(),
-                speed.ratio,
-                speed.lower,
-                speed.upper,
-                self._accept_length(),
-                self._tokens_per_s(),
-                draft_version,
-            )
-        )
+        measured = "slipstream_speedup_measured_ratio"
+        ratio, lower, upper = (found.total(f"{measured}{end}") for end in ("", "_lower", "_upper"))
+        self._figures = {
+            "speedup": {
+                "ratio": ratio,
+                "lower": lower,
+                "upper": upper,
+                "baseline": found.label(measured, "baseline"),
+            },
+            "totals": {shown: found.total(name, **labels) for shown, (name, labels) in _TOTALS.items()},
+            "positions": self._positions(),
+        }
+        accept_length, tokens_per_s = self._accept_length(), self._tokens_per_s()
+        version = self._host.draft_version
+        self._history.append(Point(now_ms(), ratio, lower, upper, accept_length, tokens_per_s, version))
 
-    def clear(self) -> None:
-        self.points.clear()
-        self._counts.clear()
+    async def _read_on(self) -> None:
+        while True:
+            try:
+                self.look()
+            except Exception:
+                # The points' times tell the page that they are old; the next look may succeed.
+                log.exception("live_figures_not_read")
+            await asyncio.sleep(SAMPLE_S)
 
-    def speed(self) -> Speed:
-        name = "slipstream_speedup_measured_ratio"
-        return Speed(
-            ratio=self._found.total(name),
-            lower=self._found.total(f"{name}_lower"),
-            upper=self._found.total(f"{name}_upper"),
-            baseline=self._found.label(name, "baseline"),
-        )
+    def _positions(self) -> list[dict[str, Any]] | None:
+        """How many proposals of each source were 1, 2, … deep in the last two minutes, and how many were accepted.
 
-    def totals(self) -> Totals:
-        total = self._found.total
-        return Totals(
-            swaps=total("slipstream_swaps_total", outcome="installed"),
-            failed_swaps=total("slipstream_swaps_total", outcome="failed"),
-            rollbacks=total("slipstream_draft_verdicts_total", outcome="rolled_back"),
-            captured=total("slipstream_traces_captured_total"),
-            dropped=total("slipstream_traces_dropped_total"),
-            aborted=total("slipstream_requests_aborted_total"),
-        )
-
-    def positions(self) -> list[Position] | None:
-        """The proposals of the last two minutes; None where the engine does not count them by place."""
+        None where the engine does not count them by position.
+        """
         first, last = self._counts[0], self._counts[-1]
         if last.proposals is None:
             return None
         accepted = _since(first.accepted, last.accepted or {})
         rows = [
-            Position(
-                source=source,
-                position=int(place),
-                proposed=int(count),
-                accepted=int(accepted.get((source, place), 0)),
-            )
-            for (source, place), count in _since(first.proposals, last.proposals).items()
+            {
+                "source": source,
+                "position": int(position),
+                "proposed": int(count),
+                "accepted": int(accepted.get((source, position), 0)),
+            }
+            for (source, position), count in _since(first.proposals, last.proposals).items()
             if count > 0
         ]
-        return sorted(rows, key=lambda row: (row.position, row.source))
-
-    @property
-    def _found(self) -> Collected:
-        assert self._last is not None, "look() first"
-        return self._last
+        return sorted(rows, key=lambda row: (row["position"], row["source"]))
 
     def _accept_length(self) -> float | None:
         first, last = self._window(ACCEPT_WINDOW_S)
@@ -300,16 +211,55 @@ class Figures:
         return next(each for each in self._counts if each.at_s >= last.at_s - seconds), last
 
 
-def _counts(found: Collected) -> _Counts:
-    tokens = found.counts("slipstream_round_tokens", "mode", "batch")
-    return _Counts(
-        at_s=time.monotonic(),
-        tokens=None if tokens is None else sum(tokens.values()),
-        verifications=found.total("slipstream_verifications_total"),
-        verified_tokens=found.total("slipstream_verified_tokens_total"),
-        proposals=found.counts("slipstream_proposals", "source", "position"),
-        accepted=found.counts("slipstream_accepted", "source", "position"),
-    )
+class _Reading:
+    """All samples of a registry at one moment."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        families = list(registry.collect())
+        self._families = {family.name for family in families}
+        self._samples: defaultdict[str, list[Sample]] = defaultdict(list)
+        for family in families:
+            for sample in family.samples:
+                self._samples[sample.name].append(sample)
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum of the samples that carry `labels`; None where there is none."""
+        values = [sample.value for sample in self._samples[name] if labels.items() <= sample.labels.items()]
+        return sum(values) if values else None
+
+    def counts(self, family: str, *labels: str) -> By | None:
+        """A counter's values by those labels, none of which may have been counted yet; None where nobody counts."""
+        if family not in self._families:
+            return None
+        samples = self._samples[f"{family}_total"]
+        return {tuple(sample.labels[label] for label in labels): sample.value for sample in samples}
+
+    def label(self, name: str, label: str) -> str | None:
+        """That label of the first sample."""
+        return next((sample.labels.get(label) for sample in self._samples[name]), None)
+
+
+class _Counts(NamedTuple):
+    """What the engine had counted at one moment."""
+
+    at_s: float
+    tokens: float | None
+    verifications: float | None
+    verified_tokens: float | None
+    proposals: By | None
+    accepted: By | None
+
+    @classmethod
+    def of(cls, found: _Reading, at_s: float) -> _Counts:
+        tokens = found.counts("slipstream_round_tokens", "mode", "batch")
+        return cls(
+            at_s=at_s,
+            tokens=None if tokens is None else sum(tokens.values()),
+            verifications=found.total("slipstream_verifications_total"),
+            verified_tokens=found.total("slipstream_verified_tokens_total"),
+            proposals=found.counts("slipstream_proposals", "source", "position"),
+            accepted=found.counts("slipstream_accepted", "source", "position"),
+        )
 
 
 def _difference(first: float | None, last: float | None) -> float | None:
@@ -322,6 +272,8 @@ def _since(first: By | None, last: By) -> By:
     return {key: value - before.get(key, 0) for key, value in last.items()}
 
 
+# -- draft versions --------------------------------------------------------------------------------------------------
+
 FRESH_S = 1.0
 """The store is read at most this often, however many ask."""
 NUM_VERSIONS = 50
@@ -329,7 +281,7 @@ NUM_EVENTS = 50
 _EVENTS_READ = 4 * NUM_EVENTS
 _STEPS = {"written", "validated", "scored", "asked"}
 """Of a version on its way to the gate, and of an operator's change: the decision, and the change, are events too."""
-_PLACE = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
+_ADDRESS = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
 """Whatever has a slash, or a colon and a number: paths, URLs, host and port."""
 _CHANGE = ("change", "lower", "upper")
 _WATCHED_CHANGE = ("accept_change", "lower", "upper")
@@ -338,6 +290,12 @@ _GATE = ("num_traces", "candidate_length", "incumbent_length", *_CHANGE)
 
 
 class Board:
+    """Draft versions and events as anyone may see them: numbers, states, and the reasons of gate, breaker and trainer.
+
+    Left out: who an operator is and what reason was typed, names of engines and their machines, paths of this server,
+    addresses of Redis.
+    """
+
     def __init__(self, drafts: Drafts, clock: Callable[[], float] = time.monotonic) -> None:
         self._drafts, self._clock = drafts, clock
         self._reading: asyncio.Future[dict[str, Any]] | None = None
@@ -373,19 +331,16 @@ class Board:
 
 
 def _version(row: Mapping[str, Any], overview: Mapping[str, Any]) -> dict[str, Any]:
+    engines = [(engine["version"], engine["role"]) for engine in overview["engines"]]
     return {
         **{name: row[name] for name in ("version", "state", "parent", "created_ms", "is_last_good", "is_pinned")},
         "is_desired": row["version"] == (overview["pinned"] or overview["published"]),
         "is_damaged": bool(row["damage"]),
         "num_engines": len(row["engines"]),
-        "has_canary": _has_canary(row["version"], overview["engines"]),
+        # One of several engines tries it while the others wait.
+        "has_canary": len(engines) > 1 and (row["version"], "canary") in engines,
         "gate": _gate(row["gate"]),
     }
-
-
-def _has_canary(version: int, engines: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one of several engines tries it while the others wait."""
-    return len(engines) > 1 and any(row["version"] == version and row["role"] == "canary" for row in engines)
 
 
 def _gate(gate: object) -> dict[str, Any] | None:
@@ -399,7 +354,7 @@ def _gate(gate: object) -> dict[str, Any] | None:
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
     fields: Mapping[str, Any] = event["fields"]
     numbers = {**fields, **(fields.get("numbers") or {})}
-    # The engine's watch and the trainer's gate name the same figure each in its way.
+    # The engine's breaker and the trainer's gate name the same figure each in its way.
     names = _WATCHED_CHANGE if "accept_change" in numbers else _CHANGE
     reason, is_operators = fields.get("reason"), event["actor"].startswith("operator")
     return {
@@ -408,7 +363,7 @@ def _event(event: Mapping[str, Any]) -> dict[str, Any]:
         "by": event["actor"].partition(":")[0],
         "version": _number(fields.get("version")),
         "outcome": fields.get("outcome") if isinstance(fields.get("outcome"), str) else None,
-        "reason": _PLACE.sub("…", reason) if isinstance(reason, str) and not is_operators else "",
+        "reason": _ADDRESS.sub("…", reason) if isinstance(reason, str) and not is_operators else "",
         **{shown: _number(numbers.get(name)) for shown, name in zip(_CHANGE, names, strict=True)},
     }
 

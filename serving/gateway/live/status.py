@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from serving.engine import DraftHost
 from serving.gateway.access import ACCESS, Access
 from serving.gateway.errors import ApiError, reply, unavailable
+from serving.gateway.openai.generation import check_model
 
 
 def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
@@ -36,9 +37,7 @@ def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
     # A path, because names of models have slashes in them.
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        if model != engine.info.model:
-            message = f"This server does not serve the model {model[:100]!r}: it serves {engine.info.model!r}."
-            raise ApiError(404, message, code="model_not_found", param="model")
+        check_model(engine.info, model)
         return reply(described_model())
 
     @router.get("/health")
@@ -70,26 +69,22 @@ def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
 
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
 _HEADERS = {
-    "content-security-policy": _POLICY,
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     # After an upgrade of the gateway, its own page and no mixture of two.
     "cache-control": "no-cache",
 }
 
 
 def page_routes() -> APIRouter:
+    """The page at `/`: static files under a policy that lets in nothing else.
+
+    The browser may load scripts and styles from here alone, talk to here alone, and nobody may frame the page. The
+    admin key that a person types into it has nowhere else to go.
+    """
     router = APIRouter(include_in_schema=False)
     folder = files("serving.gateway.live") / "page"
     found = {file.name: file for file in folder.iterdir()}
@@ -118,10 +113,9 @@ def page_routes() -> APIRouter:
     return router
 
 
-_API_KEY, _ADMIN_KEY = "apiKey", "adminKey"
 _SCHEMES = {
-    _API_KEY: {"type": "http", "scheme": "bearer", "description": "As `slipstream keys add` made it."},
-    _ADMIN_KEY: {"type": "http", "scheme": "bearer", "description": "The operator's key."},
+    "apiKey": {"type": "http", "scheme": "bearer", "description": "As `slipstream keys add` made it."},
+    "adminKey": {"type": "http", "scheme": "bearer", "description": "The operator's key."},
 }
 
 
@@ -129,21 +123,18 @@ def declare_keys(app: FastAPI, *, has_keys: bool) -> None:
     """Have the document name the key of each operation that asks for one; API keys only where this gateway has any."""
     made_of_routes = app.openapi
 
+    def needed(access: Access | None) -> list[dict[str, list[str]]]:
+        if access is Access.ADMIN:
+            return [{"adminKey": []}]
+        return [{"apiKey": []}] if has_keys and access is not Access.OPEN else []
+
     def document() -> dict[str, Any]:
         made = made_of_routes()
         made.setdefault("components", {})["securitySchemes"] = _SCHEMES
         for route in app.routes:
             if isinstance(route, APIRoute) and route.include_in_schema:
                 for operation in made["paths"][route.path_format].values():
-                    operation["security"] = _needed(ACCESS.get(route.path), has_keys)
+                    operation["security"] = needed(ACCESS.get(route.path))
         return made
 
     app.openapi = document  # type: ignore[method-assign]
-
-
-def _needed(access: Access | None, has_keys: bool) -> list[dict[str, list[str]]]:
-    if access is Access.OPEN:
-        return []
-    if access is Access.ADMIN:
-        return [{_ADMIN_KEY: []}]
-    return [{_API_KEY: []}] if has_keys else []

@@ -7,7 +7,6 @@ Samples of a request run concurrently and succeed or fail together. Each waits f
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from serving.gateway.errors import ApiError, deadline
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai.schema import GenerationBody
 from serving.gateway.telemetry import Exchange
-from speculator.draft.sampling_params import SamplingParams, sample_seed
+from speculator.draft.sampling_params import sample_seed
 from speculator.errors import EngineError, RequestError
 from speculator.tracing import prefixed
 
@@ -30,6 +29,30 @@ INLINE_CHARS = 4096
 
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 """Called with the sample's index and its next chunk."""
+
+
+@dataclass(kw_only=True)
+class Gateway:
+    """What the endpoints in front of an engine of this process share. For the event loop."""
+
+    engine: Engine
+    settings: GatewaySettings
+    metrics: GatewayMetrics
+    num_samples: int = 0
+    """Samples of requests under way that are no rollouts: rollouts take what these leave."""
+    on_change: Callable[[], object] = lambda: None
+    """Called when that number changes."""
+
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """One sample, from before its engine hears of it to its end."""
+        self.num_samples += 1
+        self.on_change()
+        try:
+            yield
+        finally:
+            self.num_samples -= 1
+            self.on_change()
 
 
 async def _ignore(index: int, chunk: Chunk) -> None:
@@ -60,20 +83,11 @@ class Generation:
     """`requests` of one HTTP request; `num_prompt_tokens` counts each prompt once, however many samples it has."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        exchange: Exchange,
-        requests: Sequence[GenerateRequest],
-        *,
-        num_prompt_tokens: int,
-        route: str,
+        self, gateway: Gateway, exchange: Exchange, requests: Sequence[GenerateRequest], *, num_prompt_tokens: int
     ) -> None:
         self.samples = [Sample() for _ in requests]
-        self._gateway = gateway
-        self._exchange = exchange
-        self._requests = requests
+        self._gateway, self._exchange, self._requests = gateway, exchange, requests
         self._num_prompt_tokens = num_prompt_tokens
-        self._route = route
         self._has_token = False
 
     async def run(self, on_chunk: OnChunk = _ignore) -> None:
@@ -90,13 +104,9 @@ class Generation:
             except ExceptionGroup as group_failure:
                 failures = cast(Sequence[Exception], group_failure.exceptions)
             finally:
-                self._exchange.span.set_attributes(
-                    prefixed(
-                        prompt_tokens=self._num_prompt_tokens,
-                        completion_tokens=sum(sample.num_tokens for sample in self.samples),
-                        accepted_tokens=sum(sample.num_accepted for sample in self.samples),
-                    )
-                )
+                prompt, completion, accepted = self._num_prompt_tokens, self._num_tokens, self._num_accepted
+                counted = prefixed(prompt_tokens=prompt, completion_tokens=completion, accepted_tokens=accepted)
+                self._exchange.span.set_attributes(counted)
         if failures:
             raise failures[0]
 
@@ -104,32 +114,33 @@ class Generation:
         sample = self.samples[index]
         # The protocol promises an iterator that can be closed: that is how a request is aborted.
         chunks = cast(AsyncGenerator[Chunk, None], self._gateway.engine.generate(request))
-        with self._gateway.interactive.sample():
+        with self._gateway.sample():
             async with aclosing(chunks):
                 async for chunk in chunks:
                     if chunk.finish_reason == "abort":
                         raise EngineError("the engine aborted the request")
-                    self._note_first_token(chunk)
+                    if chunk.token_ids and not self._has_token:
+                        self._has_token = True
+                        self._exchange.note_first_token(self._gateway.metrics)
                     sample.add(chunk)
                     await on_chunk(index, chunk)
         if sample.finish_reason is None:
             raise EngineError("the engine's stream ended without a finish reason")
 
-    def _note_first_token(self, chunk: Chunk) -> None:
-        if not self._has_token and chunk.token_ids:
-            self._has_token = True
-            waited_s = time.perf_counter() - self._exchange.started_s
-            self._gateway.metrics.first_token_s.labels(self._route).observe(waited_s)
+    @property
+    def _num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def _num_accepted(self) -> int:
+        return sum(sample.num_accepted for sample in self.samples)
 
     def usage(self) -> dict[str, object]:
-        num_completion_tokens = sum(sample.num_tokens for sample in self.samples)
         return {
             "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": self._num_prompt_tokens + num_completion_tokens,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(sample.num_accepted for sample in self.samples)
-            },
+            "completion_tokens": self._num_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_tokens,
+            "completion_tokens_details": {"accepted_prediction_tokens": self._num_accepted},
         }
 
 
@@ -140,15 +151,13 @@ def plan(
     prompts: Sequence[Sequence[int]],
     *,
     prompt_param: str,
-    route: str,
 ) -> Generation:
     """Turn token ids of the prompts into the requests of a generation, prompt by prompt, sample by sample.
 
     `prompt_param` names the body's field that holds the prompts, for errors. Raises RequestError where a prompt is
     empty or does not fit.
     """
-    sampling = SamplingParams(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
-    policy = body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture)
+    policy = body.slipstream.policy(exchange, body.slipstream.group_id)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         room = completion_tokens(len(prompt), body.limit, gateway.engine.info, gateway.settings, prompt_param)
@@ -157,7 +166,7 @@ def plan(
                 request_id=f"{exchange.request_id}-{len(requests) + sample}",
                 prompt_token_ids=tuple(prompt),
                 max_tokens=room,
-                sampling=sampling,
+                sampling=body.sampling,
                 stop=body.stop,
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
@@ -167,7 +176,7 @@ def plan(
             for sample in range(body.n)
         ]
     num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-    return Generation(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens, route=route)
+    return Generation(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens)
 
 
 def completion_tokens(
@@ -183,7 +192,11 @@ def completion_tokens(
             f"completion needs at least one of them: shorten the prompt by {1 - room}."
         )
         raise RequestError(message, param=prompt_param, code="context_length_exceeded")
-    check_prompt_tokens(settings, num_prompt_tokens, param=prompt_param)
+    most = settings.max_prompt_tokens
+    if most is not None and num_prompt_tokens > most:
+        excess = num_prompt_tokens - most
+        message = f"The prompt has {num_prompt_tokens} tokens, at most {most} here: shorten it by {excess}."
+        raise RequestError(message, param=prompt_param, code="prompt_too_long")
     if asked is None:
         return min(settings.default_max_tokens, settings.max_completion_tokens or room, room)
     check_completion_tokens(settings, asked)
@@ -196,37 +209,11 @@ def completion_tokens(
     return asked
 
 
-class Interactive:
-    """Everything happens on the event loop."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        self.on_change: Callable[[], None] = _nobody_listens
-
-    @contextmanager
-    def sample(self) -> Iterator[None]:
-        """One sample, from before its engine hears of it to its end."""
-        self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-
-    def _count(self, change: int) -> None:
-        self.num_samples += change
-        self.on_change()
-
-
-def _nobody_listens() -> None:
-    """No rollouts run here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gateway:
-    engine: Engine
-    settings: GatewaySettings
-    metrics: GatewayMetrics
-    interactive: Interactive = field(default_factory=Interactive)
+async def encode(encoder: Callable[[T], list[int]], value: T, *, num_chars: int) -> list[int]:
+    """`encoder(value)`, in a thread where `value` holds many characters."""
+    if num_chars <= INLINE_CHARS:
+        return encoder(value)
+    return await asyncio.to_thread(encoder, value)
 
 
 def check_limits(info: EngineInfo, settings: GatewaySettings, *, model: str, num_samples: int) -> None:
@@ -245,24 +232,9 @@ def check_model(info: EngineInfo, model: str) -> None:
         raise ApiError(404, message, code="model_not_found", param="model")
 
 
-def check_prompt_tokens(settings: GatewaySettings, num_tokens: int, *, param: str) -> None:
-    """Raises RequestError."""
-    limit = settings.max_prompt_tokens
-    if limit is not None and num_tokens > limit:
-        message = f"The prompt has {num_tokens} tokens, at most {limit} here: shorten it by {num_tokens - limit}."
-        raise RequestError(message, param=param, code="prompt_too_long")
-
-
 def check_completion_tokens(settings: GatewaySettings, asked: int) -> None:
     """Raises RequestError."""
     limit = settings.max_completion_tokens
     if limit is not None and asked > limit:
         message = f"The request asks for {asked} tokens, at most {limit} here: ask for fewer."
         raise RequestError(message, param="max_tokens", code="too_many_tokens")
-
-
-async def encode(encoder: Callable[[T], list[int]], value: T, *, num_chars: int) -> list[int]:
-    """`encoder(value)`, in a thread where `value` holds many characters."""
-    if num_chars <= INLINE_CHARS:
-        return encoder(value)
-    return await asyncio.to_thread(encoder, value)

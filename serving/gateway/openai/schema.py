@@ -9,10 +9,12 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from serving.engine import CapturePolicy
 from serving.gateway.body import CANNOT, UNKNOWN, Neutral, Strict, asked_fields, changes_nothing, invalid, without_nulls
+from serving.gateway.telemetry import Exchange
+from speculator.draft.sampling_params import SamplingParams
 
 MAX_STOP = 4
 MAX_STOP_CHARS = 1000
@@ -78,8 +80,6 @@ NEUTRAL_IN_MESSAGE: Neutral = {
     "refusal": ("",),
 }
 
-_NEUTRAL_IN_PART: Neutral = _all(..., "annotations cache_control")
-
 
 def _no_bias(value: object) -> None:
     if not isinstance(value, dict) or not all(changes_nothing(each, (0,)) for each in without_nulls(value).values()):
@@ -117,7 +117,7 @@ def _part_text(part: object, index: int) -> str:
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(asked_fields(part, _NEUTRAL_IN_PART, (), index).keys() - {"type", "text"}):
+    if unknown := sorted(asked_fields(part, TextPart.neutral, (), index).keys() - {"type", "text"}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text
@@ -155,48 +155,28 @@ def _token_ids(values: list[object], *within: int) -> tuple[int, ...]:
     return tuple(values)  # type: ignore[arg-type]
 
 
-_STRINGS_SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, **{name: {} for name in _NEUTRAL_IN_PART}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
+class TextPart(Strict):
+    """One part of the content of a message."""
 
-Stop = Annotated[
-    tuple[str, ...],
-    PlainValidator(_stop_strings),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                    "maxItems": MAX_STOP,
-                },
-            ]
-        }
-    ),
-]
-Content = Annotated[
-    str,
-    PlainValidator(_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}]}),
-]
+    neutral = _all(..., "annotations cache_control")
+
+    type: Literal["text"]
+    text: str
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP)]
+Stop = Annotated[tuple[str, ...], PlainValidator(_stop_strings, json_schema_input_type=StopString | StopStrings)]
+TextParts = Annotated[list[TextPart], Field(min_length=1)]
+Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | TextParts)]
+Strings = Annotated[list[str], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
+OnePrompt = Annotated[Prompt, PlainValidator(prompt_of, json_schema_input_type=str | TokenIds)]
 Prompts = Annotated[
     tuple[Prompt, ...],
-    PlainValidator(_prompts),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA, TOKENS_SCHEMA, {"type": "array", "items": TOKENS_SCHEMA}]}
-    ),
+    PlainValidator(_prompts, json_schema_input_type=str | Strings | TokenIds | list[TokenIds]),
 ]
-NoBias = Annotated[
-    None,
-    PlainValidator(_no_bias),
-    WithJsonSchema({"type": "object", "additionalProperties": {"enum": [0, None]}}),
-]
+NoBias = Annotated[None, PlainValidator(_no_bias, json_schema_input_type=dict[str, Literal[0] | None])]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda top_k: max(top_k, 0))]
 """0 keeps every token, and so does vLLM's and SGLang's -1."""
@@ -211,20 +191,24 @@ class StreamOptions(Strict):
 
 
 class Capture(Strict):
-    """The `slipstream` object: how this request may be used for training."""
+    """How a request may be used for training."""
 
     capture: bool = True
-    group_id: str = Field(default="", max_length=256)
     domain: str = Field(default="", max_length=64)
 
-    def policy(self, *, tenant: str, may_capture: bool) -> CapturePolicy:
+    def policy(self, exchange: Exchange, group_id: str) -> CapturePolicy:
         """The key says whose request it is, and its no to capture stands."""
-        return CapturePolicy(
-            capture=self.capture and may_capture, tenant=tenant, group_id=self.group_id, domain=self.domain
-        )
+        capture = self.capture and exchange.may_capture
+        return CapturePolicy(capture=capture, tenant=exchange.tenant, group_id=group_id, domain=self.domain)
 
 
-class Extension(Capture):
+class GroupCapture(Capture):
+    """The `slipstream` object of a request that may belong to a prompt group."""
+
+    group_id: str = Field(default="", max_length=256)
+
+
+class Extension(GroupCapture):
     """The same where the gateway makes the stream's events itself."""
 
     tokens: bool = False
@@ -252,37 +236,42 @@ class Message(Strict):
         return message if self.name is None else {**message, "name": self.name}
 
 
-class GenerationBody(Strict):
-    """What both generating endpoints accept."""
+class SamplingBody(Strict):
+    """How tokens are drawn, and where an answer ends."""
 
-    model: str
     max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    """The newer name of the same."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: TopK = 0
+    stop: Stop = ()
+    ignore_eos: bool = False
+    """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+class GenerationBody(SamplingBody):
+    """What both generating endpoints accept."""
+
+    model: str
+    max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`."""
     n: Count = 1
     """Samples of each prompt."""
     best_of: Count | None = None
     logit_bias: NoBias = None
-    stop: Stop = ()
     seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    ignore_eos: bool = False
-    """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     """Of no effect on an answer that is not streamed."""
     slipstream: Extension = Extension()
 
     @model_validator(mode="after")
-    def _tokens_need_a_stream(self) -> Self:
+    def _check_together(self) -> Self:
         if self.slipstream.tokens and not self.stream:
             raise invalid("tokens", "only allowed where 'stream' is true", "slipstream", "tokens")
-        return self
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             message = "give 'max_completion_tokens' or its old name 'max_tokens', not another number for each"
             raise invalid("max_tokens", message, "max_tokens")
@@ -294,11 +283,6 @@ class GenerationBody(Strict):
     def limit(self) -> int | None:
         """Tokens of an answer at most; None where the client names no limit."""
         return self.max_tokens or self.max_completion_tokens
-
-    @property
-    def counts_usage_on(self) -> bool:
-        """Whether each event of the stream has the usage so far."""
-        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
 
 class ChatBody(GenerationBody):

@@ -8,7 +8,6 @@ that a broken stream can look like.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.gateway.errors import ApiError, too_late, unavailable
+from serving.gateway.errors import shutting_down, too_late
 from serving.gateway.telemetry import Exchange
 from speculator.files import json_line
 
 _LAST_EVENT_S = 5.0
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
 Emit = Callable[[bytes], Awaitable[None]]
 """Sends whole events; waits for a slow client."""
@@ -70,15 +71,11 @@ class EventStream(Response):
         except asyncio.CancelledError:
             # A stream that just stops would pass for a complete answer.
             if self._started:
-                await self._end_failed(send, self._why_cancelled())
+                limit = self._exchange.limit
+                is_late = limit is not None and limit.expired()
+                late = too_late(round(self._exchange.elapsed_s))
+                await self._end_failed(send, late if is_late else shutting_down())
             raise
-
-    def _why_cancelled(self) -> ApiError:
-        """By the limit of the whole request, or because the server's grace period is over."""
-        limit = self._exchange.limit
-        if limit is not None and limit.expired():
-            return too_late(round(time.perf_counter() - self._exchange.started_s))
-        return unavailable("The server is shutting down.", code="shutting_down")
 
     async def _run(self, send: Send) -> None:
         async def emit(block: bytes) -> None:
@@ -91,7 +88,7 @@ class EventStream(Response):
                 raise
             await self._end_failed(send, failure)
             return
-        await self._end(send, closing)
+        await send({"type": "http.response.body", "body": closing})
 
     async def _send(self, send: Send, block: bytes) -> None:
         if not block:
@@ -103,19 +100,12 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": block, "more_body": True})
 
-    async def _end(self, send: Send, block: bytes) -> None:
-        await send({"type": "http.response.body", "body": block, "more_body": False})
-
     async def _end_failed(self, send: Send, failure: Exception) -> None:
         last = self._frame(self._exchange.fail(failure).envelope())
         # Who does not read is not waited for.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_EVENT_S):
-                await self._end(send, last)
-
-
-T = TypeVar("T")
-log = structlog.get_logger(__name__)
+                await send({"type": "http.response.body", "body": last})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -123,8 +113,12 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request's body must have been read: what `receive` still brings is dropped.
     """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -138,8 +132,3 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

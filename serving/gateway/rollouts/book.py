@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 import msgspec
 import structlog
@@ -49,10 +48,9 @@ class RolloutBook:
         self,
         engines: Sequence[RolloutEngine],
         settings: GatewaySettings,
-        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._clock = settings, clock
+        self._settings, self.clock = settings, clock
         policy = Policy(order=ContextAware(), chunk_tokens=settings.rollout_chunk_tokens)
         self.driver = Driver(engines, policy, on_ended=self._ended, clock=clock)
         self._rollouts: dict[tuple[str, str], Rollout] = {}
@@ -77,20 +75,11 @@ class RolloutBook:
             await self.driver.close()
 
     @property
-    def now_s(self) -> float:
-        """On the clock of deadlines."""
-        return self._clock()
-
-    @property
     def has_no_engine(self) -> bool:
         """For longer than one that is started again takes."""
-        return not self.driver.has_engine and self._clock() - self._last_engine_s > ENGINE_GRACE_S
+        return not self.driver.has_engine and self.clock() - self._last_engine_s > ENGINE_GRACE_S
 
     # -- what clients ask for -----------------------------------------------------------------------------------------
-
-    @staticmethod
-    def new_key() -> str:
-        return uuid4().hex
 
     def check_size(self, num_samples: int, num_tokens: int = 0) -> None:
         """Raises RequestError for what has never room; the tokens that it may come to hold are known later."""
@@ -115,7 +104,7 @@ class RolloutBook:
             key=key,
             groups=groups,
             created_s=int(time.time()),
-            seen_s=self._clock(),
+            seen_s=self.clock(),
         )
         self._make_room(rollout)
         self._rollouts[tenant, rollout_id] = self._by_key[key] = rollout
@@ -130,7 +119,7 @@ class RolloutBook:
                 message = "This rollout has ended and is kept no more."
                 raise ApiError(410, message, code="rollout_forgotten", param="rollout_id")
             raise ApiError(404, "There is no such rollout.", code="rollout_not_found", param="rollout_id")
-        rollout.seen_s = self._clock()
+        rollout.seen_s = self.clock()
         return rollout
 
     def cancel(self, rollout: Rollout) -> None:
@@ -159,7 +148,7 @@ class RolloutBook:
             yield
         finally:
             rollout.num_readers -= 1
-            rollout.seen_s = self._clock()
+            rollout.seen_s = self.clock()
 
     def counts_of(self, rollout: Rollout) -> Counter[State]:
         counts = Counter(rollout.ends.values())
@@ -172,7 +161,7 @@ class RolloutBook:
 
     def tick(self) -> None:
         """Cancel what nobody asks about any more, forget what has ended long ago, and have the driver look around."""
-        now_s = self._clock()
+        now_s = self.clock()
         for rollout in list(self._rollouts.values()):
             if rollout.ended_s is not None:
                 if now_s - rollout.ended_s > self._settings.rollout_keep_s and not rollout.num_readers:
@@ -200,7 +189,7 @@ class RolloutBook:
         key, _, name = result.sample_id.group_id.partition("/")
         rollout = self._by_key[key]
         if len(rollout.lines) + 1 == rollout.num_samples:
-            rollout.ended_s = self._clock()
+            rollout.ended_s = self.clock()
         rollout.add(name, result)
 
     def _make_room(self, rollout: Rollout) -> None:
@@ -241,6 +230,8 @@ _LOGPROB_DIGITS = 6
 
 @dataclass(kw_only=True)
 class Rollout:
+    """One rollout: its groups, and what its samples have said so far, ready to be sent."""
+
     tenant: str
     rollout_id: str
     key: str
@@ -279,19 +270,10 @@ class Rollout:
         return "cancelled" if self.is_cancelled else "ended"
 
     def add(self, name: str, result: SampleResult) -> None:
-        number = result.sample_id.number
-        self.lines.append(msgspec.json.encode(self._document(name, result)))
-        self.ends[name, number] = result.state
-        self.tell()
-
-    def tell(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    def _document(self, name: str, result: SampleResult) -> dict[str, object]:
+        """A sample of the group `name` has ended."""
         number, work = result.sample_id.number, self.groups[name]
         logprobs = [round(logprob, _LOGPROB_DIGITS) for logprob in result.logprobs] if work.logprobs else None
-        return {
+        document = {
             "object": "rollout.sample",
             "number": len(self.lines),
             "group_id": name,
@@ -307,3 +289,7 @@ class Rollout:
             "num_leases": result.num_leases,
             "detail": result.detail or None,
         }
+        self.lines.append(msgspec.json.encode(document))
+        self.ends[name, number] = result.state
+        self.changed.set()
+        self.changed = asyncio.Event()

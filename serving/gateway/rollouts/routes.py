@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -26,9 +27,8 @@ from serving.gateway.openai.schema import INT64_MAX
 from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
 from serving.gateway.rollouts.book import Rollout, RolloutBook
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
-from serving.gateway.telemetry import Exchange, exchange_of
+from serving.gateway.telemetry import exchange_of
 from serving.rollout.samples import GroupRequest, GroupWork, State
-from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError, StreamError
 from speculator.redis.trace_stream import GroupRewards
 
@@ -51,7 +51,7 @@ SendRewards = Callable[[Sequence[GroupRewards]], object]
 def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendRewards | None) -> APIRouter:
     """Without `send_rewards` nothing is learnt here, and rewards are refused."""
     router = APIRouter(prefix=ROUTE)
-    settings = gateway.settings
+    settings, info = gateway.settings, gateway.engine.info
 
     def find(request: Request, rollout_id: str) -> Rollout:
         return book.find(exchange_of(request).tenant, rollout_id)
@@ -59,17 +59,42 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
     def stream(request: Request, rollout: Rollout, after: int) -> Response:
         return streamed(request, book, rollout, after=after, limit_s=settings.max_request_s)
 
-    @router.post("", openapi_extra=request_body(RolloutBody, served=gateway.engine.info.model))
+    @router.post("", openapi_extra=request_body(RolloutBody, served=info.model))
     async def create_rollout(request: Request) -> Response:
         """Samples come back as they end: lines of JSON, or events where `Accept` asks for `text/event-stream`."""
         body = await read_body(request, RolloutBody, max_bytes=settings.max_body_bytes)
-        check_model(gateway.engine.info, body.model)
+        check_model(info, body.model)
         # Before anything is made for each of them.
         book.check_size(sum(group.num_samples for group in body.groups))
-        prompts = await asyncio.to_thread(_tokenised, gateway.engine.tokenizer, body.groups)
-        exchange, key = exchange_of(request), book.new_key()
+        prompts = await asyncio.to_thread(_token_ids, gateway.engine.tokenizer, body.groups)
+        exchange, key = exchange_of(request), uuid4().hex
+
+        def work(number: int, group: GroupBody, prompt: Sequence[int]) -> GroupWork:
+            """Raises RequestError where the prompt is empty or does not fit."""
+            group_id = f"{key}/{group.id or number}"
+            asked_of_group = GroupRequest(
+                group_id=group_id,
+                prompt_token_ids=tuple(prompt),
+                seeds=tuple(group.seeds or (secrets.randbelow(INT64_MAX) for _ in range(group.num_samples))),
+                max_tokens=completion_tokens(
+                    len(prompt), group.max_tokens, info, settings, prompt_param=f"groups[{number}].prompt"
+                ),
+                priority=group.priority,
+                deadline_s=None if group.deadline_s is None else book.clock() + group.deadline_s,
+                max_staleness=group.max_staleness,
+                when_stale=group.when_stale,
+            )
+            return GroupWork(
+                request=asked_of_group,
+                sampling=group.sampling,
+                stop=group.stop,
+                ignore_eos=group.ignore_eos,
+                logprobs=body.logprobs,
+                policy=body.slipstream.policy(exchange, group_id),
+            )
+
         groups = {
-            group.id or str(number): _work(gateway, book, exchange, body, number, prompt, key)
+            group.id or str(number): work(number, group, prompt)
             for number, (group, prompt) in enumerate(zip(body.groups, prompts, strict=True))
         }
         return stream(request, book.submit(exchange.tenant, body.id or key, key, groups), 0)
@@ -117,50 +142,16 @@ def _cursor(text: str, num_ended: int) -> int:
     return int(text)
 
 
-def _tokenised(tokenizer: Tokenizer, groups: Sequence[GroupBody]) -> list[Sequence[int]]:
-    """In a thread: a rollout may have as much text as a body holds."""
-    return [_token_ids(tokenizer, group) for group in groups]
+def _token_ids(tokenizer: Tokenizer, groups: Sequence[GroupBody]) -> list[Sequence[int]]:
+    """Of each group's prompt. For a thread: a rollout may have as much text as a body holds."""
 
+    def of(group: GroupBody) -> Sequence[int]:
+        if group.messages is not None:
+            return tokenizer.encode_chat([message.for_template() for message in group.messages])
+        assert group.prompt is not None
+        return tokenizer.encode(group.prompt) if isinstance(group.prompt, str) else group.prompt
 
-def _token_ids(tokenizer: Tokenizer, group: GroupBody) -> Sequence[int]:
-    if group.messages is not None:
-        return tokenizer.encode_chat([message.for_template() for message in group.messages])
-    assert group.prompt is not None
-    return tokenizer.encode(group.prompt) if isinstance(group.prompt, str) else group.prompt
-
-
-def _work(
-    gateway: Gateway,
-    book: RolloutBook,
-    exchange: Exchange,
-    body: RolloutBody,
-    number: int,
-    prompt: Sequence[int],
-    key: str,
-) -> GroupWork:
-    """Raises RequestError where the prompt is empty or does not fit."""
-    group = body.groups[number]
-    group_id = f"{key}/{group.id or number}"
-    max_tokens = completion_tokens(
-        len(prompt), group.max_tokens, gateway.engine.info, gateway.settings, f"groups[{number}].prompt"
-    )
-    return GroupWork(
-        request=GroupRequest(
-            group_id=group_id,
-            prompt_token_ids=tuple(prompt),
-            seeds=tuple(group.seeds or (secrets.randbelow(INT64_MAX) for _ in range(group.num_samples))),
-            max_tokens=max_tokens,
-            priority=group.priority,
-            deadline_s=None if group.deadline_s is None else book.now_s + group.deadline_s,
-            max_staleness=group.max_staleness,
-            when_stale=group.when_stale,
-        ),
-        sampling=SamplingParams(temperature=group.temperature, top_p=group.top_p, top_k=group.top_k),
-        stop=group.stop,
-        ignore_eos=group.ignore_eos,
-        logprobs=body.logprobs,
-        policy=body.slipstream.policy(tenant=exchange.tenant, may_capture=exchange.may_capture, group_id=group_id),
-    )
+    return [of(group) for group in groups]
 
 
 _BLOCK = 64

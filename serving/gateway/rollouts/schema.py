@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
-from serving.engine import CapturePolicy
 from serving.gateway.body import Strict, invalid
 from serving.gateway.openai.schema import (
     INT32_MAX,
     INT64_MAX,
-    TOKENS_SCHEMA,
-    Count,
+    Capture,
     Message,
-    Prompt,
-    Stop,
-    TopK,
-    prompt_of,
+    OnePrompt,
+    SamplingBody,
 )
 from serving.rollout.samples import MAX_SAMPLES
 
@@ -28,14 +24,9 @@ _MAX_DEADLINE_S = 7 * 24 * 3600.0
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Seed = Annotated[int, Field(ge=0, le=INT64_MAX)]
-OnePrompt = Annotated[
-    Prompt,
-    PlainValidator(prompt_of),
-    WithJsonSchema({"anyOf": [{"type": "string"}, TOKENS_SCHEMA]}),
-]
 
 
-class GroupBody(Strict):
+class GroupBody(SamplingBody):
     """One prompt and how often it is answered. A line of the file of `slipstream rollout` is one."""
 
     id: Name | None = None
@@ -47,12 +38,6 @@ class GroupBody(Strict):
     """Samples; default: as many as there are seeds, or 1."""
     seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES)] | None = None
     """One a sample; default: drawn at random, and each sample says its own."""
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: TopK = 0
-    stop: Stop = ()
-    ignore_eos: bool = False
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher goes first."""
     deadline_s: Annotated[float, Field(gt=0, le=_MAX_DEADLINE_S)] | None = None
@@ -74,23 +59,14 @@ class GroupBody(Strict):
         return len(self.seeds) if self.seeds is not None else self.n or 1
 
 
-class RolloutCapture(Strict):
-    """The `slipstream` object: the groups say themselves what belongs together."""
-
-    capture: bool = True
-    domain: str = Field(default="", max_length=64)
-
-    def policy(self, *, tenant: str, may_capture: bool, group_id: str) -> CapturePolicy:
-        return CapturePolicy(capture=self.capture and may_capture, tenant=tenant, group_id=group_id, domain=self.domain)
-
-
 class RolloutBody(Strict):
     model: str
     id: Name | None = None
     """By which it is asked about; default: one is made. One that is known already is refused: nothing runs twice."""
     groups: Annotated[list[GroupBody], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)]
     logprobs: bool = True
-    slipstream: RolloutCapture = RolloutCapture()
+    slipstream: Capture = Capture()
+    """The groups say themselves what belongs together."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

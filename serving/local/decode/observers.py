@@ -1,63 +1,58 @@
-"""Whom a round is told to: the metrics, both speedups, the watch of the draft and the traces of its requests."""
+"""Who is told of a round: the metrics, both speedups, the watch of the draft and the traces of its requests."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from serving.hotswap.breaker import Proposed, Stratum, Verification, WatchedRound
+from serving.engine import Proposed, Stratum, Verification, WatchedRound
 from serving.local.decode.rounds import RoundReport
 from serving.local.request import Generation
 from serving.metrics import EngineMetrics
-from serving.speedup import HeadArm, PlannedSpeedup, SpeedupMeter
+from serving.speedup import EstimatedSpeedup, HeadArm, SpeedupMeter
 from speculator.tracing import record
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round that has just run, with the requests of its rows."""
-
-    report: RoundReport
-    running: Sequence[Generation]
-    depth: int
-    is_control: bool
-    draft_version: int
-    target_version: int
-    head_arm: HeadArm
-
-
-class RoundTeller:
+class RoundObserver:
     """Used by the engine's thread; `on_round` must not block."""
 
     def __init__(
         self, metrics: EngineMetrics, meter: SpeedupMeter, on_round: Callable[[WatchedRound], object] | None
     ) -> None:
         self._metrics, self._meter, self._on_round = metrics, meter, on_round
-        self.estimated_speedup = PlannedSpeedup()
+        self.estimated_speedup = EstimatedSpeedup()
 
-    def tell(self, round_: Round) -> None:
-        report = round_.report
-        plan = report.plan
+    def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: HeadArm) -> None:
+        plan, look, rows = report.proposals.plan, report.proposals.look, report.rows
         self._metrics.observe_round(
             batch=report.batch,
-            drafted=report.drafted,
+            drafted=report.depth > 0,
             read_prompt=report.read_prompt,
             seconds=report.seconds,
             committed=report.committed,
-            proposed=report.proposed,
-            depths=report.depths,
-            accepted=report.accepted,
-            from_head=report.from_head,
-            look=None if report.look is None else report.look.is_right,
+            proposed=tuple(len(row.proposal.tree.tokens) for row in rows),
+            depths=tuple(row.proposal.tree.depth for row in rows),
+            accepted=tuple(row.num_accepted for row in rows),
+            from_head=tuple(row.from_head for row in rows),
+            look=None if look is None else report.look_was_right,
             expected=(plan.expected_tokens, plan.expected_s),
         )
         if not report.read_prompt:
-            self._measure(round_)
-            if round_.head_arm.counts:
+            policies = [row.generation.request.policy for row in rows]
+            self._meter.add(
+                batch=report.batch,
+                drafted=report.depth > 0,
+                seconds=report.seconds,
+                committed=report.committed,
+                earned=[
+                    ((policy.tenant, policy.domain), row.num_committed)
+                    for policy, row in zip(policies, rows, strict=True)
+                ],
+            )
+            if head_arm.counts:
                 self._metrics.observe_head_ab(
                     batch=report.batch,
-                    with_head=round_.head_arm.may_ask,
+                    with_head=head_arm.may_ask,
                     seconds=report.seconds,
                     committed=report.committed,
                     asked=plan.uses_head,
@@ -67,76 +62,61 @@ class RoundTeller:
                 batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s
             )
         if self._on_round is not None:
-            self._on_round(_watched(round_))
-        _record_spans(round_)
-
-    def _measure(self, round_: Round) -> None:
-        report = round_.report
-        policies = [generation.request.policy for generation in round_.running]
-        self._meter.add(
-            batch=report.batch,
-            drafted=report.drafted,
-            seconds=report.seconds,
-            committed=report.committed,
-            earned=[
-                ((policy.tenant, policy.domain), tokens) for policy, tokens in zip(policies, report.earned, strict=True)
-            ],
-        )
+            self._on_round(_watched(report, is_control=is_control, target_version=target_version))
+        _record_spans(report)
 
 
-def _record_spans(round_: Round) -> None:
+def _record_spans(report: RoundReport) -> None:
     """One in each answer that is traced."""
-    report = round_.report
-    rows = zip(round_.running, report.proposed, report.accepted, report.from_head, strict=True)
-    for generation, proposed, accepted, is_heads in rows:
+    for row in report.rows:
         record(
-            generation.parent,
+            row.generation.parent,
             "verify",
             report.seconds,
             batch=report.batch,
-            depth=round_.depth,
-            proposed=proposed,
-            accepted=accepted,
-            from_head=is_heads,
-            draft_version=round_.draft_version,
+            depth=report.depth,
+            proposed=len(row.proposal.tree.tokens),
+            accepted=row.num_accepted,
+            from_head=row.from_head,
+            draft_version=report.draft_version,
             read_prompt=report.read_prompt,
         )
 
 
-def _watched(round_: Round) -> WatchedRound:
-    report = round_.report
+def _watched(report: RoundReport, *, is_control: bool, target_version: int) -> WatchedRound:
     return WatchedRound(
-        version=round_.draft_version,
-        target_version=round_.target_version,
+        version=report.draft_version,
+        target_version=target_version,
         batch=report.batch,
-        drafted=not round_.is_control,
+        drafted=not is_control,
         seconds=report.seconds,
         committed=report.committed,
-        proposed=_proposed(report, round_.depth),
+        proposed=_proposed(report),
         read_prompt=report.read_prompt,
-        verifications=tuple(_verifications(round_)),
+        verifications=tuple(_verifications(report)),
     )
 
 
-def _proposed(report: RoundReport, depth: int) -> Proposed | None:
+def _proposed(report: RoundReport) -> Proposed | None:
     """None where the head was not asked, or had more to read than a round of its own commits."""
-    if not any(report.from_head) or report.num_pairs > report.batch * (depth + 1):
+    by_head = [len(row.proposal.tree.tokens) for row in report.rows if row.from_head]
+    if not by_head or report.proposals.num_pairs > report.batch * (report.depth + 1):
         return None
-    by_draft = sum(num for num, is_heads in zip(report.proposed, report.from_head, strict=True) if is_heads)
-    return Proposed(by_draft, report.num_tokens - report.batch - by_draft)
+    return Proposed(sum(by_head), report.num_tokens - report.batch - sum(by_head))
+
+
+def _verifications(report: RoundReport) -> Iterator[Verification]:
+    for row in report.rows:
+        if row.from_head:
+            request_id = row.generation.request.request_id
+            yield Verification(request_id, _stratum(row.generation), row.num_accepted, report.depth)
+    if (look := report.proposals.look) is not None:
+        looked_at = report.rows[look.row].generation
+        accepted = int(report.look_was_right and look.is_worth_it)
+        stratum = _stratum(looked_at)._replace(of_looks=True)
+        yield Verification(looked_at.request.request_id, stratum, accepted, 1)
 
 
 def _stratum(generation: Generation) -> Stratum:
     quarters = math.ceil(4 * generation.num_suffix_rounds / generation.num_rounds)
     return generation.stratum._replace(remembered=quarters)
-
-
-def _verifications(round_: Round) -> Iterator[Verification]:
-    report = round_.report
-    for generation, accepted, is_heads in zip(round_.running, report.accepted, report.from_head, strict=True):
-        if is_heads:
-            yield Verification(generation.request.request_id, _stratum(generation), accepted, round_.depth)
-    if (look := report.look) is not None:
-        looked_at = round_.running[look.row]
-        stratum = _stratum(looked_at)._replace(of_looks=True)
-        yield Verification(looked_at.request.request_id, stratum, look.accepted, 1)

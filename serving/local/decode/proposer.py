@@ -64,10 +64,19 @@ class Proposals:
         """Of the request with the most."""
         return max(len(proposal.tree.tokens) for proposal in self.by_request)
 
-    @property
-    def from_head(self) -> tuple[bool, ...]:
-        """Which requests the head was asked for, whether or not it had anything worth verifying."""
-        return tuple(self.plan.uses_head and not proposal.is_suffix for proposal in self.by_request)
+
+@dataclass(frozen=True)
+class VerifiedProposal:
+    """What verification said of one request's proposal."""
+
+    generation: Generation
+    proposal: Proposal
+    from_head: bool
+    """Whether the head was asked for it, which may have had nothing worth verifying."""
+    num_accepted: int
+    num_committed: int
+    rounds_saved: float
+    """By what was accepted of the head's tokens."""
 
 
 class Proposer:
@@ -92,15 +101,13 @@ class Proposer:
     def observe(
         self,
         proposals: Proposals,
-        generations: Sequence[Generation],
-        accepted: Sequence[int],
-        rounds_saved: Sequence[float],
+        verified: Sequence[VerifiedProposal],
         verify_s: float | None,
         *,
         look_was_right: bool,
     ) -> None:
-        """What the round took apart from drafting, if it says anything of other rounds, what verification accepted of
-        each proposal and what that saved, and whether the target emitted the look's token.
+        """What the round took apart from drafting, if it says anything of other rounds, what verification said of each
+        proposal, and whether the target emitted the look's token.
         """
         self._planner.observe(
             proposals.plan,
@@ -110,14 +117,18 @@ class Proposer:
             draft_s=proposals.seconds,
             verify_s=verify_s,
         )
-        verdicts = []
-        rows = zip(generations, proposals.by_request, proposals.from_head, accepted, rounds_saved, strict=True)
-        for generation, proposal, is_from_head, count, saved in rows:
-            if is_from_head:
-                domain = generation.request.policy.domain
-                verdicts.append(HeadVerdict(domain, proposal.tree.probabilities, count, rounds_saved=saved))
+        verdicts = [
+            HeadVerdict(
+                row.generation.request.policy.domain,
+                row.proposal.tree.probabilities,
+                row.num_accepted,
+                rounds_saved=row.rounds_saved,
+            )
+            for row in verified
+            if row.from_head
+        ]
         if (look := proposals.look) is not None:
-            domain = generations[look.row].request.policy.domain
+            domain = verified[look.row].generation.request.policy.domain
             verdicts.append(
                 HeadVerdict(domain, (look.probability,), int(look_was_right), look.is_worth_it, look.rounds_saved)
             )
@@ -140,8 +151,7 @@ class Proposer:
     ) -> Proposals:
         started_s = time.perf_counter()
         generation = generations[row]
-        num_pairs = generation.num_pairs_unread
-        feature_1d = self._reader.read_one(row, generation)
+        feature_1d, num_pairs = self._reader.read_all([generation], first_slot=row)
         drawn = self._draft.chain(feature_1d, lengths=[len(generation.tokens)], sources=[generation.source])
         # Only the first is drawn: it does not touch the keys of any slot.
         (token,), (score,) = next(drawn)
@@ -239,21 +249,13 @@ class DraftReader:
         if generation.num_pairs_unread:
             self._read(slot, [generation], num_pairs)
 
-    def read_all(self, generations: Sequence[Generation]) -> tuple[Tensor, int]:
+    def read_all(self, generations: Sequence[Generation], *, first_slot: int = 0) -> tuple[Tensor, int]:
         """Read every pair that there is; the draft's output [B, d] at each request's newest pair, and how many."""
         num_pairs = sum(generation.num_pairs_unread for generation in generations)
-        for slot, generation in enumerate(generations):
-            self._catch_up(slot, generation)
-        return self._read(0, generations, _MAX_PAIRS_A_PASS), num_pairs
-
-    def read_one(self, slot: int, generation: Generation) -> Tensor:
-        """Read every pair of one request; the draft's output [1, d] at its newest pair."""
-        self._catch_up(slot, generation)
-        return self._read(slot, [generation], _MAX_PAIRS_A_PASS)
-
-    def _catch_up(self, slot: int, generation: Generation) -> None:
-        while generation.num_pairs_unread > _MAX_PAIRS_A_PASS:
-            self.read(slot, generation, _MAX_PAIRS_A_PASS)
+        for slot, generation in enumerate(generations, first_slot):
+            while generation.num_pairs_unread > _MAX_PAIRS_A_PASS:
+                self.read(slot, generation, _MAX_PAIRS_A_PASS)
+        return self._read(first_slot, generations, _MAX_PAIRS_A_PASS), num_pairs
 
     def _read(self, first_slot: int, generations: Sequence[Generation], num_pairs: int) -> Tensor:
         """Up to `num_pairs` of each, at least one; returns the draft's output [B, d] at the last pair of each."""

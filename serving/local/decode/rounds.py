@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from serving.local.decode.proposer import DraftReader, Proposal, Proposals, Proposer
+from serving.local.config import LocalEngineConfig
+from serving.local.decode.proposer import DraftReader, Proposal, Proposals, Proposer, VerifiedProposal
 from serving.local.draft import ServingDraft
 from serving.local.request import Generation, RoundRecord, TopK, shared_draws
-from serving.local.target.model import Ranking, Target
+from serving.local.target.model import Target
 from speculator.draft.verification import emit, served_logprobs
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import Plan, RoundPlanner
@@ -26,43 +26,31 @@ from speculator.trace import NO_DRAFT
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round cost and earned. Per request are `accepted`, `earned`, the committed tokens, `proposed`, `depths`
-    of these trees, and `from_head`: whether the learned draft was asked, which may have found none worth verifying.
-    It first read `num_pairs` of the requests' tokens.
+    """What one round cost and earned, with one of `rows` for each request.
 
-    `drafted` is false for rounds that were told to decode plainly. Where a round `read_prompt`, its pass computed a
-    piece of a prompt, too, and what it took says nothing of other rounds.
+    Where a round `read_prompt`, its pass computed a piece of a prompt, too, and what it took says nothing of other
+    rounds.
     """
 
-    batch: int
-    drafted: bool
+    rows: tuple[VerifiedProposal, ...]
+    depth: int
+    """Most proposals of the head; 0 for a round that was told to decode plainly."""
+    draft_version: int
+    proposals: Proposals
     read_prompt: bool
     num_tokens: int
     """That its pass computed, but for the piece's."""
     seconds: float
-    accepted: tuple[int, ...]
-    earned: tuple[int, ...]
-    proposed: tuple[int, ...]
-    depths: tuple[int, ...]
-    from_head: tuple[bool, ...]
-    num_pairs: int
-    look: LookReport | None
-    plan: Plan
+    look_was_right: bool
+    """Whether the target emitted the token of the look."""
+
+    @property
+    def batch(self) -> int:
+        return len(self.rows)
 
     @property
     def committed(self) -> int:
-        return sum(self.earned)
-
-
-@dataclass(frozen=True)
-class LookReport:
-    """A look at a head that is not used, in the request of one row."""
-
-    row: int
-    is_right: bool
-    """Whether the target emitted the token that the head would have proposed."""
-    accepted: int
-    """1 where a round that asked the head would have verified that token, and accepted it."""
+        return sum(row.num_committed for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -73,13 +61,6 @@ class Piece:
     slot: int
     start: int
     tokens: list[int]
-
-    @classmethod
-    def next_of(cls, generation: Generation, slot: int, num_tokens: int) -> Piece:
-        """Up to so many, from where its prompt has been read to."""
-        start = generation.num_prefilled
-        end = min(start + num_tokens, generation.num_prompt_tokens)
-        return cls(generation, slot, start, generation.tokens[start:end])
 
     @property
     def end(self) -> int:
@@ -95,29 +76,22 @@ class RoundRunner:
 
     def __init__(
         self,
+        config: LocalEngineConfig,
         target: Target,
         draft: ServingDraft,
         planner: RoundPlanner,
         *,
-        suffix_depth: int,
-        capture_topk: int,
-        prompt_labels: int,
         label: Callable[[TopK, Tensor], object],
         send: Callable[[], None],
     ) -> None:
-        """`send` sends what was committed to those that wait for it."""
-        self._target, self._draft, self._send = target, draft, send
-        self._capture_topk = min(capture_topk, target.embed.shape[0])
+        """`label` is to fill in what is unknown of a prompt's positions, from their final hidden states, later; `send`
+        sends what was committed to those that wait for it.
+        """
+        self._target, self._draft, self._planner, self._label, self._send = target, draft, planner, label, send
+        self._capture_topk = min(config.capture_topk, target.embed.shape[0])
+        self._prompt_labels = config.prompt_labels
         self._reader = DraftReader(target, draft)
-        self._proposer = Proposer(draft, self._reader, planner, suffix_depth=suffix_depth)
-        self._prompts = PromptReader(
-            self._reader,
-            planner,
-            target.ranking,
-            capture_topk=self._capture_topk,
-            prompt_labels=prompt_labels,
-            label=label,
-        )
+        self._proposer = Proposer(draft, self._reader, planner, suffix_depth=config.suffix_depth)
         self.features = self._reader.features
 
     def move_slot(self, source: int, destination: int, generation: Generation) -> None:
@@ -128,11 +102,9 @@ class RoundRunner:
     @torch.inference_mode()
     def prefill(self, piece: Piece, *, drafting: bool) -> None:
         """Read it in a pass of its own; after the prompt's last token, commit the answer's first."""
-        tokens_1T = torch.tensor([piece.tokens], device=self._target.device)
-        hidden_1Td, aux_1Tw = self._target.forward(tokens_1T, first_slot=piece.slot, starts=[piece.start])
-        logits_V = self._target.logits(hidden_1Td[0, -1:])[0] if piece.ends_prompt else None
-        self._prompts.take(piece, hidden_1Td[0], aux_1Tw[0], logits_V, drafting=drafting)
-        self._send()
+        hidden_Td, aux_Tw = self._target.forward([piece.tokens], first_slot=piece.slot, starts=[piece.start])
+        logits_1V = self._target.logits(hidden_Td[-1:]) if piece.ends_prompt else None
+        self._take_piece(piece, hidden_Td, aux_Tw, logits_1V, drafting=drafting)
 
     @torch.inference_mode()
     def run(
@@ -140,7 +112,7 @@ class RoundRunner:
     ) -> RoundReport:
         """Propose, verify all proposals in one pass, commit what the target emits.
 
-        The learned draft proposes at most `depth` tokens a request, none where the planner may not ask it; at depth 0
+        The draft head proposes at most `depth` tokens a request, none where the planner may not ask it; at depth 0
         nobody proposes anything. A piece of a prompt, in the slot behind these requests', is read in the same pass.
         """
         started_s = time.perf_counter()
@@ -150,63 +122,73 @@ class RoundRunner:
             proposals = Proposals(plan, (Proposal(),) * len(generations))
         else:
             proposals = self._proposer.propose(generations, head_depth=depth if may_ask_head else 0)
-        lengths = [len(generation.tokens) for generation in generations]
-        accepted, saved, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
+        look, looked_at = proposals.look, 0
+        if look is not None:
+            looked_at = len(generations[look.row].tokens)
+        rows, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
         seconds = time.perf_counter() - started_s
-        look = None
-        if (seen := proposals.look) is not None:
-            is_right = generations[seen.row].tokens[lengths[seen.row]] == seen.token
-            look = LookReport(seen.row, is_right, int(is_right and seen.is_worth_it))
-        was_right = look is not None and look.is_right
+        look_was_right = look is not None and generations[look.row].tokens[looked_at] == look.token
         verify_s = None if piece is not None else seconds - proposals.seconds
-        self._proposer.observe(proposals, generations, accepted, saved, verify_s, look_was_right=was_right)
+        self._proposer.observe(proposals, rows, verify_s, look_was_right=look_was_right)
         return RoundReport(
-            batch=len(lengths),
-            drafted=depth > 0,
+            rows=rows,
+            depth=depth,
+            draft_version=self._draft.version,
+            proposals=proposals,
             read_prompt=piece is not None,
             num_tokens=num_tokens,
             seconds=seconds,
-            accepted=tuple(accepted),
-            earned=tuple(len(one.tokens) - length for one, length in zip(generations, lengths, strict=True)),
-            proposed=tuple(len(proposal.tree.tokens) for proposal in proposals.by_request),
-            depths=tuple(proposal.tree.depth for proposal in proposals.by_request),
-            from_head=proposals.from_head,
-            num_pairs=proposals.num_pairs,
-            look=look,
-            plan=proposals.plan,
+            look_was_right=look_was_right,
         )
 
     def _verify(
         self, generations: Sequence[Generation], proposals: Proposals, piece: Piece | None, *, drafting: bool
-    ) -> tuple[list[int], list[float], int]:
-        """Feed the pending tokens and the proposals, and commit: by request the accepted ones and the rounds that those
-        of the head saved; and tokens computed.
-        """
-        windows = [
-            _Window(len(generation.tokens) - 1, [generation.tokens[-1], *proposal.tree.tokens], _parents(proposal.tree))
-            for generation, proposal in zip(generations, proposals.by_request, strict=True)
-        ]
+    ) -> tuple[tuple[VerifiedProposal, ...], int]:
+        """Feed the pending tokens, the proposals and the piece, and commit; and how many tokens but the piece's."""
+        trees = [proposal.tree for proposal in proposals.by_request]
+        rows = [[one.tokens[-1], *tree.tokens] for one, tree in zip(generations, trees, strict=True)]
+        starts = [len(generation.tokens) - 1 for generation in generations]
+        parents = [None if tree.is_chain else [-1, *(node + 1 for node in tree.parents)] for tree in trees]
         if not self._target.takes_windows:
-            windows = [window.padded(1 + proposals.width) for window in windows]
-        aux_Mw, logits_MV, read = self._pass(windows, piece)
-        likeliest_M = self._target.ranking.likeliest(logits_MV)
-        accepted: list[int] = []
-        saved: list[float] = []
+            _pad(rows, parents)
+        of_piece = [] if piece is None else [piece]
+        hidden_Md, aux_Mw = self._target.forward(
+            [*rows, *(one.tokens for one in of_piece)],
+            first_slot=0,
+            starts=[*starts, *(one.start for one in of_piece)],
+            parents=[*parents, *(None for _ in of_piece)],
+        )
+        num_verified = sum(map(len, rows))
+        wanted_Md = hidden_Md[:num_verified]
+        if piece is not None and piece.ends_prompt:
+            wanted_Md = torch.cat([wanted_Md, hidden_Md[-1:]])  # one product for all: it reads a large matrix
+        logits_MV = self._target.logits(wanted_Md)
+        likeliest_M = self._target.ranking.likeliest(logits_MV[:num_verified])
+        verified: list[VerifiedProposal] = []
         end = 0
-        by_request = zip(generations, proposals.by_request, windows, strict=True)
-        for slot, (generation, proposal, window) in enumerate(by_request):
-            rows = slice(end, end := end + len(window.tokens))
-            emitted, path = emitted_after(generation, logits_MV[rows], likeliest_M[rows], proposal.tree)
-            is_from_head = bool(path) and not proposal.is_suffix
-            saved.append(self._proposer.rounds_saved(generation, emitted[:-1]) if is_from_head else 0.0)
-            self._commit(slot, generation, proposal, emitted, path, aux_Mw[rows], logits_MV[rows])
-            accepted.append(len(path))
+        by_request = zip(generations, proposals.by_request, rows, strict=True)
+        for slot, (generation, proposal, row) in enumerate(by_request):
+            own, length = slice(end, end := end + len(row)), len(generation.tokens)
+            emitted, path = emitted_after(generation, logits_MV[own], likeliest_M[own], proposal.tree)
+            is_head = not proposal.is_suffix
+            saved = self._proposer.rounds_saved(generation, emitted[:-1]) if path and is_head else 0.0
+            self._commit(slot, generation, proposal, emitted, path, aux_Mw[own], logits_MV[own])
+            verified.append(
+                VerifiedProposal(
+                    generation,
+                    proposal,
+                    from_head=proposals.plan.uses_head and is_head,
+                    num_accepted=len(path),
+                    num_committed=len(generation.tokens) - length,
+                    rounds_saved=saved,
+                )
+            )
+        # Stream decoded tokens before finishing the prefill.
         self._send()
-        # Behind the tokens that others wait for.
-        if piece is not None and read is not None:
-            self._prompts.take(piece, *read, drafting=drafting)
-            self._send()
-        return accepted, saved, len(likeliest_M)
+        if piece is not None:
+            logits_1V = logits_MV[-1:] if piece.ends_prompt else None
+            self._take_piece(piece, hidden_Md[num_verified:], aux_Mw[num_verified:], logits_1V, drafting=drafting)
+        return tuple(verified), num_verified
 
     def _commit(
         self,
@@ -237,77 +219,11 @@ class RoundRunner:
         logprobs = logprobs_of(generation, logits_PV, emitted)
         generation.commit(emitted, len(path), "suffix" if proposal.is_suffix else "head", logprobs=logprobs)
 
-    def _pass(
-        self, windows: Sequence[_Window], piece: Piece | None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
-        """Features [M, 3d] and logits [M, V] of the requests' M tokens, and what `PromptReader.take` wants of a piece
-        that the same pass computes.
-        """
-        starts, rows, parents = (list(part) for part in zip(*windows, strict=True))
-        if not self._target.takes_windows:
-            assert piece is None
-            tokens_BT = torch.tensor(rows, device=self._target.device)
-            hidden_BTd, aux_BTw = self._target.forward(tokens_BT, first_slot=0, starts=starts, parents=parents)
-            return aux_BTw.flatten(0, 1), self._target.logits(hidden_BTd.flatten(0, 1)), None
-        if piece is None:
-            hidden_Md, aux_Mw = self._target.forward_windows(rows, starts=starts, parents=parents)
-            return aux_Mw, self._target.logits(hidden_Md), None
-        assert piece.slot == len(rows)
-        hidden_Md, aux_Mw = self._target.forward_windows(
-            [*rows, piece.tokens], starts=[*starts, piece.start], parents=[*parents, None]
-        )
-        num_verified = len(hidden_Md) - len(piece.tokens)
-        verified_Md = hidden_Md[:num_verified]
-        # One product for all: it reads a large matrix.
-        wanted_Md = torch.cat([verified_Md, hidden_Md[-1:]]) if piece.ends_prompt else verified_Md
-        logits_MV = self._target.logits(wanted_Md)
-        first_V = logits_MV[-1] if piece.ends_prompt else None
-        return (
-            aux_Mw[:num_verified],
-            logits_MV[:num_verified],
-            (hidden_Md[num_verified:], aux_Mw[num_verified:], first_V),
-        )
-
-
-class _Window(NamedTuple):
-    """What a round feeds of one request: the newest token, at position `start`, and the proposals behind it."""
-
-    start: int
-    tokens: list[int]
-    parents: list[int] | None
-
-    def padded(self, num_tokens: int) -> _Window:
-        """With as many tokens as others have, for passes over a rectangle."""
-        more = range(len(self.tokens), num_tokens)
-        parents = None if self.parents is None else [*self.parents, *(place - 1 for place in more)]
-        return _Window(self.start, [*self.tokens, *[0] * len(more)], parents)
-
-
-def _parents(tree: DraftTree) -> list[int] | None:
-    """By row of the window, where there is more than a chain."""
-    return None if tree.is_chain else [-1, *(parent + 1 for parent in tree.parents)]
-
-
-class PromptReader:
-    """Used by the engine's thread. `label` is to fill in what is unknown of a prompt's positions, from their final
-    hidden states; not here.
-    """
-
-    def __init__(
-        self,
-        reader: DraftReader,
-        planner: RoundPlanner,
-        ranking: Ranking,
-        *,
-        capture_topk: int,
-        prompt_labels: int,
-        label: Callable[[TopK, Tensor], object],
+    def _take_piece(
+        self, piece: Piece, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
     ) -> None:
-        self._reader, self._planner, self._ranking, self._label = reader, planner, ranking, label
-        self._capture_topk, self._prompt_labels = capture_topk, prompt_labels
-
-    def take(self, piece: Piece, hidden_Td: Tensor, aux_Tw: Tensor, logits_V: Tensor | None, *, drafting: bool) -> None:
-        """What the target computed of a piece; the logits of its last token where that ends the prompt.
+        """Keep what the target computed of a piece; where that ends the prompt, commit the answer's first token, from
+        the logits of the prompt's last one.
 
         With `drafting` the draft reads the piece, too, so that the first round is not the one that pays for it.
         """
@@ -321,10 +237,19 @@ class PromptReader:
         if generation.capture and first_kept < piece.end:
             generation.topk.append(TopK.unknown(first_kept, piece.end - first_kept, self._capture_topk))
             self._label(generation.topk[-1], hidden_Td[first_kept - start :])
-        if logits_V is not None:
-            logits_1V = logits_V[None]
-            first, _ = emitted_after(generation, logits_1V, self._ranking.likeliest(logits_1V), NO_PROPOSALS)
+        if logits_1V is not None:
+            first, _ = emitted_after(generation, logits_1V, self._target.ranking.likeliest(logits_1V), NO_PROPOSALS)
             generation.commit(first, 0, logprobs=logprobs_of(generation, logits_1V, first))
+        self._send()
+
+
+def _pad(rows: Sequence[list[int]], parents: Sequence[list[int] | None]) -> None:
+    """Make all rows as long as the longest, for passes over a rectangle."""
+    longest = max(map(len, rows))
+    for row, of_row in zip(rows, parents, strict=True):
+        if of_row is not None:
+            of_row.extend(range(len(row) - 1, longest - 1))
+        row.extend([0] * (longest - len(row)))
 
 
 def emitted_after(

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -44,16 +45,17 @@ class Instructions(NamedTuple):
     needed: tuple[str, ...]
     """As PyTorch names them."""
     options: tuple[str, ...]
+    """Of the compiler; not -march=native: the folder may be another machine's, too."""
 
 
 AVX512 = Instructions(
     ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"),
-    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    (*_OPTIONS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
 )
 """With bfloat16 in pairs for CPUs that have it; asked before it is used."""
 
 
-AVX2 = Instructions(("avx2", "fma3"), ("-mavx2",))
+AVX2 = Instructions(("avx2", "fma3"), (*_OPTIONS, "-mavx2"))
 
 
 def available() -> list[Instructions]:
@@ -95,7 +97,7 @@ def compile_library(compiler: str, folder: Path, instructions: Instructions) -> 
         # Others may start at the same time, in containers that count processes alike.
         with tempfile.TemporaryDirectory(prefix=path.stem, dir=folder) as own:
             made = Path(own) / path.name
-            command = [compiler, *_options(instructions), "-o", str(made), str(_SOURCE)]
+            command = [compiler, *instructions.options, "-o", str(made), str(_SOURCE)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(done.stderr.strip() or f"{compiler} ended with {done.returncode}")
@@ -127,18 +129,13 @@ def kernel_folder() -> Path:
     return folder
 
 
-def _options(instructions: Instructions) -> list[str]:
-    # Not -march=native: the folder may be another machine's, too.
-    return [*_OPTIONS, *instructions.options]
-
-
 def _file_name(instructions: Instructions) -> str:
     """Of a library of just these sources and options."""
     sources = b"".join(path.read_bytes() for path in sorted([_SOURCE, *_FOLDER.glob("*.h")]))
-    return f"kernels-{hashlib.sha256(sources + repr(_options(instructions)).encode()).hexdigest()[:16]}.so"
+    return f"kernels-{hashlib.sha256(sources + repr(instructions.options).encode()).hexdigest()[:16]}.so"
 
 
-def faster_in_pairs(kernels: Kernels) -> bool:
+def faster_in_pairs(kernels: Kernels, *, clock: Callable[[], float] = time.perf_counter) -> bool:
     """Whether products take two inputs at a time on this CPU: measured, in a millisecond, as the best of some turns of
     either. The weight is one panel, and so for one thread, and in the nearest cache.
 
@@ -156,9 +153,9 @@ def faster_in_pairs(kernels: Kernels) -> bool:
     seconds = [float("inf")] * len(ways)
     for _ in range(_TURNS):
         for way, module in enumerate(ways):
-            began = time.perf_counter()
+            began = clock()
             kernels.linear(module.layer, x)
-            seconds[way] = min(seconds[way], time.perf_counter() - began)
+            seconds[way] = min(seconds[way], clock() - began)
     return _FASTER * seconds[1] < seconds[0]
 
 

@@ -36,18 +36,14 @@ class KernelLinear(nn.Module):
         weight, bias_N = panels(linear.weight.detach()), None
         if linear.bias is not None:
             bias_N = F.pad(linear.bias.detach().float(), (0, -linear.out_features % PANEL))
-        self._parts = (weight,) if bias_N is None else (weight, bias_N)
-        self.layer = Layer(linear.in_features, linear.out_features, pointer(weight), pointer(bias_N), in_pairs)
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
+        self.parts: tuple[Tensor, ...] = (weight,) if bias_N is None else (weight, bias_N)
         """What is read in the weight's place; another layer's of the same shape can be copied into it."""
-        return self._parts
+        self.layer = Layer(linear.in_features, linear.out_features, pointer(weight), pointer(bias_N), in_pairs)
 
     def move(self, pages: LargePages) -> None:
         """The weight into these pages."""
-        weight = pages.hold(self._parts[0])
-        self._parts = weight, *self._parts[1:]
+        weight = pages.hold(self.parts[0])
+        self.parts = weight, *self.parts[1:]
         self.layer.weight = pointer(weight)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -119,6 +119,25 @@ def parents_of(parents: Sequence[int]) -> Any:
     return (_number * len(parents))(*parents)
 
 
+_WINDOWS = (_number, ctypes.POINTER(Window), _pointer, _pointer)
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "linear": (ctypes.POINTER(Layer), _number, _pointer, _pointer, _number),
+    "attend": (ctypes.POINTER(Heads), *_WINDOWS, *(_pointer, _pointer, _number), *(_pointer, _number)),
+    "pass": (
+        *(ctypes.POINTER(Model), _number, *_WINDOWS),
+        *(_pointer, _number, _number, _pointer, _pointer, _pointer, _number),
+    ),
+    "draft": (
+        *(ctypes.POINTER(Draft), _number, *_WINDOWS),
+        *(_pointer, _number, _pointer, _pointer, _pointer, _number),
+    ),
+    "normed_linear": (ctypes.POINTER(Norm), ctypes.POINTER(Layer), _number, _pointer, _pointer, _number),
+    "likeliest": (_number, _number, _pointer, _pointer, _number),
+    "rank": (_number, _number, _pointer, _number, _pointer, _pointer, _number),
+}
+"""What the library's functions take, in the order of kernels.cpp; the last is the number of threads."""
+
+
 class Kernels:
     """Its functions over tensors, on as many threads as the caller has asked for (`compute_with`). They read where they
     are told, whatever is there: what a structure points to has to live as long as it is used.
@@ -134,52 +153,17 @@ class Kernels:
         kinds = Model, Block, Draft, Window
         sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
         assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
-        self._linear = _declared(library.slipstream_linear, ctypes.POINTER(Layer), _number, _pointer, _pointer, _number)
-        of_windows = (_number, ctypes.POINTER(Window), _pointer, _pointer)
-        self._attend = _declared(
-            library.slipstream_attend,
-            ctypes.POINTER(Heads),
-            *of_windows,
-            *(_pointer, _pointer, _number),
-            *(_pointer, _number),
-        )
-        self._run = _declared(
-            library.slipstream_pass,
-            ctypes.POINTER(Model),
-            _number,
-            *of_windows,
-            *(_pointer, _number, _number),
-            *(_pointer, _pointer, _pointer),
-            _number,
-        )
-        self._draft = _declared(
-            library.slipstream_draft,
-            ctypes.POINTER(Draft),
-            _number,
-            *of_windows,
-            *(_pointer, _number),
-            *(_pointer, _pointer, _pointer),
-            _number,
-        )
-        self._normed_linear = _declared(
-            library.slipstream_normed_linear,
-            ctypes.POINTER(Norm),
-            ctypes.POINTER(Layer),
-            *(_number, _pointer, _pointer, _number),
-        )
-
-        self._likeliest = _declared(library.slipstream_likeliest, _number, _number, _pointer, _pointer, _number)
-        self._rank = _declared(
-            library.slipstream_rank, _number, _number, _pointer, _number, _pointer, _pointer, _number
-        )
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(library, f"slipstream_{name}")
+            function.argtypes, function.restype = arguments, None
+        self._library = library
 
     def linear(self, layer: Layer, x: Tensor) -> Tensor:
         """bfloat16 [..., K] → [..., N]."""
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == layer.K
-        x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], layer.N)
-        self._linear(layer, x.numel() // layer.K, x.data_ptr(), y.data_ptr(), _caller.num_threads)
+        self._call("linear", layer, x.numel() // layer.K, x.contiguous(), y)
         return y
 
     def attend(
@@ -189,21 +173,10 @@ class Kernels:
         to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
         A pass does the same by itself; alone it is for tests.
         """
-        cos_Lh, sin_Lh = _checked(windows, rotation, qkv, cache)
+        of_windows = _checked(windows, rotation, qkv, cache)
         assert qkv.shape[1] == (heads.sharing + 2) * heads.groups * heads.size
         out = qkv.new_empty(len(qkv), heads.sharing * heads.groups * heads.size)
-        self._attend(
-            heads,
-            len(windows),
-            (Window * len(windows))(*windows),
-            cos_Lh.data_ptr(),
-            sin_Lh.data_ptr(),
-            qkv.data_ptr(),
-            cache.data_ptr(),
-            cache.shape[-1] // heads.size,
-            out.data_ptr(),
-            _caller.num_threads,
-        )
+        self._call("attend", heads, *of_windows, qkv, cache, cache.shape[-1] // heads.size, out)
         return out
 
     def run(
@@ -212,34 +185,11 @@ class Kernels:
         """A pass over embeddings [M, d], which are overwritten: final hidden states [M, d] and the inputs of the aux
         layers side by side.
         """
-        cos_Lh, sin_Lh = _checked(windows, rotation, x_Md, storage)
-        num_tokens, width = x_Md.shape
-        hidden_Md, aux = torch.empty_like(x_Md), x_Md.new_empty(num_tokens, model.num_aux * width)
-        self._run(
-            model,
-            num_tokens,
-            len(windows),
-            (Window * len(windows))(*windows),
-            cos_Lh.data_ptr(),
-            sin_Lh.data_ptr(),
-            storage.data_ptr(),
-            storage.stride(0),
-            storage.shape[-1] // cos_Lh.shape[1],
-            x_Md.data_ptr(),
-            hidden_Md.data_ptr(),
-            aux.data_ptr(),
-            _caller.num_threads,
-        )
+        of_windows = _checked(windows, rotation, x_Md, storage)
+        hidden_Md, aux = torch.empty_like(x_Md), x_Md.new_empty(len(x_Md), model.num_aux * x_Md.shape[1])
+        length = storage.shape[-1] // rotation[0].shape[1]
+        self._call("pass", model, len(x_Md), *of_windows, storage, storage.stride(0), length, x_Md, hidden_Md, aux)
         return hidden_Md, aux
-
-    def normed_linear(self, norm: Norm, layer: Layer, x_MK: Tensor) -> Tensor:
-        """bfloat16 [M, K] → [M, N]."""
-        assert x_MK.dtype == torch.bfloat16
-        assert x_MK.shape[1] == norm.K == layer.K
-        x_MK = x_MK.contiguous()
-        y_MN = x_MK.new_empty(len(x_MK), layer.N)
-        self._normed_linear(norm, layer, len(x_MK), x_MK.data_ptr(), y_MN.data_ptr(), _caller.num_threads)
-        return y_MN
 
     def draft(
         self,
@@ -252,32 +202,27 @@ class Kernels:
     ) -> Tensor:
         """Read pairs, whose windows follow one another: the layer's output [B, d] for the newest of each window."""
         embeddings_Nd, features_Nd = embeddings_Nd.contiguous(), features_Nd.contiguous()
-        cos_Lh, sin_Lh = _checked(windows, rotation, features_Nd, cache)
+        of_windows = _checked(windows, rotation, features_Nd, cache)
         assert embeddings_Nd.shape == features_Nd.shape
         assert embeddings_Nd.dtype == torch.bfloat16
         output_Bd = features_Nd.new_empty(len(windows), features_Nd.shape[1])
-        self._draft(
-            draft,
-            len(features_Nd),
-            len(windows),
-            (Window * len(windows))(*windows),
-            cos_Lh.data_ptr(),
-            sin_Lh.data_ptr(),
-            cache.data_ptr(),
-            cache.shape[-1] // cos_Lh.shape[1],
-            embeddings_Nd.data_ptr(),
-            features_Nd.data_ptr(),
-            output_Bd.data_ptr(),
-            _caller.num_threads,
-        )
+        length = cache.shape[-1] // rotation[0].shape[1]
+        self._call("draft", draft, len(features_Nd), *of_windows, cache, length, embeddings_Nd, features_Nd, output_Bd)
         return output_Bd
+
+    def normed_linear(self, norm: Norm, layer: Layer, x_MK: Tensor) -> Tensor:
+        """bfloat16 [M, K] → [M, N]."""
+        assert x_MK.dtype == torch.bfloat16
+        assert x_MK.shape[1] == norm.K == layer.K
+        y_MN = x_MK.new_empty(len(x_MK), layer.N)
+        self._call("normed_linear", norm, layer, len(x_MK), x_MK.contiguous(), y_MN)
+        return y_MN
 
     def likeliest(self, logits_MV: Tensor) -> Tensor:
         """The first of the largest of each row, in bfloat16: int64 [M]."""
         assert logits_MV.dtype == torch.bfloat16
-        logits_MV = logits_MV.contiguous()
         ids_M = torch.empty(len(logits_MV), dtype=torch.int64)
-        self._likeliest(*logits_MV.shape, logits_MV.data_ptr(), ids_M.data_ptr(), _caller.num_threads)
+        self._call("likeliest", *logits_MV.shape, logits_MV.contiguous(), ids_M)
         return ids_M
 
     def rank(self, logits_MV: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
@@ -286,16 +231,15 @@ class Kernels:
         """
         assert logits_MV.dtype == torch.bfloat16
         assert 0 < num_kept <= logits_MV.shape[1]
-        logits_MV = logits_MV.contiguous()
         ids_MK = torch.empty(len(logits_MV), num_kept, dtype=torch.int32)
         logprobs_MK = torch.empty(ids_MK.shape, dtype=torch.float32)
-        self._rank(
-            *logits_MV.shape,
-            *(logits_MV.data_ptr(), num_kept),
-            *(ids_MK.data_ptr(), logprobs_MK.data_ptr()),
-            _caller.num_threads,
-        )
+        self._call("rank", *logits_MV.shape, logits_MV.contiguous(), num_kept, ids_MK, logprobs_MK)
         return ids_MK, logprobs_MK
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """With the addresses of tensors, and behind all else the number of threads."""
+        given = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+        getattr(self._library, f"slipstream_{name}")(*given, _caller.num_threads)
 
 
 def can_compute(*, hidden_size: int, intermediate_size: int, head_dim: int) -> bool:
@@ -309,8 +253,8 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 def _checked(
     windows: Sequence[Window], rotation: tuple[Tensor, Tensor], rows: Tensor, cache: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [positions, h], where everything fits to everything else."""
+) -> tuple[Any, ...]:
+    """Number and array of windows, cosine and sine [positions, h], where everything fits to everything else."""
     num_slots, _, _, room = cache.shape[-4:]
     num_rotated, head_dim = rotation[0].shape
     longest = min(num_rotated, room // head_dim)
@@ -322,9 +266,4 @@ def _checked(
     assert all(0 <= window.slot < num_slots and window.start >= 0 and window.num_tokens > 0 for window in windows)
     assert len({window.slot for window in windows}) == len(windows)
     assert all(window.start + window.num_tokens <= longest for window in windows)
-    return rotation
-
-
-def _declared(function: Any, *arguments: Any) -> Any:
-    function.argtypes, function.restype = arguments, None
-    return function
+    return len(windows), (Window * len(windows))(*windows), *rotation

@@ -24,13 +24,9 @@ class Slots:
         return [*self.running, *([self.prefilling] if self.prefilling else [])]
 
     @property
-    def num_free(self) -> int:
-        return self._num_slots - len(self.everybody)
-
-    @property
     def can_admit(self) -> bool:
         """One prompt is read at a time."""
-        return self.prefilling is None and self.num_free > 0
+        return self.prefilling is None and len(self.running) < self._num_slots
 
     def admit(self, generation: Generation) -> None:
         """Its prompt is read next, but for what a running sample of the same group has read of it."""
@@ -44,7 +40,7 @@ class Slots:
         sibling, last = self.running[slot], generation.num_prompt_tokens - 1
         self._runner.move_slot(slot, len(self.running), generation)
         # A pair needs the token after it.
-        generation.num_pairs_read = min(sibling.num_pairs_read, length - 1) if sibling.lends_pairs else 0
+        generation.num_pairs_read = min(sibling.num_pairs_read, length - 1) if sibling.can_share_draft_kv else 0
         if sibling.request.prompt_token_ids == generation.request.prompt_token_ids:
             generation.topk = [top.before(length) for top in sibling.topk if top.position < length]
         generation.num_prefilled = length
@@ -85,9 +81,9 @@ def longest_prefix(generation: Generation, running: Sequence[Generation], *, pro
     if not (policy.group_id and policy.capture):
         return best
     for slot, sibling in enumerate(running):
-        if sibling.lends_prompt and sibling.request.policy == policy and sibling.capture == generation.capture:
+        if sibling.can_share_prefix_kv and sibling.request.policy == policy and sibling.capture == generation.capture:
             found = slot, _common(generation, sibling, prompt_labels)
-            best = max(best, found, key=lambda one: (one[1], running[one[0]].lends_pairs))
+            best = max(best, found, key=lambda one: (one[1], running[one[0]].can_share_draft_kv))
     return best
 
 

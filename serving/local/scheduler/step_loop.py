@@ -6,19 +6,22 @@ Nothing in a step waits for Redis, the disk or a client.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from serving.engine import SwapReport, TargetReport
 from serving.local.capture import Capture
 from serving.local.config import LocalEngineConfig
-from serving.local.decode.observers import Round, RoundTeller
+from serving.local.decode.observers import RoundObserver
 from serving.local.decode.rounds import Piece, RoundRunner
-from serving.local.draft import ServingDraft
+from serving.local.draft import ServingDraft, StagedDraft
+from serving.local.request import Generation
 from serving.local.scheduler.inbox import Inbox
 from serving.local.scheduler.slots import Slots
 from serving.local.suffix_text import RecentTexts
-from serving.local.target.model import Target
+from serving.local.target.model import StagedTarget, Target
 from serving.metrics import EngineMetrics
 from serving.speedup import ControlShare, HeadArm, HeadSwitch
+from speculator.errors import EngineDeadError
 from speculator.proposals.planner import RoundPlanner
 from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import record
@@ -46,18 +49,18 @@ class DecodeLoop:
         texts: RecentTexts,
         runner: RoundRunner,
         capture: Capture,
-        teller: RoundTeller,
+        observer: RoundObserver,
         metrics: EngineMetrics,
         load: EngineLoad,
     ) -> None:
         self._inbox, self._target, self._draft, self._planner = inbox, target, draft, planner
-        self._runner, self._capture, self._teller, self._metrics = runner, capture, teller, metrics
+        self._runner, self._capture, self._observer, self._metrics = runner, capture, observer, metrics
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
         self._head_switch = HeadSwitch(config.head_off_share)
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
         self._load, self._num_steps, self._num_shareable = load, 0, 0
-        self.texts, self.depth, self.target_version = texts, config.depth, 0
+        self._texts, self.depth, self.target_version = texts, config.depth, 0
 
     @property
     def num_running(self) -> int:
@@ -71,10 +74,8 @@ class DecodeLoop:
 
     def step(self) -> None:
         self._num_steps += 1
-        self._install_draft()
-        self._install_target()
-        self.texts.run(self._inbox.take_errands())
-        self.texts.take_shared()
+        self._inbox.run_tasks()
+        self._texts.take_shared()
         self._metrics.aborted.inc(self._inbox.drop_aborted() + self._slots.drop_aborted())
         self._admit()
         piece = self._next_piece()
@@ -89,60 +90,53 @@ class DecodeLoop:
         for generation in self._slots.everybody:
             generation.abort()
 
-    def _install_draft(self) -> None:
-        if (swap := self._inbox.take_swap()) is None:
-            return
+    def install_draft(self, staged: StagedDraft) -> SwapReport:
+        """Between two steps. What fails leaves the version in service as it was."""
         previous, started = self._draft.version, time.perf_counter()
-        try:
-            self._draft.install(swap.staged)
-        except Exception as error:
-            swap.report.set_exception(error)
-            return
+        self._draft.install(staged)
         stall_s = time.perf_counter() - started
         # Copied on and on, keys of the draft before would outlive it.
         for generation in self._slots.everybody:
-            generation.lends_pairs = generation.num_pairs_read == 0
+            generation.can_share_draft_kv = generation.num_pairs_read == 0
         self._planner.renew()
         self._metrics.swaps.labels("installed").inc()
         self._metrics.swap_stall.observe(stall_s)
-        self._metrics.draft_version.set(self._draft.version)
+        self._metrics.draft_version.set(staged.version)
         self._metrics.last_swap.set_to_current_time()
-        swap.report.set_result(
-            SwapReport(version=self._draft.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
-        )
+        return SwapReport(version=staged.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
 
-    def _install_target(self) -> None:
-        """New weights between two steps. Half of them must not serve: a failure here ends the engine."""
-        if (move := self._inbox.staged_move()) is None:
-            return
+    def install_target(self, version: int, staged: StagedTarget) -> TargetReport:
+        """Between two steps. Half of new weights must not serve: a failure here is to end the engine."""
         previous, started = self.target_version, time.perf_counter()
-        for slot, generation in enumerate(self._slots.running):
-            self._capture.hand_over(generation, slot=slot, target_version=previous)
-            generation.capture = False
-            # Its keys and values are the old target's.
-            generation.lends_prompt = False
-        if self._slots.prefilling is not None:
-            self._slots.prefilling.begin_anew()
-        self._capture.target_moves()
-        self._target.install(move.staged)
-        self.target_version = move.version
-        self._planner.renew()
-        self.texts.target_moved(move.version)
-        self._inbox.end_move()
-        stall_ms = 1000 * (time.perf_counter() - started)
-        move.report.set_result(TargetReport(version=move.version, previous=previous, stall_ms=stall_ms))
+        try:
+            for slot, generation in enumerate(self._slots.running):
+                self._hand_over(slot, generation)
+                generation.capture = False
+                # Its keys and values are the old target's.
+                generation.can_share_prefix_kv = False
+            if self._slots.prefilling is not None:
+                self._slots.prefilling.begin_anew()
+            self._capture.forgo_labels()
+            self._target.install(staged)
+            self.target_version = version
+            self._planner.renew()
+            self._texts.target_moved(version)
+        except Exception as error:
+            raise EngineDeadError("the engine stopped while the target moved") from error
+        return TargetReport(version=version, previous=previous, stall_ms=1000 * (time.perf_counter() - started))
 
     def _admit(self) -> None:
-        while self._slots.can_admit:
-            if (generation := self._inbox.next_request()) is None:
-                return
+        while self._slots.can_admit and (generation := self._inbox.next_request()) is not None:
             # It has its place before anything can fail, or nobody would tell its client.
             self._slots.admit(generation)
-            generation.suffix = self.texts.begin(generation.request)
+            generation.suffix = self._texts.begin(generation.request)
 
     def _next_piece(self) -> Piece | None:
-        generation = self._slots.prefilling
-        return None if generation is None else Piece.next_of(generation, self.num_running, self._prefill_chunk)
+        if (generation := self._slots.prefilling) is None:
+            return None
+        start = generation.num_prefilled
+        end = min(start + self._prefill_chunk, generation.num_prompt_tokens)
+        return Piece(generation, self.num_running, start, generation.tokens[start:end])
 
     def _reads_in_round(self, piece: Piece) -> bool:
         """Whether it is read in a round's pass, where the weights are read once for both. Not one in eight, nor where a
@@ -169,7 +163,7 @@ class DecodeLoop:
         depth = 0 if is_control else self.depth
         arm = self._head_switch.next_arm() if depth else _NO_DRAFTING
         report = self._runner.run(running, depth, piece, may_ask_head=arm.may_ask)
-        self._teller.tell(Round(report, running, depth, is_control, self._draft.version, self.target_version, arm))
+        self._observer.observe(report, is_control=is_control, target_version=self.target_version, head_arm=arm)
         if piece is not None:
             self._end_piece(piece, report.seconds, in_round=True)
         self._finish_done()
@@ -182,7 +176,10 @@ class DecodeLoop:
 
     def _finish_done(self) -> None:
         for generation in [generation for generation in self._slots.running if generation.finish_reason]:
-            slot = self._slots.running.index(generation)
-            self._capture.hand_over(generation, slot=slot, target_version=self.target_version)
+            self._hand_over(self._slots.running.index(generation), generation)
             self._slots.free(generation)
-            self.texts.count()
+            self._texts.count()
+
+    def _hand_over(self, slot: int, generation: Generation) -> None:
+        features = partial(self._runner.features, slot)
+        self._capture.hand_over(generation, features, target_version=self.target_version)

@@ -68,7 +68,8 @@ class Decoder:
     Used by one thread at a time.
     """
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], cache: KVSlots) -> None:
+        self._cache = cache
         self._layers: list[FusedLayer] = list(model.model.layers)
         for layer in self._layers:
             layer.bind()
@@ -77,17 +78,16 @@ class Decoder:
         self._rotary = model.model.rotary_emb
         self._aux_layers = aux_layers
 
-    def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
-        """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
+    def __call__(self, tokens_BT: Tensor, window: SlotWindow) -> tuple[Tensor, Tensor]:
+        """Returns the final hidden states [M, d] and the inputs of the aux layers side by side [M, 3d]."""
         x_Md = F.embedding(tokens_BT.flatten(), self._embed)
         cos_MNh, signed_sin_MNh = self._rotation(x_Md, window.positions_BT)
         aux = []
         for index, layer in enumerate(self._layers):
             if index in self._aux_layers:
                 aux.append(x_Md)
-            x_Md = layer.run(x_Md, cos_MNh, signed_sin_MNh, window, cache, index)
-        hidden_Md, aux_Mw = self._norm.forward(x_Md), torch.cat(aux, -1)
-        return hidden_Md.view(*tokens_BT.shape, -1), aux_Mw.view(*tokens_BT.shape, -1)
+            x_Md = layer.run(x_Md, cos_MNh, signed_sin_MNh, window, self._cache, index)
+        return self._norm.forward(x_Md), torch.cat(aux, -1)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
@@ -175,11 +175,8 @@ class RMSNorm(nn.Module):
         # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)
         self._scaled_weight = norm.weight.float() * math.sqrt(width)
         self._floor = torch.tensor(width * self._eps, device=norm.weight.device)
-
-    @property
-    def derived(self) -> tuple[Tensor, Tensor]:
+        self.derived = self._scaled_weight, self._floor
         """What is read in the weight's place."""
-        return self._scaled_weight, self._floor
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.bfloat16 and x.is_cpu:  # half the time of rms_norm there, and one rounding fewer
@@ -235,15 +232,14 @@ class KernelDecoder:
     Used by one thread at a time.
     """
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...], kernels: Kernels, length: int) -> None:
-        """For positions below `length`."""
-        self._kernels = kernels
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], kernels: Kernels, cache: PanelSlots) -> None:
+        self._kernels, self._cache = kernels, cache
         # What the structures point to lives as long as these.
         self._layers: list[FusedLayer] = list(model.model.layers)
         self._embed: Tensor = model.model.embed_tokens.weight
         self._norm: RMSNorm = model.model.norm
         # Once and for all: computed for some positions, they may be rounded by how many these are.
-        like, positions = torch.empty(0, dtype=torch.float32), torch.arange(length)[None]
+        like, positions = torch.empty(0, dtype=torch.float32), torch.arange(cache.length)[None]
         cos_Lh, sin_Lh = (table[0].contiguous() for table in model.model.rotary_emb(like, positions))
         self._rotation = cos_Lh, sin_Lh
         blocks = (Block * len(self._layers))(*map(_block, self._layers))
@@ -256,37 +252,16 @@ class KernelDecoder:
             _described(model.lm_head).weight,
         )
 
-    def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: PanelSlots) -> tuple[Tensor, Tensor]:
-        """Returns the final hidden states [B, T, d] and the inputs of the aux layers side by side [B, T, 3d]."""
-        windows = [
-            _window(slot, start, tokens_BT.shape[1], parents)
-            for slot, (start, parents) in enumerate(zip(window.starts, window.parents, strict=True), window.first)
-        ]
-        hidden_Md, aux_Mw = self._run(tokens_BT.flatten(), windows, cache)
-        return hidden_Md.view(*tokens_BT.shape, -1), aux_Mw.view(*tokens_BT.shape, -1)
-
-    def windows(
-        self,
-        rows: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        parents: Sequence[Parents],
-        cache: PanelSlots,
+    def __call__(
+        self, rows: Sequence[Sequence[int]], first_slot: int, starts: Sequence[int], parents: Sequence[Parents]
     ) -> tuple[Tensor, Tensor]:
-        """The same for rows of different length, of slots 0…, behind `starts` other tokens: [M, d] and [M, 3d]."""
+        """Returns the final hidden states [M, d] and the inputs of the aux layers side by side [M, 3d]."""
         windows = [
-            _window(slot, start, len(row), of_row)
-            for slot, (row, start, of_row) in enumerate(zip(rows, starts, parents, strict=True))
+            Window(slot, start, len(row), None if of_row is None else parents_of(of_row))
+            for slot, (row, start, of_row) in enumerate(zip(rows, starts, parents, strict=True), first_slot)
         ]
-        return self._run(torch.tensor([token for row in rows for token in row]), windows, cache)
-
-    def _run(self, tokens_M: Tensor, windows: Sequence[Window], cache: PanelSlots) -> tuple[Tensor, Tensor]:
-        x_Md = F.embedding(tokens_M, self._embed)
-        return self._kernels.run(self._model, windows, self._rotation, x_Md, cache.storage)
-
-
-def _window(slot: int, start: int, num_tokens: int, parents: Parents) -> Window:
-    assert parents is None or len(parents) == num_tokens
-    return Window(slot, start, num_tokens, None if parents is None else parents_of(parents))
+        x_Md = F.embedding(torch.tensor([token for row in rows for token in row]), self._embed)
+        return self._kernels.run(self._model, windows, self._rotation, x_Md, self._cache.storage)
 
 
 def _block(layer: FusedLayer) -> Block:

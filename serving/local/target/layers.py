@@ -89,11 +89,10 @@ class SlotWindow:
     """
 
     def __init__(
-        self, first: int, starts: list[int], num_new: int, like: Tensor, parents: Sequence[Parents] | None = None
+        self, first: int, starts: Sequence[int], num_new: int, like: Tensor, parents: Sequence[Parents]
     ) -> None:
         device = like.device
-        self.batch, self.first, self.starts = len(starts), first, starts
-        self.parents = [None] * self.batch if parents is None else parents
+        self.batch, self._starts = len(starts), starts
         self._slots = slice(first, first + self.batch)
         self._lengths = [start + num_new for start in starts]
         self._length = max(self._lengths)
@@ -105,8 +104,8 @@ class SlotWindow:
         self.positions_BT = self._places_BT
         self._followed_BTT: Tensor | None = None
         """Which of the new tokens each follows, or is, where there is a tree."""
-        if any(of_row is not None for of_row in self.parents):
-            self._followed_BTT = torch.stack([_followed(of_row, num_new) for of_row in self.parents]).to(device)
+        if any(of_row is not None for of_row in parents):
+            self._followed_BTT = torch.stack([_followed(of_row, num_new) for of_row in parents]).to(device)
             self.positions_BT = starts_B1 + self._followed_BTT.sum(-1) - 1
         self._like = like
         # One new token that follows everything in the window sees all of it.
@@ -157,7 +156,7 @@ class SlotWindow:
         places_BT = self._places_BT
         hidden_BTL = torch.arange(self._length, device=places_BT.device) > places_BT[:, :, None]
         if self._followed_BTT is not None:
-            for hidden_TL, followed_TT, start in zip(hidden_BTL, self._followed_BTT, self.starts, strict=True):
+            for hidden_TL, followed_TT, start in zip(hidden_BTL, self._followed_BTT, self._starts, strict=True):
                 hidden_TL[:, start : start + len(followed_TT)] = ~followed_TT
         hidden_BRL = hidden_BTL.repeat_interleave(num_rows // places_BT.shape[1], 1)
         mask_BRL = torch.zeros(hidden_BRL.shape, dtype=self._like.dtype, device=places_BT.device)
@@ -199,11 +198,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = pack(linear.weight.detach())
         self.bias = None if linear.bias is None else linear.bias.detach()
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
+        self.parts: tuple[Tensor, ...] = (self.packed,) if self.bias is None else (self.packed, self.bias)
         """What is read in the weight's place; another layer's of the same shape can be copied into it."""
-        return (self.packed,) if self.bias is None else (self.packed, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias)

@@ -9,8 +9,7 @@ Shape letters: B batch, T new tokens, M positions, d hidden size, V vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ from speculator.target_folder import reason_of
 
 log = structlog.get_logger(__name__)
 _ATTENTION = "slipstream_slots"
-_Pass = Callable[[Tensor, SlotWindow, Any], tuple[Tensor, Tensor]]
-"""New tokens [B, T], where they go, and the slots → final hidden states [B, T, d] and features [B, T, 3d]."""
+StagedTarget = list[Tensor]
+"""Verified weights, in the order of `all_tensors`."""
 
 
 def _slot_attention(
@@ -79,24 +78,25 @@ class Target:
     ) -> None:
         _check_device(device)
         model = load_model(model_dir, dtype=dtype, attn_implementation=_ATTENTION)
-        self._model = model.eval().requires_grad_(False).to(device)
-        self._is_fused = fused and fusible(self._model)
-        uses_kernels = self._is_fused and device == "cpu" and fits_kernels(self._model)
+        self.model = model.eval().requires_grad_(False).to(device)
+        self._is_fused = fused and fusible(self.model)
+        uses_kernels = self._is_fused and device == "cpu" and fits_kernels(self.model)
         kernels = found_kernels() if uses_kernels else None
         self._pack = partial(pack_linears, kernels=kernels) if device == "cpu" else None
         self._layout = read_layout(model_dir)
-        config = self._model.config
+        config = self.model.config
         self.config: dict[str, Any] = config.to_dict()
         # As far as a sliding window that every layer has does not slide.
         window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
         self.context_length = min(context_length, config.max_position_embeddings, window or context_length)
-        self.embed: Tensor = self._model.get_input_embeddings().weight.detach()
-        num_layers = len(self._model.model.layers)
+        self.embed: Tensor = self.model.get_input_embeddings().weight.detach()
+        self.device = self.embed.device
+        num_layers = len(self.model.model.layers)
         aux_layers = aux_layer_ids(num_layers)
-        self._bring_into_form(self._model)
+        self._bring_into_form(self.model)
         if kernels is not None:
-            gather([module for module in self._model.modules() if isinstance(module, KernelLinear)])
-        self._tensors = list(all_tensors(self._model))
+            gather([module for module in self.model.modules() if isinstance(module, KernelLinear)])
+        self._tensors = list(all_tensors(self.model))
         sizes: dict[str, int] = {
             "num_layers": num_layers,
             "num_slots": num_slots,
@@ -104,18 +104,15 @@ class Target:
             "length": self.context_length + cache_margin,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         }
-        self.cache = KVSlots(**sizes, like=self.embed) if kernels is None else PanelSlots(**sizes)
-        self.ranking = Ranking(kernels)
-        self._run = self._new_pass(aux_layers, kernels)
-
-    def _new_pass(self, aux_layers: tuple[int, ...], kernels: Kernels | None) -> _Pass:
+        self.cache: KVSlots | PanelSlots
+        self._run: KernelDecoder | Decoder | _HuggingFaceDecoder
         if kernels is not None:
-            return KernelDecoder(self._model, aux_layers, kernels, self.cache.length)
-        if self._is_fused:
-            return Decoder(self._model, aux_layers)
-        layer_kind = type(self._model.model.layers[0]).__name__
-        log.info("the target runs through Hugging Face modelling", layers=layer_kind)
-        return _HuggingFaceDecoder(self._model, aux_layers)
+            self.cache = PanelSlots(**sizes)
+            self._run = KernelDecoder(self.model, aux_layers, kernels, self.cache)
+        else:
+            self.cache = KVSlots(**sizes, like=self.embed)
+            self._run = (Decoder if self._is_fused else _HuggingFaceDecoder)(self.model, aux_layers, self.cache)
+        self.ranking = Ranking(kernels)
 
     def _bring_into_form(self, model: Any) -> None:
         """Fuse and pack what the passes read."""
@@ -125,72 +122,72 @@ class Target:
             self._pack(model)
 
     @property
-    def device(self) -> torch.device:
-        return self.embed.device
-
-    def forward(
-        self, tokens_BT: Tensor, *, first_slot: int, starts: list[int], parents: Sequence[Parents] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Process new tokens [B, T] of slots first_slot… whose caches hold `starts` [B] positions.
-
-        `parents` are of rows whose tokens are a tree: of a path that is to stay `cache.keep_path` has to be told.
-        Returns the final hidden states [B, T, d] (ready for `logits`) and the features [B, T, 3d].
-        """
-        window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed, parents)
-        return self._run(tokens_BT, window, self.cache)
-
-    @property
     def takes_windows(self) -> bool:
-        """Whether there is `forward_windows` for this model on this machine."""
+        """Whether the rows of a pass may be of different length, for this model on this machine."""
         return isinstance(self._run, KernelDecoder)
 
-    def forward_windows(
-        self, rows: Sequence[Sequence[int]], *, starts: Sequence[int], parents: Sequence[Parents] | None = None
+    def forward(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        first_slot: int,
+        starts: Sequence[int],
+        parents: Sequence[Parents] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Like `forward` from slot 0 on, for rows of different length: [M, d] and [M, 3d] of their M tokens."""
-        assert isinstance(self._run, KernelDecoder)
-        assert isinstance(self.cache, PanelSlots)
-        return self._run.windows(rows, starts, parents or [None] * len(rows), self.cache)
+        """Process new tokens, M in all: a row for each slot from `first_slot` on, whose caches hold `starts` positions.
+
+        `parents` are of rows whose tokens are a tree: of a path that is to stay `cache.keep_path` has to be told.
+        Returns the final hidden states [M, d] (ready for `logits`) and the features [M, 3d].
+        """
+        parents = parents or [None] * len(rows)
+        if isinstance(self._run, KernelDecoder):
+            return self._run(rows, first_slot, starts, parents)
+        tokens_BT = torch.tensor(rows, device=self.device)
+        window = SlotWindow(first_slot, starts, tokens_BT.shape[1], self.embed, parents)
+        return self._run(tokens_BT, window)
 
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
-        model = bare_copy(self._model, read_weights(folder, self._layout), self.embed.dtype)
+        model = bare_copy(self.model, read_weights(folder, self._layout), self.embed.dtype)
         self._bring_into_form(model)
-        return StagedTarget(tuple(all_tensors(model)))
+        return list(all_tensors(model))
 
     def install(self, staged: StagedTarget) -> None:
         """Copy staged weights over those in service, in place. What fails half-way leaves no target at all."""
-        copy_over(self._tensors, staged)
+        with torch.no_grad():
+            for place, tensor in zip(self._tensors, staged, strict=True):
+                assert place.shape == tensor.shape, "the staged copy was made like the target"
+                place.copy_(tensor)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] → [..., V]."""
-        return self._model.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
 
 
 class _HuggingFaceDecoder:
     """The model's own forward pass, with our attention in it; hooks keep the inputs of the aux layers."""
 
-    def __init__(self, model: Any, aux_layers: tuple[int, ...]) -> None:
-        self._decoder = model.model
+    def __init__(self, model: Any, aux_layers: tuple[int, ...], cache: KVSlots) -> None:
+        log.info("the target runs through Hugging Face modelling", layers=type(model.model.layers[0]).__name__)
+        self._decoder, self._cache = model.model, cache
         self._aux: dict[int, Tensor] = {}
         for index in aux_layers:
-            model.model.layers[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+            hook = partial(self._keep_input, index)
+            model.model.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _keep_input(self, index: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            self._aux[index] = args[0] if args else kwargs["hidden_states"]
+    def _keep_input(self, index: int, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        self._aux[index] = args[0] if args else kwargs["hidden_states"]
 
-        return hook
-
-    def __call__(self, tokens_BT: Tensor, window: SlotWindow, cache: KVSlots) -> tuple[Tensor, Tensor]:
+    def __call__(self, tokens_BT: Tensor, window: SlotWindow) -> tuple[Tensor, Tensor]:
         hidden_BTd = self._decoder(
             input_ids=tokens_BT,
             position_ids=window.positions_BT,
             use_cache=False,
             slot_window=window,
-            slot_cache=cache,
+            slot_cache=self._cache,
         ).last_hidden_state
-        return hidden_BTd, torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
+        aux_BTw = torch.cat([self._aux[index] for index in sorted(self._aux)], -1)
+        return hidden_BTd.flatten(0, 1), aux_BTw.flatten(0, 1)
 
 
 def _check_device(name: str) -> None:
@@ -227,13 +224,6 @@ class Ranking:
         return best.indices.int().cpu().numpy(), best.values.half().cpu().numpy()
 
 
-@dataclass(frozen=True)
-class StagedTarget:
-    """Verified weights, in the order of `all_tensors`."""
-
-    tensors: tuple[Tensor, ...]
-
-
 def all_tensors(model: Any) -> Iterator[Tensor]:
     """Everything that the passes read and that follows from the weights, always in the same order."""
     for module in model.modules():
@@ -258,10 +248,3 @@ def bare_copy(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> 
     if missing or found.unexpected_keys:
         raise TargetError(f"{type(model).__name__} does not take its weights under the names in the file")
     return bare.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def copy_over(places: Sequence[Tensor], staged: StagedTarget) -> None:
-    for place, tensor in zip(places, staged.tensors, strict=True):
-        assert place.shape == tensor.shape, "the staged copy was made like the target"
-        place.copy_(tensor)

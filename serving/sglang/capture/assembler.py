@@ -14,13 +14,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from speculator.errors import type_and_place
 from speculator.trace import Trace
 from speculator.tracing import record
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 _GATHER_S, _GATHER_BYTES = 1.0, 16 << 20
 """How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""

@@ -53,23 +53,18 @@ _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangOptions:
-    """One SGLang server, and what the plugin in it is told."""
+class SglangStart:
+    """What an operator says of an SGLang server and of the plugin in it."""
 
-    python: Path
-    """Interpreter of the environment that has SGLang and Slipstream."""
+    python: Path | None
+    """Interpreter of the environment that has SGLang and Slipstream; None looks for one."""
     model_dir: Path
     model_name: str
-    draft_dir: Path
-    """The version in the store that is loaded first."""
     depth: int
     dtype: str
     device: str
     redis_url: str
     store: Path
-    engine_id: str
-    model_key: str
-    target_fingerprint: str
     capture: bool
     control_share: float
     context_window: int
@@ -86,6 +81,17 @@ class SglangOptions:
         for argument in self.extra:
             if (flag := argument.partition("=")[0]) in _RESERVED:
                 raise ConfigError(f"{flag} is set by slipstream: leave it out after --")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions(SglangStart):
+    """One SGLang server that can be started: its interpreter is known, and which draft it loads first."""
+
+    draft_dir: Path
+    """The version in the store that is loaded first."""
+    engine_id: str
+    model_key: str
+    target_fingerprint: str
 
 
 def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: str = "127.0.0.1") -> list[str]:

@@ -8,9 +8,13 @@ runs before and raises.
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import structlog
 
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.capture.request import is_for_another_target, mark
@@ -137,8 +141,24 @@ def register() -> None:
     if _registered:
         refuse("the plugin is registered twice in one process: install slipstream-spec once")
     _registered = True
+    log_as_sglang()
     settings = refusing(load_settings)
     refusing(_check_and_hook, settings)
+
+
+def log_as_sglang() -> None:
+    """Hand the lines of this process to the standard library's loggers, as SGLang has configured them."""
+    structlog.configure(
+        processors=[_one_line],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+
+
+def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
+    # The message of an exception may quote a prompt: our lines name its type and place themselves.
+    fields.pop("exc_info", None)
+    return " ".join([str(fields.pop("event")), *(f"{name}={value}" for name, value in fields.items())])
 
 
 def _check_and_hook(settings: PluginSettings) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+import structlog
 import torch
 
 from serving.capture.privacy import ErasureWatch
@@ -40,7 +41,7 @@ from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 _STEP_LASTS_S = 2.0
 """After so long without another step nothing runs, or a long prompt is being read."""
 

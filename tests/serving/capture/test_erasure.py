@@ -127,17 +127,17 @@ def test_a_running_engine_forgets_between_two_steps(harness: Harness, busy: bool
     engine, policy = harness.engine, CapturePolicy(tenant="anna")
     asked = harness.request("abc abc abc", policy=policy)
     [first] = harness.ask(asked)
-    assert engine._loop.texts.drafter is not None
-    assert "anna" in engine._loop.texts.drafter._tenants
+    assert engine.texts.drafter is not None
+    assert "anna" in engine.texts.drafter._tenants
     if busy:
         [again] = harness.ask(asked, on_chunk=lambda *_: engine.forget(["anna"]))
         assert again.text == first.text
     else:
         engine.forget(["anna"])
-    assert "anna" not in engine._loop.texts.drafter._tenants
+    assert "anna" not in engine.texts.drafter._tenants
     harness.ask(harness.request("abc", policy=policy))
     engine.expire(0.0)
-    assert not engine._loop.texts.drafter._tenants
+    assert not engine.texts.drafter._tenants
     assert harness.metric("slipstream_suffix_tokens") == 0
 
 
@@ -145,19 +145,19 @@ def test_an_engine_has_forgotten_when_the_traces_under_way_are_out(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever drops them comes next. Distributions that nobody has computed yet are not waited for."""
-    may_go_on, assembler = threading.Event(), harness.engine._assembler
-    harness.engine.flush_traces()
+    may_go_on, capture = threading.Event(), harness.engine.capture
+    harness.engine.capture.drain()
     num_before = len(harness.traces)
-    keep = assembler._on_trace
-    monkeypatch.setattr(assembler, "_on_trace", lambda trace: may_go_on.wait(10) and keep(trace))
+    keep = capture._on_trace
+    monkeypatch.setattr(capture, "_on_trace", lambda trace: may_go_on.wait(10) and keep(trace))
     harness.ask(*(harness.request(f"abc {number}", policy=CapturePolicy(tenant="anna")) for number in range(2)))
     wait_until(lambda: harness.engine.health().num_running == 0)
     hidden = torch.zeros(2, harness.engine._target.embed.shape[1], dtype=torch.float64)
     waiting = TopK.unknown(0, 2, 8)
-    assembler.label(waiting, hidden)
+    capture.label(waiting, hidden)
     forgetting = threading.Thread(target=harness.engine.forget, args=(["anna"],))
     forgetting.start()
-    wait_until(lambda: assembler._jobs.qsize() == 3)
+    wait_until(lambda: capture.num_waiting == 3)
     assert forgetting.is_alive()
     may_go_on.set()
     forgetting.join(10)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from serving.capture.privacy import REASONS, CaptureFilter
 from serving.capture.recorder import DROP_REASONS, TraceRecorder
@@ -66,12 +66,12 @@ def trace_of(text: str, *, tenant: str = "default") -> Trace:
 
 
 def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
-    model_dir: Path, caplog: pytest.LogCaptureFixture
+    model_dir: Path,
 ) -> None:
     stream, keep = Stream(), CaptureFilter.load("an_operators_filter:keep", model_dir)
     assert keep is not None
     recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30, reason_to_drop=keep.reason_to_drop)
-    with caplog.at_level(logging.ERROR):
+    with structlog.testing.capture_logs() as lines:
         for text in ("plain", "a card", "fail", "undecided", "also plain"):
             recorder.submit(trace_of(text))
         recorder.submit(trace_of("not of theirs", tenant="clinic"))
@@ -84,9 +84,10 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
 
     assert asked[0] == ("plain", "default")
     assert asked[-1] == ("not of theirs", "clinic")
-    assert [record.name for record in caplog.records] == ["serving.capture.privacy"] * 2
-    assert "an_operators_filter.py:7" in caplog.text
-    assert "ValueError: fail" not in caplog.text
+    told = " ".join(line["event"] for line in lines)
+    assert told.count("the capture filter") == 2
+    assert "an_operators_filter.py:7" in told
+    assert "ValueError: fail" not in told
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,19 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
+from serving.engine import EngineHealth
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, serve
+from serving.gateway.server import GatewayServer, bind
 from tests.fixtures.doubles import DoubleEngine
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +28,27 @@ HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 T = TypeVar("T")
 
 
-def gateway(engine: DoubleEngine, registry: CollectorRegistry | None = None, **settings: int) -> FastAPI:
+@asynccontextmanager
+async def serve(
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, grace_s: int = 10
+) -> AsyncIterator[GatewayServer]:
+    """`async with serve(app) as server:` accepts requests inside the block; raises ConfigError for a busy port."""
+    server = GatewayServer(app, bind(host, port), grace_s=grace_s)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+class FullEngine(DoubleEngine):
+    """Its queue has no room."""
+
+    def health(self) -> EngineHealth:
+        return replace(super().health(), is_full=True)
+
+
+def gateway(engine: DoubleEngine, registry: CollectorRegistry | None = None, **settings: Any) -> FastAPI:
     return create_app(engine, settings=GatewaySettings(**settings), registry=registry or CollectorRegistry())
 
 
@@ -39,7 +62,7 @@ def ask(app: FastAPI, talk: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def post(engine: DoubleEngine, path: str, body: dict[str, Any], **settings: int) -> httpx.Response:
+def post(engine: DoubleEngine, path: str, body: dict[str, Any], **settings: Any) -> httpx.Response:
     return ask(gateway(engine, **settings), lambda client: client.post(path, json={"model": "double", **body}))
 
 
@@ -72,7 +95,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running(engine: DoubleEngine, *, grace_s: int = 5, **settings: int) -> AsyncIterator[GatewayServer]:
+async def running(engine: DoubleEngine, *, grace_s: int = 5, **settings: Any) -> AsyncIterator[GatewayServer]:
     """A gateway on a loopback port that the system chose."""
     async with serve(gateway(engine, **settings), port=0, grace_s=grace_s) as server:
         yield server

@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, serve
+from serving.gateway.server import GatewayServer
 from serving.gateway.upstream import Upstream
 from tests.fixtures.doubles import DoubleEngine
+from tests.serving.gateway.client import serve
 from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ async def passing(
     **settings: Any,
 ) -> AsyncIterator[GatewayServer]:
     """The gateway in front of `fake`, or of whatever is at `urls`."""
-    async with serve(fake.app(), port=0, grace_s=0) as behind:
+    async with serve(fake.app(), grace_s=0) as behind:
         upstream = Upstream(*(urls or (behind.url,)))
         app = create_passthrough_app(
             draft or host(),
@@ -47,7 +48,7 @@ async def passing(
             registry=registry or CollectorRegistry(),
             target=target,
         )
-        async with serve(app, port=0, grace_s=grace_s) as server:
+        async with serve(app, grace_s=grace_s) as server:
             yield server
         await upstream.close()
 

@@ -21,11 +21,10 @@ from structlog.testing import capture_logs
 from serving.gateway.access import ACCESS, Access
 from serving.gateway.app import create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
-from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
+from tests.serving.gateway.client import CHAT, HELLO, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile, an_hour_ago, bearer
 from tests.serving.gateway.passage import passing
 from tests.serving.gateway.test_admin import DeskDouble, TargetsDouble
@@ -62,13 +61,7 @@ def passthrough_app(keys: KeyFile) -> FastAPI:
 
 
 def routes() -> list[tuple[str, str]]:
-    found = create_app(
-        DoubleEngine(),
-        settings=GatewaySettings(),
-        registry=CollectorRegistry(),
-        drafts=DeskDouble(),
-        targets=TargetsDouble(),
-    ).routes
+    found = local_app(None).routes
     assert all(isinstance(route, Route) for route in found)
     return sorted((method, route.path) for route in found for method in route.methods or () if method != "HEAD")
 
@@ -87,27 +80,15 @@ def keys(tmp_path: Path) -> KeyFile:
     return file
 
 
+PLACES = {"{version}": "7", "{a}": "7", "{b}": "8", "{model:path}": "double", "{name}": "main.js"}
+
+
 def answer(app: FastAPI, method: str, path: str, headers: Any) -> httpx.Response:
-    for name, value in {
-        "{version}": "7",
-        "{a}": "7",
-        "{b}": "8",
-        "{model:path}": "double",
-        "{name}": "main.js",
-    }.items():
+    for name, value in PLACES.items():
         path = path.replace(name, value)
-    body = (
-        {"reason": "r"}
-        if path.startswith("/admin")
-        else {"version": 2}
-        if path == "/v1/target-version"
-        else CHAT_BODY
-        if path == CHAT
-        else {"model": "double", "prompt": "p"}
-    )
-    return ask(
-        app, lambda client: client.request(method, path, headers=headers, json=body if method == "POST" else None)
-    )
+    bodies = {CHAT: CHAT_BODY, "/v1/target-version": {"version": 2}, "/admin/drafts/rollback": {"reason": "r"}}
+    body = bodies.get(path, {"model": "double", "prompt": "p"}) if method == "POST" else None
+    return ask(app, lambda client: client.request(method, path, headers=headers, json=body))
 
 
 def test_the_table_has_every_route_and_no_other() -> None:
@@ -332,7 +313,7 @@ def test_the_openai_client_raises_what_it_should(keys: KeyFile) -> None:
     keys.add("slow", requests_per_minute=1)
 
     async def run() -> None:
-        async with serve(local_app(keys), port=0, grace_s=1) as server:
+        async with serve(local_app(keys), grace_s=1) as server:
 
             async def talk(secret: str) -> Any:
                 async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
@@ -357,7 +338,7 @@ def test_the_openai_client_raises_what_it_should(keys: KeyFile) -> None:
 def test_a_refusal_reaches_a_client_with_a_large_body(keys: KeyFile) -> None:
     async def run() -> None:
         async with (
-            serve(local_app(keys), port=0, grace_s=1) as server,
+            serve(local_app(keys), grace_s=1) as server,
             AsyncOpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
         ):
             for _ in range(5):

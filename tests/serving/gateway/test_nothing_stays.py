@@ -12,9 +12,8 @@ import httpx
 
 from serving.gateway import telemetry
 from serving.gateway.openai import generation
-from serving.gateway.server import serve
 from tests.fixtures.doubles import DoubleEngine
-from tests.serving.gateway.client import CHAT, HELLO, gateway
+from tests.serving.gateway.client import CHAT, HELLO, gateway, serve
 
 KINDS = (telemetry.Exchange, generation.Generation, asyncio.Task, asyncio.Timeout, types.CoroutineType)
 BODY: dict[str, Any] = {"model": "double", "messages": HELLO, "max_tokens": 20}
@@ -50,7 +49,7 @@ def test_answers_whole_streamed_left_and_refused() -> None:
                             return
 
     async def run() -> None:
-        async with serve(app, port=0, grace_s=1) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with serve(app, grace_s=1) as server, httpx.AsyncClient(base_url=server.url) as client:
             for number in range(20):
                 await one(client, number)
 

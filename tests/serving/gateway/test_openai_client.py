@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from speculator.errors import EngineBusyError, EngineDeadError
+from speculator.errors import EngineDeadError
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import HELLO, openai_client, running
 
@@ -52,39 +52,6 @@ def test_chat_and_completions_whole_and_streamed() -> None:
     asyncio.run(run())
 
 
-def test_model_names_with_slashes() -> None:
-    async def run() -> None:
-        async with running(DoubleEngine(model="org/name-8B")) as server, openai_client(server) as client:
-            assert (await client.models.retrieve("org/name-8B")).id == "org/name-8B"
-            with pytest.raises(openai.NotFoundError) as refused:
-                await client.models.retrieve("org/other")
-            assert refused.value.code == "model_not_found"
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("failure", "raised", "status"),
-    [
-        (EngineBusyError("full", retry_after_s=3), openai.RateLimitError, 429),
-        (EngineDeadError("gone"), openai.InternalServerError, 503),
-    ],
-)
-def test_engine_failures_raise(
-    failure: Exception, raised: type[openai.APIStatusError], status: int, stream: bool
-) -> None:
-    async def run() -> None:
-        async with running(DoubleEngine(failure=failure)) as server, openai_client(server) as client:
-            with pytest.raises(raised) as refused:
-                await client.chat.completions.create(model="double", messages=HELLO, stream=stream)
-            assert refused.value.status_code == status
-            assert int(refused.value.response.headers["retry-after"]) > 0
-            assert refused.value.request_id
-
-    asyncio.run(run())
-
-
 def test_engine_that_dies_mid_stream_raises() -> None:
     async def run() -> None:
         engine = DoubleEngine(failure=EngineDeadError("gone"), fail_at=3)
@@ -100,16 +67,6 @@ def test_engine_that_dies_mid_stream_raises() -> None:
 
 async def rest_of(stream: openai.AsyncStream[Any]) -> list[Any]:
     return [chunk async for chunk in stream]
-
-
-def test_bad_requests_raise_with_param_and_code() -> None:
-    async def run() -> None:
-        async with running(DoubleEngine()) as server, openai_client(server) as client:
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model="double", messages=HELLO, logprobs=True)
-            assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
-
-    asyncio.run(run())
 
 
 def test_oversized_body_over_a_socket_gets_its_answer() -> None:

@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from serving.gateway.server import GatewayServer, bind, serve
+from serving.gateway.server import GatewayServer, bind
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
-from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, running
+from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, serve
 
 BODY = {"model": "double", "messages": HELLO, "max_tokens": 40}
 
@@ -58,18 +58,6 @@ def test_client_that_is_early_waits_for_the_start() -> None:
             await server.start()
             assert (await early).status_code == 200
         await server.stop()
-
-    asyncio.run(run())
-
-
-def test_a_port_is_free_again_after_stop() -> None:
-    async def run() -> None:
-        async with running(DoubleEngine()) as server:
-            port = int(server.url.rpartition(":")[2])
-            async with httpx.AsyncClient() as client:
-                assert (await client.get(f"{server.url}/health")).status_code == 200
-        async with serve(gateway(DoubleEngine()), port=port) as server, httpx.AsyncClient() as client:
-            assert (await client.get(f"{server.url}/health")).status_code == 200
 
     asyncio.run(run())
 
@@ -136,7 +124,7 @@ def test_ipv6() -> None:
         pytest.skip("this machine has no IPv6")
 
     async def run() -> None:
-        async with serve(gateway(DoubleEngine()), host="::1", port=0) as server, httpx.AsyncClient() as client:
+        async with serve(gateway(DoubleEngine()), host="::1") as server, httpx.AsyncClient() as client:
             assert server.url.startswith("http://[::1]:")
             assert (await client.get(f"{server.url}/health")).status_code == 200
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from serving.gateway.server import serve
 from serving.gateway.upstream import Upstream
 from speculator.errors import EngineDeadError
 from speculator.host import free_port
+from tests.serving.gateway.client import serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, WHOLE, FakeSglang
 
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
@@ -36,7 +36,7 @@ async def reaching(*urls: str) -> AsyncIterator[Upstream]:
 def test_an_address_that_cannot_be_reached_goes_behind_the_others() -> None:
     async def run() -> None:
         first, second, port = FakeSglang(), FakeSglang(), free_port()
-        async with serve(second.app(), port=0, grace_s=0) as other:
+        async with serve(second.app(), grace_s=0) as other:
             upstream = Upstream(f"http://127.0.0.1:{port}", other.url)
             assert await ask(upstream) == WHOLE
             async with serve(first.app(), port=port, grace_s=0):
@@ -55,10 +55,10 @@ def test_an_address_that_cannot_be_reached_goes_behind_the_others() -> None:
 def test_requests_that_find_out_at_once_agree() -> None:
     async def run() -> None:
         fake, away = FakeSglang(), ("http://127.0.0.1:9", "http://127.0.0.2:9")
-        async with serve(fake.app(), port=0, grace_s=0) as server, reaching(*away, server.url) as upstream:
+        async with serve(fake.app(), grace_s=0) as server, reaching(*away, server.url) as upstream:
             assert await asyncio.gather(*(ask(upstream) for _ in range(20))) == [WHOLE] * 20
-            assert upstream._urls[0] == server.url
-            assert len(upstream._urls) == 3
+            assert upstream.urls[0] == server.url
+            assert len(upstream.urls) == 3
         assert len(fake.raw) == 20
 
     asyncio.run(run())
@@ -91,11 +91,11 @@ def test_a_request_that_may_have_arrived_is_not_sent_again(
         other = FakeSglang()
         dying = await asyncio.start_server(die, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{dying.sockets[0].getsockname()[1]}"
-        async with dying, serve(other.app(), port=0, grace_s=0) as server, reaching(url, server.url) as upstream:
+        async with dying, serve(other.app(), grace_s=0) as server, reaching(url, server.url) as upstream:
             with pytest.raises(EngineDeadError, match="does not answer"):
                 await ask(upstream)
             assert (num_connections, other.raw) == (1, [])
-            assert upstream._urls[0] == url
+            assert upstream.urls[0] == url
 
     asyncio.run(run())
 
@@ -110,7 +110,7 @@ def test_a_name_with_several_addresses_is_reached_at_any(monkeypatch: pytest.Mon
 
     async def run() -> None:
         fake = FakeSglang()
-        async with serve(fake.app(), port=0, grace_s=0) as server:
+        async with serve(fake.app(), grace_s=0) as server:
             upstream = Upstream(server.url.replace("127.0.0.1", "router"))
             assert await ask(upstream) == WHOLE
             await upstream.close()

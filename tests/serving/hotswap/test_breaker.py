@@ -8,18 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.hotswap.breaker import (
-    LiveWatch,
-    Outcome,
-    Proposed,
-    Stratum,
-    Verdict,
-    Verification,
-    WatchedRound,
-    stratum_of,
-)
+from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
+from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
 from speculator.draft.sampling_params import SamplingParams
-from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, serve, try_out
+from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, take_in, try_out
 
 REAL_SPREAD = 0.15
 """Of requests' acceptance; an accept length of 1.7 then spreads by 20%, as that of real answers does."""
@@ -34,7 +26,7 @@ def _trial(
     rng = random.Random(seed)
     watch = LiveWatch(1)
     record = {CHAT: length * (1 + luck), CODE: 1.3 * length * (1 + luck)}
-    serve(watch, rounds(rng, 1, record, spread=spread, batch=batch), 1000)
+    take_in(watch, rounds(rng, 1, record, spread=spread, batch=batch), 1000)
     after = {CHAT: length * (1 + change), CODE: 1.3 * length * (1 + change)}
     return try_out(watch, 2, rounds(rng, 2, after, spread=spread, batch=batch), look_every=20)
 
@@ -78,8 +70,8 @@ def _looks(rng: random.Random, version: int, rate: float) -> Iterator[WatchedRou
 def test_looks_are_compared_with_looks_only(seed: int, looks_before: int, rate: float, outcome: Outcome) -> None:
     """In rounds that ask it the head is right six times in ten, where it is looked at three times."""
     rng, watch = random.Random(seed), LiveWatch(1)
-    serve(watch, rounds(rng, 1, {CHAT: 1 + 0.6 + 0.36 + 0.22 + 0.13}), 1000)
-    serve(watch, _looks(rng, 1, 0.3), looks_before)
+    take_in(watch, rounds(rng, 1, {CHAT: 1 + 0.6 + 0.36 + 0.22 + 0.13}), 1000)
+    take_in(watch, _looks(rng, 1, 0.3), looks_before)
     verdict = try_out(watch, 2, _looks(rng, 2, rate))
     assert verdict.outcome is outcome
 
@@ -89,7 +81,7 @@ def test_a_useless_version_is_caught_within_fifty_rounds_or_five_seconds(batch: 
     """A round is 40 ms."""
     for seed in range(20):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 1.8}, batch=batch, spread=0.02), 2000)
+        take_in(watch, rounds(rng, 1, {CHAT: 1.8}, batch=batch, spread=0.02), 2000)
         verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, batch=batch), look_every=10, most_rounds=most_rounds)
         assert verdict.outcome is Outcome.ROLLED_BACK
 
@@ -98,7 +90,7 @@ def test_another_mix_of_requests_is_no_other_draft() -> None:
     for seed in range(20):
         rng, watch = random.Random(seed), LiveWatch(1)
         lengths = {CHAT: 1.3, CODE: 2.4}
-        serve(watch, rounds(rng, 1, lengths, mix={CHAT: 0.3, CODE: 0.7}), 3000)
+        take_in(watch, rounds(rng, 1, lengths, mix={CHAT: 0.3, CODE: 0.7}), 3000)
         verdict = try_out(watch, 2, rounds(rng, 2, lengths, mix={CHAT: 0.95, CODE: 0.05}))
         assert verdict.outcome is Outcome.PROMOTED
         assert float(verdict.numbers["accept_length"] or 0) < 1.5 < 2.0
@@ -110,7 +102,7 @@ def test_harder_requests_do_not_make_a_draft_slow() -> None:
         for known in (0.3, 0.0):
             rng, watch = random.Random(seed), LiveWatch(1)
             lengths, mix = {CHAT: 1.2, CODE: 2.2}, {CHAT: known, CODE: 1 - known}
-            serve(watch, rounds(rng, 1, lengths, mix=mix, control_share=0.05), 2000)
+            take_in(watch, rounds(rng, 1, lengths, mix=mix, control_share=0.05), 2000)
             harder = rounds(rng, 2, lengths, mix={CHAT: 1.0, CODE: 0.0}, control_share=0.05)
             verdict = try_out(watch, 2, harder, look_every=1000)
             assert verdict.outcome is Outcome.PROMOTED
@@ -122,7 +114,7 @@ def test_the_times_are_those_of_the_incumbents_own_requests() -> None:
     lengths, harder = {CHAT: 1.2, CODE: 2.2}, {CHAT: 1.0, CODE: 0.0}
     for seed in range(5):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, lengths, control_share=0.05), 3000)
+        take_in(watch, rounds(rng, 1, lengths, control_share=0.05), 3000)
         for version in (2, 3):
             verdict = try_out(watch, version, rounds(rng, version, lengths, mix=harder, control_share=0.05))
             assert verdict.outcome is Outcome.PROMOTED
@@ -196,7 +188,7 @@ def test_traffic_that_repeats_more_or_less_of_earlier_text_is_no_fault_of_a_bett
     for incumbent, version in ((1.0, 1.35), (1.5, 2.025)):
         for seed in range(5):
             rng, watch = random.Random(seed), LiveWatch(1)
-            serve(watch, mixed(rng, 1, incumbent, **before), 3000)  # type: ignore[arg-type]
+            take_in(watch, mixed(rng, 1, incumbent, **before), 3000)  # type: ignore[arg-type]
             verdict = try_out(watch, 2, mixed(rng, 2, version, **now), look_every=100)  # type: ignore[arg-type]
             assert verdict.outcome is Outcome.PROMOTED, verdict
 
@@ -205,7 +197,7 @@ def test_a_slower_draft_is_found_out_where_it_takes_part_whatever_earlier_text_d
     """It proposes in half of the rounds, and these take 40% longer."""
     for seed in range(5):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, mixed(rng, 1, 1.7, asked=0.5), 3000)
+        take_in(watch, mixed(rng, 1, 1.7, asked=0.5), 3000)
         slow = mixed(rng, 2, 1.7, asked=0.5)
         verdict = try_out(watch, 2, (one._replace(seconds=1.4 * one.seconds) if one.proposed else one for one in slow))
         assert (verdict.outcome, verdict.reason) == (Outcome.ROLLED_BACK, "slower a token than the incumbent")
@@ -229,7 +221,7 @@ def test_deeper_chains_pay_for_themselves() -> None:
 def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
     for seed in range(5):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
+        take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
         verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05, round_s=0.056))
         assert verdict.outcome is Outcome.ROLLED_BACK
         assert verdict.reason == "slower a token than the incumbent"
@@ -240,7 +232,7 @@ def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
 def test_a_machine_that_becomes_busy_is_not_the_drafts_fault(control_share: float) -> None:
     for seed in range(5):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=control_share), 3000)
+        take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=control_share), 3000)
         busy = rounds(rng, 2, {CHAT: 1.7}, control_share=control_share, round_s=0.08, plain_s=0.06)
         assert try_out(watch, 2, busy).outcome is Outcome.PROMOTED
 
@@ -258,7 +250,7 @@ def test_an_incumbent_that_never_went_so_deep_is_compared_at_its_depth() -> None
 
 def test_unknown_strata_are_counted_and_compared_with_nothing() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
-    serve(watch, rounds(rng, 1, {CHAT: 2.0}), 2000)
+    take_in(watch, rounds(rng, 1, {CHAT: 2.0}), 2000)
     verdict = try_out(watch, 2, rounds(rng, 2, {CODE: 1.0}))
     assert (verdict.outcome, verdict.reason) == (Outcome.PROMOTED, "nothing to compare its accept length with")
     assert verdict.numbers["compared"] == 0
@@ -268,12 +260,11 @@ def test_unknown_strata_are_counted_and_compared_with_nothing() -> None:
 
 def test_it_is_ready_when_the_incumbent_is_known() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
-    watch.expect()
     assert not watch.is_ready(), "an idle engine has no need of another version"
     source = rounds(rng, 1, {CHAT: 2.0})
-    serve(watch, source, 499)
+    take_in(watch, source, 499)
     assert not watch.is_ready()
-    serve(watch, source, 1)
+    take_in(watch, source, 1)
     assert watch.is_ready()
     watch.restart(1)
     assert not watch.is_ready()
@@ -283,26 +274,26 @@ def test_it_is_ready_when_the_incumbent_is_known() -> None:
 def test_a_version_that_looks_no_worse_makes_room_for_a_newer_one(length: float, is_kept: bool) -> None:
     for seed in range(10):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 1.7}), 1000)
+        take_in(watch, rounds(rng, 1, {CHAT: 1.7}), 1000)
         watch.begin(2)
-        serve(watch, rounds(rng, 2, {CHAT: length}), 600)
+        take_in(watch, rounds(rng, 2, {CHAT: length}), 600)
         if is_kept:
             assert watch.judge().outcome is Outcome.WATCHING, "nobody waits for it"
-        watch.expect()
-        verdict = watch.judge()
+        verdict = watch.judge(is_successor_waiting=True)
         assert (verdict.reason == "looks no worse, and a newer version waits") == is_kept
 
 
 def test_a_version_that_is_never_asked_is_neither_taken_back_nor_found_as_good() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
-    serve(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 1000)
+    take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 1000)
     watch.begin(2)
     for _ in range(15):
         for turn in range(1000):
             watch.observe(WatchedRound(2, 1, turn % 20 > 0, 0.06, 1, ()))
+        watch.update()
         assert watch.judge().outcome is Outcome.WATCHING
-    watch.expect()
-    assert watch.judge().outcome is Outcome.PROMOTED, "there is no use for more of its time"
+    verdict = watch.judge(is_successor_waiting=True)
+    assert verdict.outcome is Outcome.WITHDRAWN, "there is no use for more of its time, and nothing confirms it"
 
 
 def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]:
@@ -314,22 +305,19 @@ def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]
 def test_versions_that_are_hardly_used_do_not_hold_up_the_next() -> None:
     """The first of a lineage do not pay; the one that does waits behind them."""
     rng, watch = random.Random(0), LiveWatch(1)
-    serve(watch, rarely(rounds(rng, 1, {CHAT: 1.05}), 20), 600)
-    watch.expect()
+    take_in(watch, rarely(rounds(rng, 1, {CHAT: 1.05}), 20), 600)
     assert watch.is_ready()
     watch.begin(2)
-    watch.expect()
-    serve(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 400)
-    assert watch.judge().outcome is Outcome.WATCHING
-    serve(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 200)
-    assert watch.judge().outcome is Outcome.PROMOTED
+    take_in(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 400)
+    assert watch.judge(is_successor_waiting=True).outcome is Outcome.WATCHING
+    take_in(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 200)
+    assert watch.judge(is_successor_waiting=True).outcome is Outcome.PROMOTED
 
 
 def test_a_useless_version_is_found_out_though_it_is_hardly_used() -> None:
     for seed in range(10):
         rng, watch = random.Random(seed), LiveWatch(1)
-        serve(watch, rounds(rng, 1, {CHAT: 1.8}), 2000)
-        watch.expect()
+        take_in(watch, rounds(rng, 1, {CHAT: 1.8}), 2000)
         verdict = try_out(
             watch,
             2,
@@ -341,7 +329,7 @@ def test_a_useless_version_is_found_out_though_it_is_hardly_used() -> None:
 
 def test_rounds_of_other_versions_say_nothing() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
-    serve(watch, rounds(rng, 9, {CHAT: 2.0}), 100)
+    take_in(watch, rounds(rng, 9, {CHAT: 2.0}), 100)
     assert not watch.is_ready()
     assert watch.baseline_verifications == 0
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import redis
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.engine import SwapReport, WatchedRound
+from serving.hotswap.breaker import LiveWatch, WatchRules
 from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
 from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
@@ -602,6 +602,24 @@ def test_a_verdict_does_not_wait_for_redis(scene: Scene, is_bad: bool) -> None:
     a.line.is_cut = False
     scene.follow()
     assert (scene.canary, scene.pointer.desired()) == (None, 1 if is_bad else 2)
+
+
+def test_an_operator_who_publishes_a_version_again_has_the_last_word(scene: Scene) -> None:
+    """Though the engine that took it back could not reach Redis until then."""
+    (a,) = scene.start("a")
+    scene.bad.add(2)
+    scene.pointer.publish(2)
+    scene.follow()
+    a.line.is_cut = True
+    a.serve(300)
+    with pytest.raises(StreamError):
+        a.follower.follow()
+    assert (a.draft, scene.states.state(2)) == (1, State.QUARANTINED)
+    scene.states.move(2, State.SCORED, actor="operator:o")
+    scene.pointer.publish(2)
+    a.line.is_cut = False
+    a.follower.follow()
+    assert scene.pointer.desired() == 2
 
 
 def test_a_canary_that_was_cut_off_for_too_long_leaves_the_version_to_the_next(scene: Scene) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.engine import SwapReport
-from serving.hotswap.breaker import LiveWatch, WatchedRound, WatchRules
+from serving.engine import SwapReport, WatchedRound
+from serving.hotswap.breaker import MOVING_TARGET_PATIENCE_S, LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.report import of_swaps
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
@@ -283,7 +283,7 @@ def test_an_incumbent_that_a_moving_target_keeps_unknown_is_not_waited_for_for_e
         scene.follower.follow()
         scene.serve(count=100, target_version=step + 1)
     assert scene.engine.draft_version == 1
-    scene.now_s = scene.watch.rules.patience_s
+    scene.now_s = MOVING_TARGET_PATIENCE_S
     scene.follower.follow()
     assert (scene.engine.draft_version, scene.watch.watched) == (2, 2)
 

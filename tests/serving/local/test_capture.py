@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from serving.local.capture import MOST_WAITING, TraceAssembler
+from serving.local.capture import MOST_WAITING, Capture
+from serving.local.config import LocalEngineConfig
 from serving.local.request import TopK
 from serving.local.target.model import Ranking
 from serving.metrics import EngineMetrics
@@ -22,7 +24,7 @@ VOCAB, KEPT = 11, 4
 
 
 class Head:
-    """A target as far as the assembler needs it."""
+    """A target as far as capture needs it."""
 
     def __init__(self) -> None:
         self.weight, self.reading = torch.randn(VOCAB, 3), threading.Event()
@@ -40,11 +42,13 @@ class Scene:
     def __init__(self) -> None:
         self.head, self.registry, self.traces = Head(), CollectorRegistry(), list[Any]()
         target: Any = self.head
-        self.assembler = TraceAssembler(target, self.traces.append, EngineMetrics(self.registry))
+        config = LocalEngineConfig(model_dir=Path(), model_name="toy")
+        metrics = EngineMetrics(self.registry)
+        self.capture = Capture(config, target, self.traces.append, target_fingerprint="", metrics=metrics)
 
     def label(self) -> tuple[TopK, Tensor]:
         unknown, hidden = TopK.unknown(7, 2, KEPT), torch.randn(2, 3)
-        self.assembler.label(unknown, hidden)
+        self.capture.label(unknown, hidden)
         return unknown, hidden
 
     def count(self, name: str) -> float | None:
@@ -54,10 +58,10 @@ class Scene:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     scene = Scene()
-    scene.assembler.start()
+    scene.capture.start()
     yield scene
     scene.head.may_read.set()
-    scene.assembler.close()
+    scene.capture.close()
 
 
 def test_a_trace_has_what_was_asked_for_before_it(scene: Scene) -> None:
@@ -65,11 +69,11 @@ def test_a_trace_has_what_was_asked_for_before_it(scene: Scene) -> None:
     unknown, hidden = scene.label()
     lent = unknown.before(8)
     built: Any = lambda: unknown.ids.copy()  # noqa: E731
-    scene.assembler.finish(built)
+    scene.capture.finish(built)
     hidden_then = hidden.clone()
     hidden.zero_()  # The engine goes on with its buffers.
     scene.head.may_read.set()
-    scene.assembler.drain()
+    scene.capture.drain()
     expected = (hidden_then @ scene.head.weight.T).log_softmax(-1).topk(KEPT, -1)
     assert np.array_equal(scene.traces[0], expected.indices.numpy())
     assert np.allclose(unknown.logprobs, expected.values.numpy(), atol=1e-2)
@@ -84,9 +88,9 @@ def test_beyond_a_number_that_waits_prompts_go_without_and_traces_do_not(scene: 
         scene.label()
     late, _ = scene.label()
     nothing: Any = lambda: "trace"  # noqa: E731
-    scene.assembler.finish(nothing)
+    scene.capture.finish(nothing)
     scene.head.may_read.set()
-    scene.assembler.drain()
+    scene.capture.drain()
     assert (late.ids == -1).all()
     assert scene.count("unlabelled_positions") == 2
     assert scene.traces == ["trace"]
@@ -98,13 +102,13 @@ def test_what_another_target_would_say_is_left_out(scene: Scene, is_reading: boo
     first, _ = scene.label()
     assert scene.head.reading.wait(10)
     second, _ = scene.label()
-    scene.assembler.forgo_labels()
+    scene.capture.forgo_labels()
     scene.head.may_read.set()
-    scene.assembler.drain()
+    scene.capture.drain()
     assert ((first if is_reading else second).ids == -1).all()
     assert scene.count("unlabelled_positions") == 4
     third, _ = scene.label()
-    scene.assembler.drain()
+    scene.capture.drain()
     assert (third.ids >= 0).all()
 
 
@@ -116,10 +120,10 @@ def test_who_closes_it_waits_for_the_traces_and_not_for_distributions(scene: Sce
     scene.head.reading.clear()
     for _ in range(3):
         waiting, _ = scene.label()
-        scene.assembler.finish(whole)
-    closing = threading.Thread(target=scene.assembler.close)
+        scene.capture.finish(whole)
+    closing = threading.Thread(target=scene.capture.close)
     closing.start()
-    wait_until(lambda: scene.assembler._jobs.qsize() == 7)
+    wait_until(lambda: scene.capture.num_waiting == 7)
     scene.head.may_read.set()
     closing.join(10)
     assert scene.traces == 3 * ["trace"]
@@ -131,9 +135,9 @@ def test_who_closes_it_waits_for_the_traces_and_not_for_distributions(scene: Sce
 def test_what_fails_is_counted_and_ends_nothing(scene: Scene) -> None:
     broken: Any = lambda: 1 / 0  # noqa: E731
     whole: Any = lambda: "trace"  # noqa: E731
-    scene.assembler.finish(broken)
-    scene.assembler.finish(whole)
-    scene.assembler.close()
+    scene.capture.finish(broken)
+    scene.capture.finish(whole)
+    scene.capture.close()
     assert scene.count("failures") == 1
     assert scene.traces == ["trace"]
-    scene.assembler.drain()
+    scene.capture.drain()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft import FusedDraft, KernelDraft, ServingDraft
+from serving.local.draft import FusedDraft, KernelDraft, ServingDraft, StagedDraft
 from serving.local.kernels.build import found_kernels
 from serving.local.request import DraftSource, shared_draws
 from speculator.draft.checkpoint import apply_state, draft_state
@@ -147,7 +147,7 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_the_reference(draft: E
     """Both round at every step, in different places."""
     rounded, serving = copy.deepcopy(draft).to(torch.bfloat16), _serving(draft, torch.bfloat16)
     has_kernels = draft.config.hidden_size == 256 and found_kernels() is not None
-    assert isinstance(serving._fused, KernelDraft if has_kernels else FusedDraft)
+    assert isinstance(serving.network, KernelDraft if has_kernels else FusedDraft)
     outputs = []
     for _, counts in BATCHES:
         exact, theirs = (
@@ -161,7 +161,7 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_the_reference(draft: E
     wanted = wanted.bfloat16()
     logits, noise = draft.logits(wanted.float()), _error(rounded.logits(wanted), draft.logits(wanted.float()))
     assert 0 < noise < 0.1
-    assert _error(serving._fused.logits(wanted), logits) < 1.3 * noise
+    assert _error(serving.network.logits(wanted), logits) < 1.3 * noise
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -176,20 +176,39 @@ def test_an_installed_version_computes_what_a_draft_that_started_with_it_does(
     references = [Reference(copy.deepcopy(draft).to(dtype), seed, sum(row)) for seed, row in enumerate(counts)]
     swapped, fresh = _serving(draft, dtype), _serving(other, dtype)
     before = _read(swapped, references, first, counts)
-    logits = swapped._fused.logits(before)
+    logits = swapped.network.logits(before)
     for serving in (swapped, fresh):
         serving.install(serving.stage(2, draft_state(other)))
     after = _read(swapped, references, first, counts)
     assert not torch.equal(after, before)
     assert torch.equal(after, _read(fresh, references, first, counts))
-    assert not torch.equal(swapped._fused.logits(before), logits)
-    assert torch.equal(swapped._fused.logits(before), fresh._fused.logits(before))
+    assert not torch.equal(swapped.network.logits(before), logits)
+    assert torch.equal(swapped.network.logits(before), fresh.network.logits(before))
+
+
+@torch.inference_mode()
+def test_a_swap_that_fails_half_way_puts_the_previous_weights_back(draft: Eagle3Draft) -> None:
+    serving, other = _serving(draft, torch.float32), copy.deepcopy(draft)
+    for parameter in other.parameters():
+        parameter.mul_(2)
+    before = {name: (place.data_ptr(), place.clone()) for name, place in serving.storage.items()}
+    staged = serving.stage(2, draft_state(other))
+    *_, last = before
+    broken = StagedDraft(2, {**staged.tensors, last: torch.zeros(3, 5, 7)})
+    with pytest.raises(RuntimeError):
+        serving.install(broken)
+    assert serving.version == 1
+    assert all(torch.equal(place, before[name][1]) for name, place in serving.storage.items())
+    serving.install(staged)
+    assert serving.version == 2
+    assert not any(torch.equal(place, before[name][1]) for name, place in serving.storage.items())
+    assert all(place.data_ptr() == before[name][0] for name, place in serving.storage.items()), "in place"
 
 
 @torch.inference_mode()
 def test_with_kernels_a_request_gets_the_same_bits_whatever_is_beside_it(draft: Eagle3Draft) -> None:
     serving = _serving(draft, torch.bfloat16)
-    if not isinstance(serving._fused, KernelDraft):
+    if not isinstance(serving.network, KernelDraft):
         pytest.skip("no kernels for this draft on this machine")
     references = [Reference(copy.deepcopy(draft).bfloat16(), seed, 30) for seed in range(3)]
     together = _read(serving, references, 0, [[9, 1], [2, 4], [20, 3]])

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from serving.local.text import LocalTokenizer
+from serving.engine import Piece
+from serving.local.text import AnswerText, LocalTokenizer
 from speculator.errors import ConfigError
+from tests.fixtures import toy
+from tests.serving.local.harness import toy_engine
 from tests.serving.local.kinds import ADDED, END, KINDS, SPECIAL, Pair, pair_of
 
 BEYOND = 5
@@ -163,9 +166,7 @@ def test_an_end_that_is_no_token_is_refused_by_file_and_field(toy_folder: Path, 
 @pytest.fixture
 def toy_folder(tmp_path: Path) -> Path:
     """A tokenizer whose `</s>` has the id 2."""
-    from tests.fixtures.toy import toy_tokenizer
-
-    toy_tokenizer().save_pretrained(tmp_path)
+    toy.toy_tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -173,3 +174,50 @@ def _say(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def test_a_character_belongs_to_the_token_that_completes_it(pairs: dict[str, Pair]) -> None:
+    byte_tokenizer = pairs["bytes"].ours
+    text = AnswerText(byte_tokenizer, ())
+    first, second, last = byte_tokenizer.encode("é!")
+    text.push(first, "head")
+    assert text.take() == []
+    text.push(second, "suffix")
+    text.push(last, "target")
+    assert text.take() == [Piece("é", "suffix"), Piece("!", "target")]
+    text.push(first, "head")
+    assert text.take() == []
+    assert text.finish() == [Piece("\N{REPLACEMENT CHARACTER}", "head")]
+
+
+def test_text_held_for_a_stop_string_keeps_its_source(pairs: dict[str, Pair]) -> None:
+    byte_tokenizer = pairs["bytes"].ours
+    text = AnswerText(byte_tokenizer, ("stop",))
+    for token, source in zip(byte_tokenizer.encode("ast"), ("head", "suffix", "head"), strict=True):
+        text.push(token, source)
+    assert text.take() == [Piece("a", "head")]
+    for token in byte_tokenizer.encode("asto"):
+        text.push(token, "target")
+    assert text.take() == [Piece("s", "suffix"), Piece("t", "head"), Piece("a", "target")]
+    text.push(byte_tokenizer.encode("p")[0], "head")
+    assert text.stopped
+    assert text.finish() == []
+
+
+def test_every_chunk_of_the_engine_is_its_pieces(tmp_path: Path) -> None:
+    model = toy.make_toy_model(tmp_path / "toy")
+    with toy_engine(model, draft=toy.random_draft(model, seed=9), dtype="float64") as engine:
+        # The second answer is proposed from the first.
+        for name in ("first", "second"):
+            [answer] = engine.ask(engine.request("what is 2 and 2?", request_id=name, max_tokens=60))
+    sources = []
+    for chunk in answer.chunks:
+        assert "".join(piece.text for piece in chunk.pieces) == chunk.text
+        proposed = [
+            index < chunk.num_accepted
+            for index, token in enumerate(chunk.token_ids)
+            if token not in range(toy.SPECIAL.index("\n"))
+        ]
+        assert [piece.source != "target" for piece in chunk.pieces] == proposed
+        sources += [piece.source for piece in chunk.pieces]
+    assert {"suffix", "target"} <= set(sources)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.hotswap.breaker import Stratum, WatchedRound
+from serving.engine import Stratum, WatchedRound
 from serving.sglang.depth import DepthControl, StepClock
 from serving.sglang.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 
 from serving.sglang.plugin import hooks
 from serving.sglang.plugin.checks import check_draft_options, check_server
@@ -263,3 +264,16 @@ def test_the_plugin_agrees_with_other_engines(redis_url: str, redis_client: redi
     assert not others.hold_canary(theirs, ttl_s=30, on_probation=True).is_held
     plugin.release_canary(ours)
     assert others.hold_canary(theirs, ttl_s=30, on_probation=True).is_held
+
+
+def test_lines_of_the_plugin_are_sglangs(caplog: pytest.LogCaptureFixture) -> None:
+    hooks.log_as_sglang()
+    try:
+        structlog.get_logger("serving.swap").warning("draft version %d is late", 3)
+        structlog.get_logger("serving.swap").error("failed", part="swap", exc_info=ValueError("a prompt"))
+    finally:
+        structlog.reset_defaults()
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("serving.swap", "draft version 3 is late"),
+        ("serving.swap", "failed part=swap"),
+    ]

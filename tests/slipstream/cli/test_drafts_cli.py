@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import pytest
 import redis
 from safetensors.torch import load_file
 
-from slipstream.cli.main import main
 from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import State
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import random_draft
+from tests.slipstream.conftest import Ended
 
 TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)
 TO_GOOD = (*TO_SCORED, State.LIVE, State.PROMOTED)
@@ -51,18 +50,14 @@ def pointer(redis_client: redis.Redis, toy_model: Path) -> DraftPointer:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: DraftStore) -> Cli:
+def cli(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Ended], store: DraftStore) -> Cli:
     """Run `slipstream drafts …` on the store, which must succeed; returns what it prints."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> str:
-        words = ["slipstream", "drafts", *map(str, arguments), "--store", str(store.root)]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert ended.value.code == 0, printed.err
-        return printed.out
+        ended = command("drafts", *arguments, "--store", store.root)
+        assert ended.code == 0, ended.err
+        return ended.out
 
     return run
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream import configuration_page, terminal
-from slipstream.cli.main import app, main
+from docs import tables
+from slipstream import terminal
+from slipstream.cli.main import app
 from slipstream.models import BUNDLED_MODEL
-from slipstream.settings import commands, groups
+from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
-from speculator.errors import EngineDeadError
+from tests.slipstream.conftest import Ended
 
 Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,18 +67,20 @@ def test_json_is_all_of_standard_output(toy_model: Path, tmp_path: Path) -> None
     assert json.loads(shown.stdout).keys() == {"version"}
 
 
-def test_exit_codes(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert CliRunner().invoke(app, ["serve", "--no-such-option"]).exit_code == 2
+def test_exit_codes(refused: Refused, command: Callable[..., Ended], tmp_path: Path) -> None:
+    assert command("serve", "--no-such-option").code == 2
     assert refused("traces", "info", tmp_path / "none.rec").startswith("error: ")
+    (tmp_path / "groups.jsonl").write_text('{"prompt": "x"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
-    def ended(path: Path) -> None:
-        raise EngineDeadError("SGLang ended with code 9")
+        def hang_up() -> None:
+            for _ in range(2):
+                server.accept()[0].close()
 
-    monkeypatch.setattr("slipstream.traces.summary", ended)
-    monkeypatch.setattr(sys, "argv", ["slipstream", "traces", "info", "any"])
-    with pytest.raises(SystemExit) as failed:
-        main()
-    assert failed.value.code == 1
+        threading.Thread(target=hang_up).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        ended = command("rollout", tmp_path / "groups.jsonl", "--url", url, "--model", "m", "--retry-s", 0)
+    assert (ended.code, ended.err.startswith("error: ")) == (1, True)
 
 
 def test_an_error_is_printed_as_it_is(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,15 +96,14 @@ def test_bad_log_settings_end_the_start(refused: Refused, toy_model: Path, monke
     assert "SLIPSTREAM_LOG_FORMAT" in refused("serve", "--model", toy_model)
 
 
-def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for is_terminal in (False, True):
-        with (tmp_path / "out").open("w") as out:
-            monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=is_terminal))
-            with terminal.counting("steps") as bar:
-                bar(3, 10)
-            with terminal.working("reading"):
-                pass
-        assert ("3/10" in (tmp_path / "out").read_text()) == is_terminal
+        monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+        with terminal.counting("steps") as bar:
+            bar(3, 10)
+        with terminal.working("reading"):
+            pass
+        assert ("3/10" in capsys.readouterr().err) == is_terminal
 
 
 def test_a_model_of_the_hub_is_called_by_its_id(
@@ -111,9 +114,7 @@ def test_a_model_of_the_hub_is_called_by_its_id(
     monkeypatch.setattr(
         "slipstream.start.local.run_server", lambda options, _: served.append(options.engine.model_name)
     )
-    monkeypatch.setattr(
-        "slipstream.start.sglang_server.become_sglang", lambda start, **_: served.append(start.model_name)
-    )
+    monkeypatch.setattr("slipstream.start.sglang.become_sglang", lambda start, **_: served.append(start.model_name))
     hub = Path(shutil.copytree(toy_model, tmp_path / "models--some--Toy-8B" / "snapshots" / ("0123456789" * 4)))
     for command in ("serve", "sglang"):
         for model in (toy_model, hub):
@@ -129,12 +130,12 @@ def test_a_model_of_the_hub_is_called_by_its_id(
 
 def test_the_page_of_settings_is_fresh() -> None:
     path = ROOT / "docs" / "configuration.md"
-    assert path.read_text() == configuration_page.page(path, configuration_page.configuration()), "run `make docs`"
+    assert path.read_text() == tables.page(path, tables.configuration()), "run `make docs`"
 
 
 def test_every_setting_and_option_is_explained() -> None:
-    for setting in (setting for settings in groups().values() for setting in settings):
-        assert setting.meaning, f"{setting.variable}: write a docstring below the field"
+    for variable, *_, meaning in (row for rows in tables.variable_rows().values() for row in rows):
+        assert meaning, f"{variable}: write a docstring below the field"
     for name, command in commands(app):
         for option in command.params:
             assert option.help, f"{name} {option.name}"

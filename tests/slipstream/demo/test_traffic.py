@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 import httpx
-import openai
 import pytest
 
 from slipstream.demo.topics import Prompt
@@ -98,8 +97,7 @@ def test_a_stream_in_which_not_every_answer_ends_is_a_failed_request(num_finishe
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=body)
 
     prompts = itertools.repeat(Prompt("toy", "question"))
-    traffic = Traffic("http://none", "toy", prompts, max_tokens=1, temperature=0.8, samples=3)
-    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    traffic._client = openai.AsyncOpenAI(base_url="http://none", api_key="none", max_retries=0, http_client=client)
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    traffic = Traffic("http://none", "toy", prompts, max_tokens=1, temperature=0.8, samples=3, http=http)
     asyncio.run(traffic.run(1))
     assert (traffic.stats.requests, traffic.stats.failed) == (1, int(num_finished < 3))

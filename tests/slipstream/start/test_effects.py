@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from serving.gateway.config import load_settings
-from slipstream.cli.main import main
+from slipstream.cli import effects
 from slipstream.logs import configure_logs
-from slipstream.start import effects
 from speculator.errors import ConfigError
+from tests.slipstream.conftest import Ended
 from trainer.config import load_config
 
 Refused = Callable[..., str]
@@ -22,16 +21,9 @@ NOWHERE = "unix:///nowhere/redis.sock"
 
 
 @pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Warned:
+def warned(command: Callable[..., Ended]) -> Warned:
     """Run a command line that cannot begin, and return of what it warned before: the reason of every setting."""
-
-    def run(*arguments: object) -> dict[str, str]:
-        monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
-        with pytest.raises(SystemExit):
-            main()
-        return warnings(capsys.readouterr().err)
-
-    return run
+    return lambda *arguments: warnings(command(*arguments).err)
 
 
 def warnings(text: str) -> dict[str, str]:

@@ -11,13 +11,12 @@ from speculator.errors import EngineDeadError
 from tests.fixtures.doubles import DoubleEngine
 
 
-def test_an_engine_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_ends_the_server() -> None:
     """With exit code 1, so that a supervisor starts it again."""
-    monkeypatch.setattr("slipstream.start.local._LOOK_S", 0.0)
     engine = DoubleEngine()
 
     async def run() -> None:
-        watching = asyncio.create_task(until_it_fails(engine))
+        watching = asyncio.create_task(until_it_fails(engine, look_s=0))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not watching.done()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lineage import admit
+from speculator.versions.lineage import admit, ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.waiting import url_in, wait_until
 from tests.serving.sglang.outside.conftest import fake_install, started
@@ -141,9 +141,7 @@ def test_a_draft_for_another_target_is_refused_before_sglang_starts(
     from tests.fixtures.toy import make_toy_model
 
     other = make_toy_model(tmp_path / "other", seed=1)
-    from slipstream.new_draft import init_lineage
-
-    init_lineage(other, tmp_path / "drafts", draft_vocab_size=16, seed=0, texts=[])
+    ensure_lineage(DraftStore(tmp_path / "drafts"), other, target_fingerprint(other), draft_vocab_size=16)
     with serve() as process:
         assert process.wait(60) == 2
     assert "was trained for target" in log.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from speculator.proposals.calibration import Calibration
 from speculator.proposals.draft_tree import ROOT, DraftTree
-from speculator.proposals.suffix_drafter import Kind, Rank, Source, SuffixConfig, SuffixDrafter, SuffixRequest
+from speculator.proposals.suffix_drafter import Kind, Rank, Source, SuffixConfig, SuffixDrafter, SuffixRequest, Tenant
 from speculator.proposals.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -132,8 +133,7 @@ def test_the_window_forgets_the_oldest_tokens_and_memory_stays() -> None:
     assert index.match([7, 8]).length == 0
     assert index.match([1899, 1900]).length == 1  # the pair's first token has left the window
     assert index.match([1900, 1901]).length == 2
-    assert len(index._ones) <= 100
-    assert len(index._pairs) <= 100
+    assert all(len(kept) <= 256 for kept in vars(index).values() if not isinstance(kept, int))
 
 
 def test_a_search_passes_over_a_bounded_number_of_ends() -> None:
@@ -298,11 +298,13 @@ def test_a_chain_ends_where_it_is_hardly_reached() -> None:
 CONTEXT_OF_FORK = [100, 101, 102]
 
 
-def forking(
-    config: SuffixConfig | None = None, tails: Sequence[Sequence[int]] = ((7, 1), (7, 1), (8, 2))
-) -> SuffixRequest:
+def forking(config: SuffixConfig | None = None, *tails: Sequence[int]) -> SuffixRequest:
+    return forked(SuffixDrafter(config).start([100], tenant="a"), *tails)
+
+
+def forked(request: SuffixRequest, *tails: Sequence[int]) -> SuffixRequest:
     """A request whose last tokens were followed by each of the `tails` before."""
-    request = SuffixDrafter(config).start([100], tenant="a")
+    tails = tails or ((7, 1), (7, 1), (8, 2))
     for number, tail in enumerate(tails):
         request.commit([*CONTEXT_OF_FORK, *tail, 900 + number])
     request.commit(CONTEXT_OF_FORK)
@@ -337,9 +339,9 @@ def test_with_a_width_of_one_trees_are_chains() -> None:
     tree = ask(forking(SuffixConfig(width=1)))
     assert tree.is_chain
     assert tree.tokens[:2] == (7, 1)
-    wide = SuffixConfig(min_reach=0.01), [(token,) for token in (1, 2, 3, 4, 5)]
-    assert ask(forking(*wide)).parents.count(ROOT) == 3
-    assert ask(forking(SuffixConfig(min_reach=0.01, width=4), wide[1])).parents.count(ROOT) == 4
+    tails = [(token,) for token in (1, 2, 3, 4, 5)]
+    assert ask(forking(SuffixConfig(min_reach=0.01), *tails)).parents.count(ROOT) == 3
+    assert ask(forking(SuffixConfig(min_reach=0.01, width=4), *tails)).parents.count(ROOT) == 4
 
 
 def test_continuations_beside_the_most_frequent_one_are_corrected_apart() -> None:
@@ -361,11 +363,19 @@ def test_continuations_beside_the_most_frequent_one_are_corrected_apart() -> Non
 
 def test_it_is_followed_into_any_branch() -> None:
     """A text that took the second way is judged there, too: what came behind it is right from then on."""
-    request = forking(SuffixConfig(min_reach=0.01))
+    judged: list[tuple[Kind, bool]] = []
+
+    class Noted(Calibration):
+        def add(self, kind: Any, predicted: float, *, accepted: bool) -> None:
+            judged.append((kind, accepted))
+
+    config = SuffixConfig(min_reach=0.01)
+    tenant = Tenant(config)
+    tenant.calibration = Noted()
+    request = forked(SuffixRequest(config, [100], tenant, None))
     grown = ask(request)
     assert grown.child(grown.child(ROOT, 8) or 0, 2) is not None
-    judged: list[tuple[Kind, bool]] = []
-    request._grower._tenants.add = lambda kind, predicted, *, accepted: judged.append((kind, accepted))  # type: ignore[assignment,misc,method-assign]
+    judged.clear()
     request.commit([8, 2, 902])
     firsts = [(kind.rank is Rank.FIRST, accepted) for kind, accepted in judged]
     assert firsts == [(True, False), (False, True), (True, True), (True, True)]
@@ -412,8 +422,8 @@ def test_a_request_that_copies_is_expected_to_copy_on() -> None:
     for start in range(0, 60, 10):
         copying.commit(text[start : start + 10])
         ask(copying)
-    new.commit(text[50:60])
-    ((ours,), (theirs,)) = (one._grower._guesses(Source.OWN, 10, 40, [Vote(0, 1, 1, [])]) for one in (copying, new))
+    new.commit(text[44:60])
+    ours, theirs = (one.propose(1).chosen[0] for one in (copying, new))
     assert ours.usual == theirs.usual
     assert ours.probability > theirs.probability
 
@@ -422,13 +432,15 @@ def test_a_request_that_copies_is_expected_to_copy_on() -> None:
 def test_only_proposals_that_were_reached_are_judged(accepted: int) -> None:
     """Matches of 7 and of 8 tokens are of different kinds: a rejected first proposal says nothing about the second."""
     passages = [list(range(start, start + 30)) for start in (100, 200)]
-    request = SuffixDrafter(SuffixConfig(min_reach=0.0)).start(passages[0] + passages[1], tenant="a")
-    request.commit([5, *passages[0][:7]])
-    before = ask(request).probabilities[:2]
-    request.commit([*passages[0][7 : 7 + accepted], 99])
-    request.commit([6, *passages[1][:7]])
-    request._grower._request = Calibration()  # what the request itself has shown is of all kinds
-    after = ask(request).probabilities[:2]
+    drafter = SuffixDrafter(SuffixConfig(min_reach=0.0))
+    first = drafter.start(passages[0] + passages[1], tenant="a")
+    first.commit([5, *passages[0][:7]])
+    before = ask(first).probabilities[:2]
+    first.commit([*passages[0][7 : 7 + accepted], 99])
+    # Another request: what the first itself has shown is of all kinds.
+    second = drafter.start(passages[0] + passages[1], tenant="a")
+    second.commit([6, *passages[1][:7]])
+    after = ask(second).probabilities[:2]
     if accepted:
         assert after[0] > before[0]
         assert after[1] < before[1]

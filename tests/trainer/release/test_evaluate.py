@@ -40,13 +40,10 @@ def draft(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Eagle3Dr
     return learner.draft
 
 
-def served(
-    model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams, *, num_requests: int, min_confidence: float
-) -> list[Trace]:
-    """One request at a time, so that the engine's confidence is that request's alone."""
+def served(model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams, *, num_requests: int) -> list[Trace]:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(6, 47, (num_requests, 6), generator=generator).tolist()
-    with fixed_engine(model_dir, draft=draft, depth=DEPTH, min_confidence=min_confidence) as harness:
+    with fixed_engine(model_dir, draft=draft, depth=DEPTH) as harness:
         for index, prompt in enumerate(prompts):
             harness.ask(
                 GenerateRequest(
@@ -62,12 +59,10 @@ def served(
         return harness.traces
 
 
-def predicted(
-    draft: Eagle3Draft, traces: list[Trace], depths: list[int], min_confidence: float
-) -> dict[int, Acceptance]:
+def predicted(draft: Eagle3Draft, traces: list[Trace], depths: list[int], **changes: int) -> dict[int, Acceptance]:
     draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
     examples = [make_example(trace, draft_ids_V, feature_width=draft.fc.in_features) for trace in traces]
-    return predict_acceptance(draft, examples, depths=depths, min_confidence=min_confidence)
+    return predict_acceptance(draft, examples, depths=depths, **changes)
 
 
 def float32_copy(draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
@@ -77,14 +72,10 @@ def float32_copy(draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
     return copy
 
 
-@pytest.mark.parametrize("min_confidence", [0.0, 0.15, 0.25])
-def test_greedy_rounds_are_predicted_one_by_one(model_dir: Path, draft: Eagle3Draft, min_confidence: float) -> None:
-    traces = served(
-        model_dir, float32_copy(draft, model_dir), SamplingParams(temperature=0), num_requests=8,
-        min_confidence=min_confidence,
-    )  # fmt: skip
+def test_greedy_rounds_are_predicted_one_by_one(model_dir: Path, draft: Eagle3Draft) -> None:
+    traces = served(model_dir, float32_copy(draft, model_dir), SamplingParams(temperature=0), num_requests=8)
     live = sum((recorded_rounds(trace) for trace in traces), Acceptance())
-    found = predicted(draft, traces, [DEPTH], min_confidence)[DEPTH]
+    found = predicted(draft, traces, [DEPTH])[DEPTH]
     assert live.length > 1.1, "the case must have accepted proposals"
     # Features travel as bfloat16, so a proposal near a tie may differ.
     assert found.num_committed == live.num_committed
@@ -92,21 +83,13 @@ def test_greedy_rounds_are_predicted_one_by_one(model_dir: Path, draft: Eagle3Dr
     assert found.rates[:2] == pytest.approx(live.rates[:2], abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "min_confidence"),
-    [
-        (SamplingParams(temperature=0.9, top_k=6), 0.0),
-        (SamplingParams(temperature=0.5), 0.0),
-        (SamplingParams(temperature=0.5), 0.1),
-    ],
-)
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.9, top_k=6), SamplingParams(temperature=0.5)])
 def test_sampled_rounds_are_predicted_in_expectation(
-    model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams, min_confidence: float
+    model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams
 ) -> None:
-    copy = float32_copy(draft, model_dir)
-    traces = served(model_dir, copy, sampling, num_requests=30, min_confidence=min_confidence)
+    traces = served(model_dir, float32_copy(draft, model_dir), sampling, num_requests=30)
     live = sum((recorded_rounds(trace) for trace in traces), Acceptance())
-    found = predicted(draft, traces, [DEPTH], min_confidence)[DEPTH]
+    found = predicted(draft, traces, [DEPTH])[DEPTH]
     assert live.length > 1.1, "the case must have accepted proposals"
     assert found.length == pytest.approx(live.length, rel=0.05)
     assert found.rates[0] == pytest.approx(live.rates[0], abs=0.04)
@@ -115,20 +98,16 @@ def test_sampled_rounds_are_predicted_in_expectation(
 def test_shallower_chains_commit_less_and_each_depth_is_what_it_would_be_alone(
     model_dir: Path, draft: Eagle3Draft, traces: list[Trace]
 ) -> None:
-    together = predicted(draft, traces, [1, 2, 3, 4], 0.0)
+    together = predicted(draft, traces, [1, 2, 3, 4])
     assert together[1].length < together[2].length < together[4].length
     for depth, found in together.items():
-        assert found == predicted(draft, traces, [depth], 0.0)[depth]
+        assert found == predicted(draft, traces, [depth])[depth]
         assert found.length <= depth + 1
         assert len(found.rates) == depth
 
 
-def test_windows_of_a_long_answer_add_up_to_the_whole(
-    model_dir: Path, draft: Eagle3Draft, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = predicted(draft, traces, [3], 0.15)[3]
-    monkeypatch.setattr("trainer.release.acceptance._MAX_BASES", 7)
-    assert predicted(draft, traces, [3], 0.15)[3] == whole
+def test_windows_of_a_long_answer_add_up_to_the_whole(draft: Eagle3Draft, traces: list[Trace]) -> None:
+    assert predicted(draft, traces, [3], max_bases=7) == predicted(draft, traces, [3])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -144,7 +123,7 @@ def test_what_overflows_accepts_nothing(
         draft.fc.weight.data.fill_(3e38)
     else:
         trace = dataclasses.replace(trace, aux_hidden=torch.full_like(trace.aux_hidden, 3e38))
-    found = predicted(draft, [trace], [DEPTH], 0.15)[DEPTH]
+    found = predicted(draft, [trace], [DEPTH])[DEPTH]
     assert (found.length, set(found.rates)) == (1.0, {0.0})
     assert found.num_rounds > 0
     assert msgspec.json.decode(msgspec.json.encode(found), type=Acceptance) == found

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from speculator.draft.eagle3 import Eagle3Draft
 from tests.fixtures.drafts import make_draft
 from tests.trainer.examples import config_for
 from tests.trainer.reviewing import accepted
 from tests.trainer.stored import stored_of
+from trainer.config import TrainerConfig
 from trainer.ranks import Ranks
-from trainer.release.gate import GateDecision, Outcome, Shadow, decide
+from trainer.release.gate import Gate, GateDecision, GateOutcome, decide
 from trainer.replay.eval_sets import GoldenSet, HeldOut
-from trainer.statistics import MIN_TRACES, Acceptance, Comparison, Pair, by_prompt, compare, student_t_quantile
+from trainer.replay.memory import Stored
+from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, by_prompt, compare, student_t_quantile
 
 
 @pytest.mark.parametrize(
@@ -37,12 +40,14 @@ def test_quantiles_are_those_of_the_tables(degrees: int, at_95: float, at_975: f
     assert student_t_quantile(0.975, degrees) == pytest.approx(at_975, abs=1e-6)
 
 
-def pair(candidate: tuple[float, float], incumbent: tuple[float, float]) -> Pair:
+def pair(candidate: tuple[float, float], incumbent: tuple[float, float]) -> PairedScores:
     """(committed tokens, verifications) of each."""
-    return Pair(*(Acceptance(num_committed=tokens, num_rounds=rounds) for tokens, rounds in (candidate, incumbent)))
+    return PairedScores(
+        *(Acceptance(num_committed=tokens, num_rounds=rounds) for tokens, rounds in (candidate, incumbent))
+    )
 
 
-def sampled(rng: random.Random, change: float, count: int, noise: float = 0.1) -> list[Pair]:
+def sampled(rng: random.Random, change: float, count: int, noise: float = 0.1) -> list[PairedScores]:
     """Traces of different lengths and difficulties, on which the drafts differ by `change`, more or less."""
     pairs = []
     for _ in range(count):
@@ -89,33 +94,34 @@ def test_answers_to_one_prompt_are_summed() -> None:
     assert by_prompt(answers) == [pair((40, 14), (42, 21)), pair((9, 3), (9, 9))]
 
 
-def test_the_gate_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_counts_prompts(tmp_path: Path) -> None:
     """A draft that is a tenth better, on eight answers to each of a few prompts."""
     held_out = HeldOut(share=0.5, max_traces=100, max_bytes=1e9, max_tenant_share=1.0, seed=0)
     golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=1.0)
     incumbent, candidate = make_draft(1), make_draft(2)
     change = {id(incumbent): 0.0, id(candidate): 0.1}
-    monkeypatch.setattr(
-        "trainer.release.gate.score", lambda draft, one, _: accepted(1, one.trace_id, change[id(draft)])
-    )
+
+    def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> Acceptance:
+        return accepted(1, one.trace_id, change[id(draft)])
+
     config = config_for(tmp_path, tmp_path)
-    shadow = Shadow(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent)
+    gate = Gate(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent, score=score)
     found = []
     for prompt in range(MIN_TRACES):
         for index in range(8):
             held_out.keep(stored_of(f"{prompt}-{index}", prompt_hash=b"%d" % prompt))
-        judged = shadow.judge(candidate, incumbent=1)
+        judged = gate.judge(candidate, incumbent=1)
         assert judged is not None
         assert judged.fresh is not None
         found.append((judged.fresh.num_traces, judged.outcome))
-    assert found == [(1, Outcome.HOLD), (2, Outcome.HOLD), (3, Outcome.HOLD), (4, Outcome.PROMOTE)]
+    assert found == [(1, GateOutcome.HOLD), (2, GateOutcome.HOLD), (3, GateOutcome.HOLD), (4, GateOutcome.PROMOTE)]
 
 
 def test_one_trace_or_none_bounds_nothing() -> None:
     for pairs in ([], [pair((10, 4), (10, 5))]):
         found = compare(pairs)
         assert (found.num_traces, found.lower, found.upper) == (len(pairs), None, None)
-        assert decision(found).outcome is Outcome.HOLD
+        assert decision(found).outcome is GateOutcome.HOLD
 
 
 def comparison(change: float, margin: float, num_traces: int = 24) -> Comparison:
@@ -136,21 +142,21 @@ def decision(fresh: Comparison, golden: Comparison | None = None) -> GateDecisio
 @pytest.mark.parametrize(
     ("fresh", "golden", "outcome"),
     [
-        (comparison(0.03, 0.02), None, Outcome.PROMOTE),
-        (comparison(0.005, 0.02), comparison(0.0, 0.02), Outcome.PROMOTE),
-        (comparison(0.005, 0.03), None, Outcome.HOLD),
-        (comparison(0.0, 0.0), None, Outcome.HOLD),
-        (comparison(-0.01, 0.005), None, Outcome.REFUSE),
-        (comparison(-0.01, 0.02), None, Outcome.HOLD),
-        (comparison(0.3, 0.02, MIN_TRACES - 1), None, Outcome.HOLD),
-        (comparison(-0.3, 0.02, MIN_TRACES - 1), None, Outcome.HOLD),
-        (comparison(0.3, 0.02), comparison(-0.10, 0.04), Outcome.REFUSE),
-        (comparison(0.3, 0.02), comparison(-0.10, 0.06), Outcome.PROMOTE),
-        (comparison(0.3, 0.02), comparison(-0.04, 0.01), Outcome.PROMOTE),
-        (comparison(0.3, 0.02), comparison(-0.10, 0.04, MIN_TRACES - 1), Outcome.PROMOTE),
+        (comparison(0.03, 0.02), None, GateOutcome.PROMOTE),
+        (comparison(0.005, 0.02), comparison(0.0, 0.02), GateOutcome.PROMOTE),
+        (comparison(0.005, 0.03), None, GateOutcome.HOLD),
+        (comparison(0.0, 0.0), None, GateOutcome.HOLD),
+        (comparison(-0.01, 0.005), None, GateOutcome.REFUSE),
+        (comparison(-0.01, 0.02), None, GateOutcome.HOLD),
+        (comparison(0.3, 0.02, MIN_TRACES - 1), None, GateOutcome.HOLD),
+        (comparison(-0.3, 0.02, MIN_TRACES - 1), None, GateOutcome.HOLD),
+        (comparison(0.3, 0.02), comparison(-0.10, 0.04), GateOutcome.REFUSE),
+        (comparison(0.3, 0.02), comparison(-0.10, 0.06), GateOutcome.PROMOTE),
+        (comparison(0.3, 0.02), comparison(-0.04, 0.01), GateOutcome.PROMOTE),
+        (comparison(0.3, 0.02), comparison(-0.10, 0.04, MIN_TRACES - 1), GateOutcome.PROMOTE),
     ],
 )
-def test_what_is_decided(fresh: Comparison, golden: Comparison | None, outcome: Outcome) -> None:
+def test_what_is_decided(fresh: Comparison, golden: Comparison | None, outcome: GateOutcome) -> None:
     found = decision(fresh, golden)
     assert found.outcome is outcome
     assert found.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -17,41 +18,15 @@ from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.examples import config_for, promote, record
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
-from trainer.release.candidate import Patience
-from trainer.release.gate import GateDecision, Outcome
+from trainer.release.gate import GateDecision, GateOutcome
 from trainer.statistics import Comparison
-
-HELD_OUT = Comparison(num_traces=9, candidate_length=2.0, incumbent_length=1.0, change=1.0, lower=0.9, upper=1.1)
-GOLDEN = Comparison(num_traces=9, candidate_length=1.0, incumbent_length=2.0, change=-0.5, lower=-0.6, upper=-0.4)
-
-
-def decided(outcome: Outcome, golden: Comparison | None = None) -> GateDecision:
-    return GateDecision(outcome=outcome, reason="", incumbent=1, fresh=HELD_OUT, golden=golden)
 
 
 def veto(fresh: Comparison, golden: Comparison | None, *, incumbent: int, **_: float) -> GateDecision:
-    """In place of `trainer.release.gate.decide`: it asks for the golden set, and then refuses."""
+    """It asks for the golden set, and then refuses."""
     if golden is None:
-        return decided(Outcome.PROMOTE)
-    return GateDecision(outcome=Outcome.REFUSE, reason="golden", incumbent=incumbent, fresh=fresh, golden=golden)
-
-
-def test_patience_counts_from_the_first_veto_and_a_promotion_ends_it() -> None:
-    patience = Patience(60, None)
-    assert not patience.is_over(decided(Outcome.HOLD, GOLDEN), 0)
-    assert not patience.is_over(decided(Outcome.REFUSE), 0), "worse on held-out traces"
-    assert patience.since_s is None
-    assert not patience.is_over(decided(Outcome.REFUSE, GOLDEN), 10)
-    assert not patience.is_over(decided(Outcome.HOLD, GOLDEN), 75), "nothing is refused for it now"
-    assert patience.is_over(decided(Outcome.REFUSE, GOLDEN), 75)
-    assert Patience(60, 10).is_over(decided(Outcome.REFUSE, GOLDEN), 70), "a restart changes nothing"
-    assert not patience.is_over(decided(Outcome.PROMOTE, GOLDEN), 80)
-    assert not patience.is_over(decided(Outcome.REFUSE, GOLDEN), 81)
-
-
-@pytest.fixture
-def stream(redis_client: redis.Redis) -> TraceStream:
-    return TraceStream(redis_client, "toy", max_bytes=10**8)
+        return promote(fresh, golden, incumbent=incumbent)
+    return GateDecision(outcome=GateOutcome.REFUSE, reason="golden", incumbent=incumbent, fresh=fresh, golden=golden)
 
 
 @pytest.fixture
@@ -82,12 +57,14 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     traffic: list[Trace],
     tmp_path: Path,
     redis_client: redis.Redis,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", veto)
-    now_s = [1000.0]
+    now_s, rule = [1000.0], [veto]
+
+    def decide(fresh: Comparison, golden: Comparison | None, **asked: Any) -> GateDecision:
+        return rule[0](fresh, golden, **asked)
+
     config = settings(golden_patience_s=3600.0)
-    first = Trainer(config, CollectorRegistry(), clock=lambda: now_s[0])
+    first = Trainer(config, CollectorRegistry(), decide=decide, clock=lambda: now_s[0])
     read(first, stream, traffic[:4])
     assert golden(first) == ["0", "1"]
     first.publish()
@@ -95,7 +72,7 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     first.close()
 
     now_s[0] += 3599
-    trainer = Trainer(config, CollectorRegistry(), clock=lambda: now_s[0])
+    trainer = Trainer(config, CollectorRegistry(), decide=decide, clock=lambda: now_s[0])
     assert golden(trainer) == ["0", "1"]
     trainer.step()
     trainer.publish()
@@ -105,7 +82,7 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     assert golden(trainer) == []
     [renewed] = DraftStore(tmp_path / "store").lifecycle.events.tail(1)
     assert (renewed.kind, renewed.fields) == ("golden_renewed", {"num_traces": 2, "vetoed_s": 3600})
-    assert set(trainer._replay.waiting_trace_ids) == {"0", "1"}, "they are learnt from now"
+    assert set(trainer.replay.waiting_trace_ids) == {"0", "1"}, "they are learnt from now"
     # What was read before the restart and not used comes first.
     read(trainer, stream, traffic[4:6])
     trainer.read(block_ms=0)
@@ -113,7 +90,7 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     assert len(set(renewed_with) - {"0", "1"}) == 2
     trainer.publish()
     assert golden(trainer) == renewed_with, "patience begins anew"
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
+    rule[0] = promote
     trainer.publish()
     assert DraftPointer(redis_client, "toy").published() == 2
     trainer.close()
@@ -124,11 +101,9 @@ def test_an_operators_recording_is_not_given_up(
     stream: TraceStream,
     traffic: list[Trace],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", veto)
     recording = record(tmp_path / "golden.rec", traffic[6:])
-    trainer = Trainer(settings(golden=recording, golden_patience_s=0.0), CollectorRegistry())
+    trainer = Trainer(settings(golden=recording, golden_patience_s=0.0), CollectorRegistry(), decide=veto)
     read(trainer, stream, traffic[:2])
     for _ in range(2):
         trainer.publish()

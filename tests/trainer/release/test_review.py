@@ -31,9 +31,18 @@ from trainer.config import TrainerConfig
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.live_review import ACTOR, ALPHA, DOUBT, LOOK_INTERVAL_S, MIN_KEPT, Outcome, Review, judge
+from trainer.release.live_review import (
+    ACTOR,
+    ALPHA,
+    DOUBT,
+    LOOK_INTERVAL_S,
+    MIN_KEPT,
+    Review,
+    ReviewOutcome,
+    review_outcome,
+)
 from trainer.replay.memory import Stored
-from trainer.statistics import Acceptance, Pair, anytime_quantile, compare
+from trainer.statistics import Acceptance, PairedScores, anytime_quantile, compare
 
 WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 NUM_TRACES = 100
@@ -42,7 +51,7 @@ NUM_TRACES = 100
 class Scene:
     """Version 1 is promoted. A draft is its version's number, and accepts as much as `change` says."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root: Path) -> None:
         self.root, self.states, self.pointer = root, Lifecycle(root), Pointer()
         self.change: dict[int, float] = {1: 0.0}
         self.on_prompt: dict[bytes, float] = {}
@@ -51,7 +60,6 @@ class Scene:
         self.decoded: list[tuple[int, str]] = []
         self.now_s, self._num_sent = 0.0, 0
         self.come(1, State.LIVE, State.PROMOTED)
-        monkeypatch.setattr("trainer.release.live_review.score", self.score)
         self.start()
 
     def start(self, **changes: Any) -> None:
@@ -65,6 +73,7 @@ class Scene:
             Ranks(),
             load_draft=self.load,  # type: ignore[arg-type]
             clock=lambda: self.now_s,
+            score=self.score,  # type: ignore[arg-type]
         )
         self.turn()
 
@@ -108,8 +117,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    return Scene(tmp_path, monkeypatch)
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
 
 
 def test_a_version_that_an_operator_forced_is_rolled_back_where_it_is_ten_per_cent_worse(scene: Scene) -> None:
@@ -144,23 +153,25 @@ def test_good_versions_are_kept_and_then_left_alone(scene: Scene) -> None:
     assert not scene.review.has_work
 
 
-def share_of_verdicts(share: float, loss: float, *, draws: int = 80, traces: int = 100) -> dict[Outcome | None, float]:
+def share_of_verdicts(
+    share: float, loss: float, *, draws: int = 80, traces: int = 100
+) -> dict[ReviewOutcome | None, float]:
     """Of versions that lose so much on such a share of the traces: what becomes of them, looked at every second one."""
-    counts: Counter[Outcome | None] = Counter()
+    counts: Counter[ReviewOutcome | None] = Counter()
     for draw in range(draws):
-        rng, pairs = random.Random(draw), list[Pair]()
-        outcome: Outcome | None = None
+        rng, pairs = random.Random(draw), list[PairedScores]()
+        outcome: ReviewOutcome | None = None
         while outcome is None and len(pairs) < traces:
             pairs += [partly_worse(rng, share=share, loss=loss) for _ in range(2)]
             found = compare(pairs, quantile=partial(anytime_quantile, alpha=ALPHA), doubt=DOUBT)
-            outcome = judge(found, epsilon=0.02, is_last=len(pairs) == traces)
+            outcome = review_outcome(found, epsilon=0.02, is_last=len(pairs) == traces)
         counts[outcome] += 1
     return {outcome: count / draws for outcome, count in counts.items()}
 
 
 def test_traces_on_which_both_do_the_same_prove_little_while_they_are_few() -> None:
-    assert share_of_verdicts(0.0, 0.0, draws=1, traces=MIN_KEPT - 2) == {Outcome.UNDECIDED: 1.0}
-    assert share_of_verdicts(0.0, 0.0, draws=1) == {Outcome.KEPT: 1.0}
+    assert share_of_verdicts(0.0, 0.0, draws=1, traces=MIN_KEPT - 2) == {ReviewOutcome.UNDECIDED: 1.0}
+    assert share_of_verdicts(0.0, 0.0, draws=1) == {ReviewOutcome.KEPT: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +180,7 @@ def test_traces_on_which_both_do_the_same_prove_little_while_they_are_few() -> N
 def test_a_loss_on_a_part_of_the_traffic_is_not_kept_before_it_shows(
     share: float, loss: float, most_kept: float
 ) -> None:
-    assert share_of_verdicts(share, loss).get(Outcome.KEPT, 0.0) <= most_kept
+    assert share_of_verdicts(share, loss).get(ReviewOutcome.KEPT, 0.0) <= most_kept
 
 
 def test_a_gain_on_a_part_of_the_traffic_makes_up_for_a_loss_on_the_rest() -> None:
@@ -177,7 +188,7 @@ def test_a_gain_on_a_part_of_the_traffic_makes_up_for_a_loss_on_the_rest() -> No
     pairs = [partly_worse(random.Random(one), share=1.0, loss=0.03) for one in range(8)]
     found = compare(pairs, quantile=partial(anytime_quantile, alpha=ALPHA), doubt=DOUBT)
     assert found.change == pytest.approx(-0.03)
-    assert judge(found, epsilon=0.02, is_last=False) is None
+    assert review_outcome(found, epsilon=0.02, is_last=False) is None
 
 
 def test_answers_to_one_prompt_count_as_one(scene: Scene) -> None:
@@ -381,8 +392,8 @@ def test_a_text_counts_once_and_erased_ones_not_at_all(scene: Scene) -> None:
     assert scene.decoded == [(2, "again-0"), (1, "again-0"), (2, "another"), (1, "another")]
 
 
-def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(tmp_path, monkeypatch)
+def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
     scene.states.bar(1, actor="operator:ann", reason="")
     scene.come(2, change=-0.1)
     scene.turn()
@@ -412,7 +423,7 @@ def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
     def turn() -> None:
         now_s[0] += LOOK_INTERVAL_S
         trainer.read(block_ms=0)
-        trainer.review()
+        trainer.review.take_turn()
         trainer.heed_rollbacks()
 
     def force(state: dict[str, Any]) -> int:

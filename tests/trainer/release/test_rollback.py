@@ -136,6 +136,18 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
 
 
+def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_and_no_longer(desk: Desk) -> None:
+    for version in (2, 3):
+        desk.roll_back(version)
+    desk.make(4, State.LIVE)  # and its engine goes away
+    desk.published = 4
+    desk.look(4, after_s=2 * PAUSE_S)
+    desk.look(4, after_s=PAUSE_S - 10)
+    assert desk.watch.paused
+    desk.look(4, after_s=20)
+    assert not desk.watch.paused
+
+
 def test_nobody_waits_for_a_trial_of_what_was_never_published(desk: Desk) -> None:
     for version in (2, 3):
         desk.roll_back(version)

@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import redis
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from speculator.redis.trace_stream import TraceStream
@@ -21,13 +19,12 @@ from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote, record
 from tests.trainer.replay.test_buffer import BASES, draw, fill, ids, replay_of
 from tests.trainer.stored import stored_of
-from trainer.loop import Trainer
+from tests.trainer.trainers import MakeTrainer
+from trainer.config import TrainerConfig
 from trainer.release.gate import GateDecision
 from trainer.replay.buffer import Admission
 from trainer.session import load_checkpoint
 from trainer.statistics import Comparison
-
-Start = Callable[..., Trainer]
 
 
 def at(version: int, name: str) -> object:
@@ -81,17 +78,10 @@ def test_an_old_targets_trace_does_not_take_the_place_of_a_newer_one_of_the_same
 
 
 @pytest.fixture
-def stream(redis_client: redis.Redis) -> TraceStream:
-    return TraceStream(redis_client, "toy", max_bytes=10**8)
-
-
-@pytest.fixture
-def start(model_dir: Path, tmp_path: Path, redis_url: str, stream: TraceStream) -> Start:
+def settings(model_dir: Path, tmp_path: Path, redis_url: str) -> Callable[..., TrainerConfig]:
     """Half of all texts are held out, and two are golden."""
-    changes = {"holdout_share": 0.5, "golden_traces": 2, "max_tenant_share": 1.0, "max_target_lag": 1}
-    return lambda **more: Trainer(
-        config_for(model_dir, tmp_path, redis_url=redis_url, **{**changes, **more}), CollectorRegistry()
-    )
+    apart = {"holdout_share": 0.5, "golden_traces": 2, "max_tenant_share": 1.0, "max_target_lag": 1}
+    return lambda **changes: config_for(model_dir, tmp_path, redis_url=redis_url, **{**apart, **changes})
 
 
 def of_version(traces: list[Trace], version: int) -> list[Trace]:
@@ -112,7 +102,9 @@ def versions_of(kept: object) -> set[int]:
     return {stored.provenance.target_version for stored in kept}  # type: ignore[attr-defined]
 
 
-def test_drafts_are_judged_by_the_newest_target_alone(start: Start, stream: TraceStream, traces: list[Trace]) -> None:
+def test_drafts_are_judged_by_the_newest_target_alone(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
     trainer = start()
     send(stream, of_version(traces, 0))
     trainer.read(block_ms=0)
@@ -125,7 +117,7 @@ def test_drafts_are_judged_by_the_newest_target_alone(start: Start, stream: Trac
     judges = [*trainer.intake.held_out, *trainer.intake.golden]
     assert versions_of(judges) == {1}
     assert num_old > 0
-    learnt_from = {stored.trace_id for stored in trainer._replay.waiting}
+    learnt_from = {stored.trace_id for stored in trainer.replay.waiting}
     assert len(learnt_from) + len(judges) == len(traces) + 4, "what judged before is learnt from"
     # One that comes late is no judge any more.
     send(stream, of_version(traces, 0)[:1])
@@ -133,13 +125,13 @@ def test_drafts_are_judged_by_the_newest_target_alone(start: Start, stream: Trac
     assert versions_of([*trainer.intake.held_out, *trainer.intake.golden]) == {1}
     send(stream, of_version(traces, 5))
     trainer.read(block_ms=0)
-    assert versions_of(trainer._replay.waiting) <= {5}
-    assert trainer.metrics._registry.get_sample_value("slipstream_trainer_target_version") == 5
+    assert versions_of(trainer.replay.waiting) <= {5}
+    assert trainer.metrics.registry.get_sample_value("slipstream_trainer_target_version") == 5
     trainer.close()
 
 
 def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
-    start: Start, stream: TraceStream, traces: list[Trace]
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
 ) -> None:
     """A checkpoint lists it with what is held out."""
     trainer = start()
@@ -151,15 +143,14 @@ def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
     trainer.close()
     again = start()
     assert versions_of([*again.intake.held_out, *again.intake.golden]) == {1}
-    assert versions_of(again._replay.waiting) == {0}
+    assert versions_of(again.replay.waiting) == {0}
     again.close()
 
 
 def test_the_version_is_in_the_manifest_and_survives_a_restart(
-    start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
-    trainer = start()
+    trainer = start(decide=promote)
     send(stream, of_version(traces, 3))
     trainer.read(block_ms=0)
     trainer.step()
@@ -176,13 +167,13 @@ def test_the_version_is_in_the_manifest_and_survives_a_restart(
     assert again.intake.target_version == 3
     send(stream, of_version(traces, 1))
     again.read(block_ms=0)
-    assert versions_of(again._replay.waiting) <= {3}
+    assert versions_of(again.replay.waiting) <= {3}
     assert versions_of([*again.intake.held_out, *again.intake.golden]) == {3}
     again.close()
 
 
 def test_a_count_that_begins_again_is_noticed_and_not_repeated_with_every_trace(
-    start: Start, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.replay.admission._MANY_OLDER", 3)
 
@@ -201,7 +192,7 @@ def test_a_count_that_begins_again_is_noticed_and_not_repeated_with_every_trace(
 
 
 def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_learnt_from(
-    start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
     settings = {"golden": record(tmp_path / "golden.rec", traces[:2])}
     trainer = start(**settings)
@@ -211,7 +202,7 @@ def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_le
     trainer.read(block_ms=0)
     assert trainer.intake.golden.trace_ids == recorded
     assert not trainer.intake.held_out.is_young, "it does not pass for fresh traffic of this target"
-    assert versions_of([*trainer._replay.waiting, *trainer.intake.held_out]) == {1}
+    assert versions_of([*trainer.replay.waiting, *trainer.intake.held_out]) == {1}
     trainer.step()
     trainer.checkpoint()
     trainer.close()
@@ -221,7 +212,7 @@ def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_le
 
 
 def test_an_incumbent_of_an_older_target_is_given_up_on_less_evidence(
-    start: Start, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
     epsilons: list[float] = []
 
@@ -229,14 +220,13 @@ def test_an_incumbent_of_an_older_target_is_given_up_on_less_evidence(
         epsilons.append(epsilon)
         return promote(fresh, golden, **asked)
 
-    monkeypatch.setattr("trainer.release.gate.decide", decide)
-    trainer = start()
+    trainer = start(decide=decide)
     for version in (0, 1, 1):
         send(stream, of_version(traces, version))
         trainer.read(block_ms=0)
         trainer.step()
-        assert trainer._candidates.publish()
-        trainer._candidates.announce()
+        assert trainer.candidates.publish()
+        trainer.candidates.announce()
     config = config_for(tmp_path, tmp_path)
     # Each candidate is asked about twice: with held-out traces, and with golden ones too.
     wanted = [config.gate_epsilon, config.moved_epsilon, config.gate_epsilon]

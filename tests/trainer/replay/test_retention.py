@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from prometheus_client import CollectorRegistry
 
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys
@@ -19,28 +17,13 @@ from speculator.trace import Trace
 from speculator.versions.lineage import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send, with_header
-from tests.trainer.examples import config_for, metric, promote, record
+from tests.trainer.examples import metric, promote, record
+from tests.trainer.trainers import MakeTrainer
 from trainer.loop import Trainer
 from trainer.replay import admission
 from trainer.replay.trace_source import shelf_folder
 
 HOUR_S = 3600.0
-MakeTrainer = Callable[..., Trainer]
-
-
-@pytest.fixture
-def stream(redis_client: redis.Redis) -> TraceStream:
-    return TraceStream(redis_client, "toy", max_bytes=10**8)
-
-
-@pytest.fixture
-def start(model_dir: Path, tmp_path: Path, redis_url: str, redis_client: redis.Redis) -> MakeTrainer:
-    def make(clock: Callable[[], float] = time.time, **changes: Any) -> Trainer:
-        return Trainer(
-            config_for(model_dir, tmp_path, redis_url=redis_url, **changes), CollectorRegistry(), clock=clock
-        )
-
-    return make
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +41,7 @@ def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:
 
 
 def kept(trainer: Trainer) -> set[str]:
-    replay, intake = trainer._replay, trainer.intake
+    replay, intake = trainer.replay, trainer.intake
     return {*replay.members, *replay.waiting_trace_ids, *intake.held_out.trace_ids, *intake.golden.trace_ids}
 
 
@@ -89,7 +72,7 @@ def test_an_erased_tenant_is_forgotten_wherever_its_traces_are(
     report = erasures.trainers()["trainer-0"]
     assert (report.erased_ms, report.removed) == (at_ms, {"anna": 4})
     assert metric(trainer, "forgotten_traces_total", reason="erased") == 4
-    while trainer.has_work and trainer._replay.num_waiting:
+    while trainer.has_work and trainer.replay.num_waiting:
         trainer.step()
     trainer.checkpoint()
     trainer.ack()
@@ -180,11 +163,10 @@ def test_an_operators_golden_recording_may_be_as_old_as_the_operator_likes(
 
 
 def test_a_version_says_whom_it_was_learnt_from(
-    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:
     """Over a restart with and without the checkpoint, and back to an older version's weights."""
-    monkeypatch.setattr("trainer.release.gate.decide", promote)
-    how = {"publish_min_tokens": 1, "publish_interval_s": 0}
+    how = {"decide": promote, "publish_min_tokens": 1, "publish_interval_s": 0}
     store = DraftStore(tmp_path / "store")
     asked = mixed(traces[:4])
     send(stream, asked[:1])
@@ -194,22 +176,22 @@ def test_a_version_says_whom_it_was_learnt_from(
     trainer.publish()
     [second] = [version for version in store.versions() if version > 1]
     learnt = counts_of(store.manifest(second).info)
-    assert learnt.tokens == {"anna": trainer._training.learnt_tokens}
+    assert learnt.tokens == {"anna": trainer.training.learnt_tokens}
     assert counts_of(store.manifest(1).info).learnt_from("anna") == 0
     send(stream, asked[1:2])
     trainer.read(block_ms=0)
     trainer.step()
-    assert set(trainer._training.tenants.tokens) == {"anna", "bo"}
+    assert set(trainer.training.tenants.tokens) == {"anna", "bo"}
     trainer.checkpoint()
     trainer.close()
     resumed = start(**how)
-    assert resumed._training.tenants == trainer._training.tenants
-    resumed._training.start_over(second)
-    assert resumed._training.tenants == learnt
+    assert resumed.training.tenants == trainer.training.tenants
+    resumed.training.start_over(second)
+    assert resumed.training.tenants == learnt
     resumed.close()
     (tmp_path / "state" / "trainer.safetensors").unlink()
     from_store = start(**how)
-    assert from_store._training.tenants == learnt
+    assert from_store.training.tenants == learnt
     from_store.close()
 
 

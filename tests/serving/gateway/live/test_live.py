@@ -18,13 +18,13 @@ from prometheus_client import CollectorRegistry
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.live import Board, Figures
+from serving.gateway.live.live import HISTORY_POINTS, Board, Live
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, SpeedupMeter
 from speculator.errors import StoreError
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway import passage
-from tests.serving.gateway.client import ask, error_of, gateway
+from tests.serving.gateway.client import ask, error_of, gateway, serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
 
 PAGE = Path(__file__).parents[4] / "serving/gateway/live/page"
@@ -123,63 +123,66 @@ def test_what_the_collectors_say() -> None:
     assert live["health"] == {"alive": True, "ready": True, "running": 0, "waiting": 0}
 
 
-def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_of_the_last_seconds() -> None:
     served, now_s = Served(), 1000.0
-    monkeypatch.setattr("serving.gateway.live.live.time.monotonic", lambda: now_s)
-    figures = Figures(served.registry, max_points=4)
-    figures.look(1)
-    assert figures.points[-1].accept_length is None
+    host = DoubleEngine()
+    live = Live(host, served.registry, shows_tokens=True, clock=lambda: now_s)
+
+    def newest() -> tuple[float | None, float | None, int]:
+        """Accept length, tokens a second and draft version."""
+        point = live.document()["history"][-1]
+        return point.accept_length, point.tokens_per_s, point.draft_version
+
+    live.look()
+    assert newest()[0] is None
     for _ in range(10):
         served.round(drafted=True, seconds=0.01, accepted=2)
     now_s += 5
-    figures.look(1)
-    assert figures.points[-1].tokens_per_s == pytest.approx(30 / 5)
-    assert figures.points[-1].accept_length == pytest.approx(3)
+    live.look()
+    assert newest()[:2] == (pytest.approx(3), pytest.approx(30 / 5))
     now_s += 100
-    figures.look(2)
-    assert figures.points[-1].accept_length is None, "the verifications are older than the window"
-    assert [(row.source, row.position, row.proposed, row.accepted) for row in figures.positions() or []] == [
+    live.look()
+    assert newest()[0] is None, "the verifications are older than the window"
+    assert [tuple(row.values()) for row in live.document()["positions"]] == [
         ("head", 1, 10, 10),
         ("head", 2, 10, 10),
         ("head", 3, 10, 0),
     ]
     now_s += 100
-    figures.look(2)
-    assert figures.positions() == []
-    figures.look(3)
-    assert [point.draft_version for point in figures.points] == [1, 2, 2, 3], "the history is bounded"
+    for version in range(HISTORY_POINTS):
+        host.draft_version = version
+        live.look()
+    assert live.document()["positions"] == []
+    versions = [point.draft_version for point in live.document()["history"]]
+    assert versions == list(range(HISTORY_POINTS)), "the history is bounded"
 
 
-def test_a_counter_that_begins_anew_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_that_begins_anew_is_no_rate() -> None:
     first, second, now_s = Served(), Served(), 0.0
-    monkeypatch.setattr("serving.gateway.live.live.time.monotonic", lambda: now_s)
     first.round(drafted=True, seconds=0.01, accepted=2)
     second.round(drafted=True, seconds=0.01, accepted=0)
     registry = CollectorRegistry()
     registry.register(first.registry)  # type: ignore[arg-type]
-    figures = Figures(registry, max_points=4)
-    figures.look(1)
+    live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
+    live.look()
     registry.unregister(first.registry)  # type: ignore[arg-type]
     registry.register(second.registry)  # type: ignore[arg-type]
     now_s += 1
-    figures.look(1)
-    assert figures.points[-1].tokens_per_s is None
-    assert figures.points[-1].accept_length is None
+    live.look()
+    newest = live.document()["history"][-1]
+    assert (newest.tokens_per_s, newest.accept_length) == (None, None)
 
 
-def test_the_server_reads_on_by_itself_and_tells_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.gateway.live.live.SAMPLE_S", 0.01)
-
+def test_the_server_reads_on_by_itself_and_tells_only_what_is_new() -> None:
     async def run() -> None:
-        from serving.gateway.server import serve
-
-        async with serve(Served().app(), port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with serve(Served().app()) as server, httpx.AsyncClient(base_url=server.url) as client:
             seen: list[Any] = []
-            while len(seen) < 5:
+            while len(seen) < 3:
                 since = seen[-1][0] if seen else 0
                 new = (await client.get("/slipstream/live", params={"since": since})).json()["history"]
                 assert all(point[0] > since for point in new)
                 seen += new
+                await asyncio.sleep(0.1)
             assert [point[0] for point in seen] == sorted({point[0] for point in seen})
 
     asyncio.run(asyncio.wait_for(run(), 20))

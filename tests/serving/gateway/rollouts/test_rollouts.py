@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,16 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from serving.engine import EngineHealth, TargetReport
+from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.schema import MAX_GROUPS
-from serving.gateway.server import serve
 from serving.rollout.samples import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
 from speculator.redis.trace_stream import GroupRewards
 from tests.fixtures.doubles import DoubleEngine, says
-from tests.serving.gateway.client import CHAT, HELLO, ask, error_of
+from tests.serving.gateway.client import CHAT, HELLO, FullEngine, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.test_admin import KEY, KEYS
 from tests.serving.rollout.engines import SeededEngine, work
@@ -53,7 +51,7 @@ def talk(app: FastAPI, with_client: Callable[[httpx.AsyncClient], Awaitable[None
 
     async def run() -> None:
         async with (
-            serve(app, port=0, grace_s=grace_s) as server,
+            serve(app, grace_s=grace_s) as server,
             httpx.AsyncClient(base_url=server.url, timeout=20) as client,
         ):
             await with_client(client)
@@ -335,7 +333,7 @@ def test_a_server_that_stops_tells_the_stream_so() -> None:
 
     async def run() -> str:
         async with httpx.AsyncClient(timeout=20) as client:
-            async with serve(app_of(engine), port=0, grace_s=0) as server:
+            async with serve(app_of(engine), grace_s=0) as server:
                 sending = client.stream("POST", server.url + ROLLOUTS, json=body())
                 response = await sending.__aenter__()
                 await engine.holding.wait()
@@ -420,13 +418,6 @@ def test_a_keys_limits_hold(tmp_path: Path) -> None:
     ask(app_of(DoubleEngine(), keys_file=keys.path), with_client)
 
 
-class FullEngine(DoubleEngine):
-    """Interactive requests fill its queue."""
-
-    def health(self) -> EngineHealth:
-        return replace(super().health(), is_full=True)
-
-
 def test_what_was_begun_is_looked_after_whatever_the_limits_and_the_queue(tmp_path: Path) -> None:
     keys, sent = KeyFile(tmp_path / "keys.json"), list[object]()
     engine = FullEngine(hold_at=0)
@@ -458,29 +449,22 @@ GROUP = {"prompt": "hello"}
     ("document", "param", "code"),
     [
         (body({**GROUP, "n": 0}), "groups[0].n", "invalid_value"),
-        (body({**GROUP, "n": 10_000}), "groups[0].n", "invalid_value"),
         (body({**GROUP, "n": True}), "groups[0].n", "invalid_type"),
         (body({**GROUP, "seeds": []}), "groups[0].seeds", "invalid_value"),
-        (body({**GROUP, "seeds": [-1]}), "groups[0].seeds[0]", "invalid_value"),
         (body({**GROUP, "seeds": [1, 2], "n": 3}), "groups[0].seeds", "invalid_value"),
         (body(GROUP, {**GROUP, "id": "x"}, {**GROUP, "id": "x"}), "groups[2].id", "invalid_value"),
-        (body(GROUP, {**GROUP, "id": "0"}), "groups[1].id", "invalid_value"),
         (body({**GROUP, "id": "a/b"}), "groups[0].id", "invalid_value"),
-        (body(GROUP, id=""), "id", "invalid_value"),
         ({"model": "double", "groups": []}, "groups", "invalid_value"),
         ({"model": "double", "groups": [GROUP] * (MAX_GROUPS + 1)}, "groups", "invalid_value"),
         (body({}), "groups[0].prompt", "invalid_value"),
         (body({**GROUP, "messages": HELLO}), "groups[0].prompt", "invalid_value"),
         (body({"prompt": ""}), "groups[0].prompt", "invalid_value"),
-        (body({"prompt": []}), "groups[0].prompt", "invalid_value"),
         (body({"prompt": [1, -2]}), "groups[0].prompt[1]", "invalid_value"),
         (body({"prompt": "x" * 600}), "groups[0].prompt", "context_length_exceeded"),
         (body({**GROUP, "max_tokens": 600}), "groups[0].prompt", "context_length_exceeded"),
         (body({**GROUP, "deadline_s": 0}), "groups[0].deadline_s", "invalid_value"),
-        (body({**GROUP, "max_staleness": -1}), "groups[0].max_staleness", "invalid_value"),
         (body({**GROUP, "when_stale": "keep"}), "groups[0].when_stale", "invalid_value"),
         (body({**GROUP, "tenant": "other"}), "groups[0].tenant", "unknown_parameter"),
-        (body(GROUP, stream=True), "stream", "unknown_parameter"),
         (body({**GROUP, "n": MAX_SAMPLES}, {**GROUP, "n": MAX_SAMPLES}), "groups", "rollout_too_large"),
         # Counted before the prompts are looked at and seeds are drawn.
         (body(*[{"prompt": "x" * 600, "n": MAX_SAMPLES}] * 2), "groups", "rollout_too_large"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ from serving.local.kernels.build import (
 )
 from serving.local.kernels.layers import KernelLinear, PanelSlots, gather
 from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with, parents_of
-from serving.local.target.forward import KernelDecoder
 from serving.local.target.layers import PackedLinear, can_pack
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
 from tests.fixtures.decoding import FixedPlanner, WholeTrees
 from tests.fixtures.toy import make_toy_model, moved_model, random_draft, set_every_bias_and_norm
-from tests.serving.local.harness import GREEDY, toy_engine
+from tests.fixtures.waiting import wait_until
+from tests.serving.local.harness import GREEDY, run_pass, takes_branches, toy_engine
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: make system-packages installs it"),
@@ -79,7 +80,7 @@ def target(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Target]:
         patch.setattr("serving.local.target.model.found_kernels", lambda: found)
         patch.setattr("serving.local.draft.found_kernels", lambda: found)
         target = _target(model_dir)
-        layers = [module for module in target._model.modules() if isinstance(module, KernelLinear)]
+        layers = [module for module in target.model.modules() if isinstance(module, KernelLinear)]
         assert len(layers) == 4 * target.config["num_hidden_layers"] + 1
         assert {bool(module.layer.in_pairs) for module in layers} == {in_pairs}
         yield target  # and drafts beside it multiply in the same way
@@ -99,7 +100,7 @@ def _target(
         dtype=dtype,
         fused=fused,
     )
-    assert isinstance(target._run, KernelDecoder) == (fused and dtype == torch.bfloat16)
+    assert target.takes_windows == (fused and dtype == torch.bfloat16)
     return target
 
 
@@ -179,7 +180,7 @@ def test_all_instructions_give_the_same_bits(model_dir: Path, sharing: int) -> N
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("serving.local.target.model.found_kernels", lambda kernels=kernels: kernels)
             target = _target(model_dir)
-        passed = target.forward(_tokens(target, 1, 40), first_slot=0, starts=[0])
+        passed = run_pass(target, _tokens(target, 1, 40), first_slot=0, starts=[0])
         slots = PanelSlots(1, 1, 2, 41, 64)
         attended = _attended(kernels, slots, qkv, [Window(0, 0, 41)], sharing=sharing, scale=0.125, angles=angles)
         results.append([KernelLinear(linear, kernels)(x), attended, *passed])
@@ -187,7 +188,7 @@ def test_all_instructions_give_the_same_bits(model_dir: Path, sharing: int) -> N
 
 
 def test_a_targets_weights_lie_one_behind_the_other(target: Target) -> None:
-    layers = [module for module in target._model.modules() if isinstance(module, KernelLinear)]
+    layers = [module for module in target.model.modules() if isinstance(module, KernelLinear)]
     weights = [layer.parts[0] for layer in layers]
     assert [layer.layer.weight for layer in layers] == [weight.data_ptr() for weight in weights]
     sizes = [weight.nbytes for weight in weights]
@@ -240,38 +241,25 @@ def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels) -> N
         compute_with(1)
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
-@needs_avx512
-def test_what_is_faster_is_what_layers_do(monkeypatch: pytest.MonkeyPatch, in_pairs: bool) -> None:
-    monkeypatch.setattr("serving.local.kernels.build.available", lambda: [AVX512])
-    monkeypatch.setattr("serving.local.kernels.build.faster_in_pairs", lambda _: in_pairs)
-    found = found_kernels.__wrapped__()
-    assert found is not None
-    linear = nn.Linear(64, 64).bfloat16().requires_grad_(False)
-    assert bool(KernelLinear(linear, found).layer.in_pairs) is in_pairs
+class Timed:
+    """Kernels whose layers take so many seconds, one by one and in pairs."""
 
+    has_pairs, in_pairs = True, False
 
-@needs_pairs
-@pytest.mark.parametrize(("seconds", "chosen"), [((10, 20), False), ((10, 9), False), ((20, 10), True)])
-def test_pairs_are_taken_where_they_are_measured_to_be_faster(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, seconds: tuple[int, int], chosen: bool
-) -> None:
-    now = 0
+    def __init__(self, *seconds: int) -> None:
+        self._seconds, self.now = seconds, 0
 
-    def linear(layer: Layer, x: Tensor) -> Tensor:
-        nonlocal now
-        now += seconds[layer.in_pairs]
+    def linear(self, layer: Layer, x: Tensor) -> Tensor:
+        self.now += self._seconds[layer.in_pairs]
         return x
 
-    monkeypatch.setattr(kernels, "linear", linear)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    assert faster_in_pairs(kernels) is (chosen and kernels.has_pairs)
 
-
-def test_a_cpu_without_pairs_is_not_asked(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False})
-    monkeypatch.setattr(kernels, "linear", None)
-    assert not faster_in_pairs(kernels)
+@pytest.mark.parametrize(("seconds", "is_faster"), [((10, 20), False), ((10, 9), False), ((20, 10), True)])
+def test_pairs_are_taken_where_they_are_measured_to_be_faster(seconds: tuple[int, int], is_faster: bool) -> None:
+    """On a CPU that has the instruction."""
+    timed: Any = Timed(*seconds)
+    assert faster_in_pairs(timed, clock=lambda: timed.now) is (is_faster and HAS_PAIRS)
+    assert (timed.now > 0) == HAS_PAIRS
 
 
 def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
@@ -282,7 +270,7 @@ def test_models_that_do_not_fit_are_left_to_onednn(tmp_path: Path) -> None:
     (stretching / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
     for model_dir in (narrow, stretching):
         target = Target(model_dir, num_slots=1, context_length=8, cache_margin=1)
-        assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
+        assert not any(isinstance(module, KernelLinear) for module in target.model.modules())
 
 
 def _attended(
@@ -347,23 +335,6 @@ def _exact_attention(qkv_STNh: Tensor, angles_Th: Tensor, num_groups: int, scale
         scale=scale,
     )
     return out.transpose(1, 2).reshape(num_slots, num_tokens, -1)
-
-
-def test_windows_of_different_length_are_read_in_one_pass(kernels: Kernels) -> None:
-    torch.manual_seed(0)
-    sizes = (1, 9, 3)
-    qkv = [torch.randn(size, 5 * 64).bfloat16() for size in sizes]
-    together = _attended(
-        kernels,
-        PanelSlots(1, 3, 1, 20, 64),
-        torch.cat(qkv),
-        [Window(slot, 0, size) for slot, size in enumerate(sizes)],
-        sharing=3,
-    )
-    alone = [
-        _attended(kernels, PanelSlots(1, 3, 1, 20, 64), rows, [Window(0, 0, len(rows))], sharing=3) for rows in qkv
-    ]
-    assert torch.equal(together, torch.cat(alone))
 
 
 PARENTS = [-1, 0, 1, 2, 0, 4, 1, 6, 5, 0]
@@ -443,11 +414,11 @@ def test_a_pass_is_as_near_to_the_exact_result_as_hugging_faces(tmp_path: Path, 
     parts = []
     for one in (ours, theirs, exact):
         passes = [
-            one.forward(tokens[:, start:end], first_slot=0, starts=[start] * 4) for start, end in ((0, 80), (80, 90))
+            run_pass(one, tokens[:, start:end], first_slot=0, starts=[start] * 4) for start, end in ((0, 80), (80, 90))
         ]
         hidden, features = (torch.cat(part, 1) for part in zip(*passes, strict=True))
         parts.append([one.logits(hidden), features])
-    alone = [ours.forward(tokens[1:2, place : place + 1], first_slot=1, starts=[place])[1] for place in range(90)]
+    alone = [run_pass(ours, tokens[1:2, place : place + 1], first_slot=1, starts=[place])[1] for place in range(90)]
     assert torch.equal(torch.cat(alone, 1)[0], parts[0][1][1])
     for mine, reference, ideal in zip(*parts, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -464,14 +435,14 @@ def test_a_pass_of_several_tokens_is_bit_for_bit_that_of_one_at_a_time(target: T
     for num_before in (0, 7):
         passes = []
         for num_new in (1, 2, 9, 18):
-            target.forward(tokens[:, : num_before or 1], first_slot=0, starts=[0] * 3)
+            run_pass(target, tokens[:, : num_before or 1], first_slot=0, starts=[0] * 3)
             parts = [
-                target.forward(tokens[:, start : start + num_new], first_slot=0, starts=[start] * 3)
+                run_pass(target, tokens[:, start : start + num_new], first_slot=0, starts=[start] * 3)
                 for start in range(num_before, num_before + 18, num_new)
             ]
             hidden, features = (torch.cat(part, 1) for part in zip(*parts, strict=True))
             passes.append((target.logits(hidden), features))
-        alone = [target.forward(tokens[1:2, start : start + 1], first_slot=3, starts=[start]) for start in range(25)]
+        alone = [run_pass(target, tokens[1:2, start : start + 1], first_slot=3, starts=[start]) for start in range(25)]
         passes_alone = torch.cat([features for _, features in alone], 1)
         assert torch.equal(passes_alone[0, num_before : num_before + 18], passes[0][1][1])
         for logits, features in passes[1:]:
@@ -488,10 +459,10 @@ def test_rows_of_different_length_in_one_pass_are_those_of_a_pass_each(target: T
     ]
     for slot, start in enumerate(starts):
         if start:
-            target.forward(tokens[slot : slot + 1, :start], first_slot=slot, starts=[0])
-    together = target.forward_windows([row.tolist() for row in rows], starts=starts)
+            run_pass(target, tokens[slot : slot + 1, :start], first_slot=slot, starts=[0])
+    together = target.forward([row.tolist() for row in rows], first_slot=0, starts=starts)
     alone = [
-        target.forward(row[None], first_slot=slot, starts=[start])
+        run_pass(target, row[None], first_slot=slot, starts=[start])
         for slot, (row, start) in enumerate(zip(rows, starts, strict=True))
     ]
     for part, parts in zip(together, zip(*alone, strict=True), strict=True):
@@ -503,13 +474,13 @@ def test_rows_of_different_length_in_one_pass_are_those_of_a_pass_each(target: T
 def test_a_pass_over_a_tree_is_bit_for_bit_that_over_its_paths(target: Target) -> None:
     tokens, prefix = _tokens(target, 1, len(PARENTS))[0], _tokens(target, 1, 40)
     for slot in range(2):
-        target.forward(prefix, first_slot=slot, starts=[0])
+        run_pass(target, prefix, first_slot=slot, starts=[0])
     rows, starts, windows = [tokens.tolist(), tokens[:3].tolist()], [40, 40], [PARENTS, None]
-    together = target.forward_windows(rows, starts=starts, parents=windows)
-    alone = target.forward(tokens[None], first_slot=0, starts=[40], parents=[PARENTS])
+    together = target.forward(rows, first_slot=0, starts=starts, parents=windows)
+    alone = run_pass(target, tokens[None], first_slot=0, starts=[40], parents=[PARENTS])
     for place in range(len(PARENTS)):
         path = path_to(place)
-        others = target.forward(tokens[path][None], first_slot=1, starts=[40])
+        others = run_pass(target, tokens[path][None], first_slot=1, starts=[40])
         for part, of_alone, other in zip(together, alone, others, strict=True):
             assert torch.equal(part[path], other[0])
             assert torch.equal(of_alone[0, path], other[0])
@@ -528,7 +499,7 @@ def test_it_is_as_near_as_onednns_and_follows_weights_that_move(
                 one.install(one.stage(new_dir))
             tokens = _tokens(target, 4, 12)
             ours, theirs, ideal = (
-                one.logits(one.forward(tokens, first_slot=0, starts=[0] * 4)[0]).double()
+                one.logits(run_pass(one, tokens, first_slot=0, starts=[0] * 4)[0]).double()
                 for one in (target, plain, exact)
             )
             noise = (theirs - ideal).norm() / ideal.norm()
@@ -540,16 +511,9 @@ def test_it_is_as_near_as_onednns_and_follows_weights_that_move(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_the_same_with_and_without_a_draft(
-    target: Target, model_dir: Path, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    target: Target, model_dir: Path, sampling: SamplingParams
 ) -> None:
-    texts, accepted, moved = [], [], list[int]()
-    keep_path = target.cache.keep_path
-
-    def kept(slot: int, start: int, path: list[int]) -> None:
-        moved.append(len(path))
-        keep_path(slot, start, path)
-
-    monkeypatch.setattr(target.cache, "keep_path", kept)
+    texts, accepted = [], []
     for depth, planner in ((0, None), (4, None), (4, FixedPlanner()), (4, WholeTrees())):
         draft = random_draft(model_dir, seed=1)
         with toy_engine(model_dir, draft=draft, depth=depth, planner=planner, target=target) as engine:
@@ -558,12 +522,13 @@ def test_the_text_is_the_same_with_and_without_a_draft(
                 for prompt in ("hello there", "a", "a b a b a b a b")
             ]
             answers = engine.ask(*requests)
+            wait_until(lambda: len(engine.traces) == len(requests))  # noqa: B023 - called at once
         texts.append([answer.token_ids for answer in answers])
         accepted.append(sum(answer.num_accepted for answer in answers))
     assert texts == [texts[0]] * len(texts)
     assert accepted[0] == 0
     assert min(accepted[2:]) > 0, "the planner may have asked nobody"
-    assert moved, "branches of trees were taken"
+    assert takes_branches(engine.traces)
 
 
 def test_without_a_compiler_that_works_there_are_none(
@@ -578,15 +543,16 @@ def test_without_a_compiler_that_works_there_are_none(
     with pytest.raises(RuntimeError, match="no such header"):
         compile_library(str(failing), folder, AVX2)
     assert not list(folder.iterdir())
-    monkeypatch.setattr("serving.local.target.model.found_kernels", found_kernels.__wrapped__)
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     for compiler in (str(failing), "no-such-compiler"):
         monkeypatch.setenv("CXX", compiler)
+        found_kernels.cache_clear()
         target = Target(model_dir, num_slots=4, context_length=256, cache_margin=17)
-        assert any(isinstance(module, PackedLinear) for module in target._model.modules()) == can_pack()
-        assert not any(isinstance(module, KernelLinear) for module in target._model.modules())
-        hidden, _ = target.forward(_tokens(target, 1, 3), first_slot=0, starts=[0])
+        assert any(isinstance(module, PackedLinear) for module in target.model.modules()) == can_pack()
+        assert not any(isinstance(module, KernelLinear) for module in target.model.modules())
+        hidden, _ = run_pass(target, _tokens(target, 1, 3), first_slot=0, starts=[0])
         assert hidden.isfinite().all()
+    found_kernels.cache_clear()
 
 
 def test_kernels_are_compiled_once_whoever_starts_first(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from serving.local.target.layers import Replaced, can_pack
 from serving.local.target.model import Target
 from speculator.draft.eagle3 import aux_layer_ids
 from tests.fixtures.toy import make_toy_model, set_every_bias_and_norm
-from tests.serving.local.harness import toy_engine
+from tests.serving.local.harness import run_pass, toy_engine
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 # Batch, new tokens, first slot, starts.
@@ -36,7 +36,7 @@ TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-5}
 
 def _target(model_dir: Path, dtype: torch.dtype, *, fused: bool) -> Target:
     target = Target(model_dir, num_slots=8, context_length=64, cache_margin=4, dtype=dtype, fused=fused)
-    assert all(isinstance(layer, FusedLayer) == fused for layer in target._model.model.layers)
+    assert all(isinstance(layer, FusedLayer) == fused for layer in target.model.model.layers)
     return target
 
 
@@ -47,10 +47,10 @@ def _tokens(target: Target, *shape: int, seed: int) -> Tensor:
 @torch.inference_mode()
 def _outputs(target: Target, batch: int, num_new: int, first: int, starts: list[int]) -> list[Tensor]:
     """Hidden states, features and logits of a window after all slots have read a prefix and one was moved."""
-    target.forward(_tokens(target, 8, PREFIX, seed=0), first_slot=0, starts=[0] * 8)
+    run_pass(target, _tokens(target, 8, PREFIX, seed=0), first_slot=0, starts=[0] * 8)
     target.cache.move(5, 0, PREFIX)
     tokens = _tokens(target, batch, num_new, seed=1)
-    hidden, aux = target.forward(tokens, first_slot=first, starts=starts)
+    hidden, aux = run_pass(target, tokens, first_slot=first, starts=starts)
     return [hidden, aux, target.logits(hidden)]
 
 
@@ -96,7 +96,7 @@ def test_a_whole_text_agrees_with_the_plain_model(tmp_path: Path, family: str) -
     tokens = _tokens(target, 1, 20, seed=3)
     with torch.inference_mode():
         chunks = [
-            target.forward(tokens[:, start:end], first_slot=3, starts=[start])
+            run_pass(target, tokens[:, start:end], first_slot=3, starts=[start])
             for start, end in ((0, 9), (9, 10), (10, 14), (14, 20))
         ]
         reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(
@@ -136,18 +136,18 @@ def test_each_token_of_a_tree_is_what_it_is_at_the_end_of_its_path(tmp_path: Pat
     paths = [0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4]
 
     def begin() -> None:
-        target.forward(_tokens(target, 2, 50, seed=1), first_slot=0, starts=[0, 0])
+        run_pass(target, _tokens(target, 2, 50, seed=1), first_slot=0, starts=[0, 0])
 
     with mock.patch.object(layers, "_PADDING_OF_A_CALL", padding):
         for path in paths:
             begin()
-            hidden, aux = target.forward(tokens, first_slot=0, starts=starts, parents=[parents, None])
+            hidden, aux = run_pass(target, tokens, first_slot=0, starts=starts, parents=[parents, None])
             target.cache.keep_path(0, 5, path)
-            after, _ = target.forward(last, first_slot=0, starts=[5 + len(path)])
+            after, _ = run_pass(target, last, first_slot=0, starts=[5 + len(path)])
             begin()
-            alone, aux_alone = target.forward(tokens[:1, path], first_slot=0, starts=[5])
-            after_alone, _ = target.forward(last, first_slot=0, starts=[5 + len(path)])
-            beside, _ = target.forward(tokens[1:], first_slot=1, starts=[50])
+            alone, aux_alone = run_pass(target, tokens[:1, path], first_slot=0, starts=[5])
+            after_alone, _ = run_pass(target, last, first_slot=0, starts=[5 + len(path)])
+            beside, _ = run_pass(target, tokens[1:], first_slot=1, starts=[50])
             pairs = (
                 (hidden[0, path], alone[0]),
                 (aux[0, path], aux_alone[0]),
@@ -170,23 +170,23 @@ def test_slots_do_not_see_each_other_and_leftovers_are_never_read(tmp_path: Path
     target = _target(make_toy_model(tmp_path), torch.float64, fused=True)
     with torch.inference_mode():
         prefix, new = _tokens(target, 1, PREFIX, seed=4), _tokens(target, 1, 2, seed=5)
-        target.forward(prefix, first_slot=1, starts=[0])
-        alone, _ = target.forward(new, first_slot=1, starts=[PREFIX])
+        run_pass(target, prefix, first_slot=1, starts=[0])
+        alone, _ = run_pass(target, new, first_slot=1, starts=[PREFIX])
         # Rejected proposals behind slot 1, and other texts of other lengths around it.
-        target.forward(_tokens(target, 1, 9, seed=6), first_slot=1, starts=[PREFIX])
-        target.forward(_tokens(target, 3, 30, seed=7), first_slot=2, starts=[0, 0, 0])
+        run_pass(target, _tokens(target, 1, 9, seed=6), first_slot=1, starts=[PREFIX])
+        run_pass(target, _tokens(target, 3, 30, seed=7), first_slot=2, starts=[0, 0, 0])
         others = _tokens(target, 3, 2, seed=8)
-        together, _ = target.forward(torch.cat([new, others]), first_slot=1, starts=[PREFIX, 30, 3, 17])
+        together, _ = run_pass(target, torch.cat([new, others]), first_slot=1, starts=[PREFIX, 30, 3, 17])
     assert _error(together[0], alone[0]) < 1e-6
 
 
 @pytest.mark.skipif(not can_pack(), reason="a CPU on which oneDNN has no bfloat16")
 def test_weights_are_packed_in_bfloat16_on_the_cpu_and_the_originals_are_gone(tmp_path: Path) -> None:
     target = _target(make_toy_model(tmp_path), torch.bfloat16, fused=True)
-    layer = target._model.model.layers[0]
+    layer = target.model.model.layers[0]
     projections = [layer.qkv, layer.out, layer.gate_up, layer.down]
     assert all(isinstance(projection, Replaced) for projection in projections)
-    assert not [name for name, _ in target._model.named_parameters() if "_proj" in name]
+    assert not [name for name, _ in target.model.named_parameters() if "_proj" in name]
 
 
 @torch.inference_mode()
@@ -196,7 +196,7 @@ def test_where_onednn_has_no_bfloat16_weights_stay_as_they_are(tmp_path: Path, m
     monkeypatch.setattr("torch.ops.mkldnn._reorder_linear_weight", None)
     model_dir = make_toy_model(tmp_path)
     target = _target(model_dir, torch.bfloat16, fused=True)
-    assert not any(isinstance(module, Replaced) for module in target._model.modules())
+    assert not any(isinstance(module, Replaced) for module in target.model.modules())
     with toy_engine(model_dir, target=target) as engine:
         (answer,) = engine.ask(engine.request("hello", max_tokens=20))
     assert len(answer.token_ids) == 20
@@ -209,6 +209,6 @@ def test_other_layers_run_through_hugging_face(tmp_path: Path, family: str) -> N
     target = Target(model_dir, num_slots=2, context_length=64, cache_margin=4, dtype=torch.float64)
     tokens = _tokens(target, 1, 16, seed=9)
     with torch.inference_mode():
-        hidden, _ = target.forward(tokens, first_slot=1, starts=[0])
+        hidden, _ = run_pass(target, tokens, first_slot=1, starts=[0])
         reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(tokens).logits
         assert _error(target.logits(hidden), reference) < 2e-6

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from serving.local.target.loading import check_known_model, check_model, load_model, load_tokenizer
 from serving.local.target.model import Target
-from slipstream.doctor import model
-from slipstream.new_draft import init_lineage
+from slipstream.doctor import machine
+from slipstream.models import checked_fingerprint
 from speculator.draft.checkpoint import is_finite
 from speculator.errors import ConfigError
+from speculator.versions.store import DraftStore
 from tests.fixtures.toy import make_toy_model
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -45,7 +46,7 @@ def configure(folder: Path, **values: object) -> None:
 
 
 def doctor_for_sglang(folder: Path) -> None:
-    list(model.check_model(str(folder), local=False))
+    list(machine.check_model(str(folder), local=False))
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -70,8 +71,7 @@ def test_a_tensor_that_does_not_fit_is_named(
         with pytest.raises(ConfigError, match=says):
             command(folder)
     with pytest.raises(ConfigError, match=says):
-        init_lineage(folder, tmp_path / "drafts", draft_vocab_size=None, seed=None, texts=[])
-    assert not (tmp_path / "drafts").exists()
+        checked_fingerprint(folder, DraftStore(tmp_path / "drafts"))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ import safetensors.torch
 import torch
 
 from serving.engine import TargetReport
-from serving.local.engine import LocalEngine
-from serving.local.target.model import Target
+from serving.local.target.model import StagedTarget, Target
 from speculator.errors import EngineDeadError, RequestError, TargetError
 from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
 from tests.fixtures.toy import WEIGHTS, make_toy_model, moved_model
 from tests.fixtures.waiting import wait_until
-from tests.serving.local.harness import Harness, fixed_engine, toy_engine
+from tests.serving.local.harness import Harness, WatchedTarget, fixed_engine, run_pass, toy_engine
 
 PROMPTS = ("hello", "a b c", "some longer prompt than one chunk")
 
@@ -63,15 +62,15 @@ def test_moved_weights_compute_what_loaded_ones_do(
         return Target(folder, num_slots=1, context_length=16, cache_margin=1, dtype=dtype, fused=fused)
 
     def computed(target: Target) -> torch.Tensor:
-        hidden, aux = target.forward(torch.tensor([[5, 6, 7]]), first_slot=0, starts=[0])
+        hidden, aux = run_pass(target, torch.tensor([[5, 6, 7]]), first_slot=0, starts=[0])
         return torch.cat([target.logits(hidden).flatten(), aux.flatten()])
 
     target, before = loaded(model_dir), computed(loaded(model_dir))
-    places = [tensor.data_ptr() for tensor in target._model.state_dict().values()]
+    places = [tensor.data_ptr() for tensor in target.model.state_dict().values()]
     target.install(target.stage(new_dir))
     assert torch.equal(computed(target), computed(loaded(new_dir)))
     assert not torch.equal(computed(target), before)
-    assert [tensor.data_ptr() for tensor in target._model.state_dict().values()] == places
+    assert [tensor.data_ptr() for tensor in target.model.state_dict().values()] == places
     target.install(target.stage(model_dir))
     assert torch.equal(computed(target), before)
 
@@ -93,7 +92,7 @@ class MovesAt:
     """Moves the target between two given steps, whatever thread calls."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.engine, self.report = folder, Future[LocalEngine](), Future[TargetReport]()
+        self._folder, self.harness, self.report = folder, Future[Harness](), Future[TargetReport]()
         self._has_begun = False
 
     def now(self) -> None:
@@ -101,9 +100,9 @@ class MovesAt:
         if self._has_begun:
             return
         self._has_begun = True
-        engine = self.engine.result()
-        threading.Thread(target=lambda: self.report.set_result(engine.move_target(1, self._folder))).start()
-        wait_until(lambda: engine._inbox.staged_move() is not None)
+        harness = self.harness.result()
+        threading.Thread(target=lambda: self.report.set_result(harness.engine.move_target(1, self._folder))).start()
+        wait_until(lambda: harness.inbox.num_tasks == 1)
 
 
 def test_running_requests_go_on_and_their_traces_end_at_the_change(
@@ -118,7 +117,7 @@ def test_running_requests_go_on_and_their_traces_end_at_the_change(
             moves.now()
 
     with fixed_engine(model_dir, on_round=count) as harness:
-        moves.engine.set_result(harness.engine)
+        moves.harness.set_result(harness)
         answers = harness.ask(*map(harness.request, PROMPTS))
         assert moves.report.result().stall_ms > 0
         wait_until(lambda: harness.engine.health().num_running == 0)
@@ -145,19 +144,11 @@ def test_running_requests_go_on_and_their_traces_end_at_the_change(
     assert any(answer.token_ids != whole for answer, whole in zip(answers, tokens_of(old, *PROMPTS), strict=True))
 
 
-def test_a_prompt_that_is_being_read_is_read_anew(
-    model_dir: Path, new_dir: Path, new: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves = MovesAt(new_dir)
-    with fixed_engine(model_dir) as harness:
-        moves.engine.set_result(harness.engine)
-        read = harness.engine._loop._runner.prefill
-
-        def read_and_move(*args: object, **kwargs: object) -> None:
-            read(*args, **kwargs)  # type: ignore[arg-type]
-            moves.now()
-
-        monkeypatch.setattr(harness.engine._loop._runner, "prefill", read_and_move)
+def test_a_prompt_that_is_being_read_is_read_anew(model_dir: Path, new_dir: Path, new: Harness) -> None:
+    moves, target = MovesAt(new_dir), WatchedTarget(model_dir, dtype=torch.float64)
+    target.on_pass = lambda _: moves.now()
+    with fixed_engine(model_dir, target=target) as harness:
+        moves.harness.set_result(harness)
         assert tokens_of(harness, PROMPTS[2]) == tokens_of(new, PROMPTS[2])
         wait_until(lambda: harness.traces)
     theirs = next(trace for trace in new.traces if trace.header.request_id == PROMPTS[2])
@@ -220,9 +211,12 @@ def test_this_engine_needs_a_folder(old: Harness) -> None:
         old.engine.move_target(1, None)
 
 
-def test_half_a_target_never_serves(model_dir: Path, new_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with toy_engine(model_dir) as harness:
-        monkeypatch.setattr(harness.engine._target, "_tensors", harness.engine._target._tensors[:-1])
+def test_half_a_target_never_serves(model_dir: Path, new_dir: Path) -> None:
+    class Half(WatchedTarget):
+        def stage(self, folder: Path) -> StagedTarget:
+            return super().stage(folder)[:-1]
+
+    with toy_engine(model_dir, target=Half(model_dir)) as harness:
         with pytest.raises(EngineDeadError):
             harness.engine.move_target(1, new_dir)
         wait_until(lambda: not harness.engine.health().alive)

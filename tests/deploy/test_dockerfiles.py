@@ -18,8 +18,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from tests.deploy.compose import ROOT
-from tests.deploy.dockerfile import entrypoint, instructions
+from tests.deploy.compose import ROOT, entrypoint, instructions
 
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
 SLIPSTREAM = ROOT / "deploy" / "slipstream.Dockerfile"
@@ -30,6 +29,14 @@ EACH = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    words = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    return next(folder.iterdir())
 
 
 @EACH
@@ -107,14 +114,7 @@ def test_the_build_backend_is_the_one_of_the_tests() -> None:
     assert {name: version for name, version in build.items() if name in locked}.items() <= locked.items()
 
 
-def test_the_wheel_has_every_file_and_the_plugin(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    [wheel] = tmp_path.glob("*.whl")
+def test_the_wheel_has_every_file_and_the_plugin(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
@@ -180,22 +180,15 @@ def _link(source: Path, view: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """What the stages `package` and `kernels` of the image make, by their own commands but for pip and apt."""
     told = [rest for name, rest in instructions(SLIPSTREAM) if name == "RUN"]
     [compiles] = [rest for rest in told if rest.startswith("python -m serving")]
-    root, wheel = tmp_path_factory.mktemp("image"), tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheel)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    with zipfile.ZipFile(next(wheel.iterdir())) as archive:
+    root = tmp_path_factory.mktemp("image")
+    with zipfile.ZipFile(wheel) as archive:
         archive.extractall(root)
-    subprocess.run(
-        [sys.executable, *compiles.split()[1:]], cwd=root, check=True, env=_in_image(root, os.environ["PATH"])
-    )
+    words = [sys.executable, *compiles.split()[1:]]
+    subprocess.run(words, cwd=root, check=True, env=_in_image(root, os.environ["PATH"]))
     for path in sorted(root.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     return root

@@ -1,9 +1,11 @@
-"""Which Redis a URL means; what is secret in it is shown nowhere."""
+"""Which Redis a URL means, with nothing secret shown; and a master behind Sentinels that dies."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -11,21 +13,26 @@ import redis
 from redis import connection, sentinel
 
 from speculator.errors import ConfigError, StreamError
-from speculator.redis.client import connect
-from speculator.redis.url import RedisUrl
+from speculator.host import free_port
+from speculator.redis.client import RedisUrl, connect
+from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_stream import TraceStream
+from tests.fixtures.redis_servers import Server, Servers, servers
+from tests.fixtures.waiting import wait_until
 
 
 def test_one_server() -> None:
     url = RedisUrl.parse("rediss://engine:se%40cret@redis.example:7000/3?ssl_ca_certs=/ca.pem")
-    assert (url.service, url.places, url.has_tls) == ("", (("redis.example", 7000),), True)
-    assert (url.username, url.password, url.shown) == ("engine", "se@cret", "rediss://redis.example:7000/3")
-    assert RedisUrl.parse("unix:///tmp/redis.sock?db=0").places == ()
-    assert RedisUrl.parse("redis://localhost").places == (("localhost", 6379),)
+    assert (url.service, url.hosts, url.has_tls) == ("", (("redis.example", 7000),), True)
+    assert url.options == {"username": "engine", "password": "se@cret", "db": 3, "ssl_ca_certs": "/ca.pem"}
+    assert url.shown == "rediss://redis.example:7000/3"
+    assert RedisUrl.parse("unix:///tmp/redis.sock?db=0").hosts == ()
+    assert RedisUrl.parse("redis://localhost").hosts == (("localhost", 6379),)
 
 
 def test_sentinels() -> None:
     url = RedisUrl.parse("redis+sentinel://engine:secret@a:26380,[::1],b/my%20master/2?sentinel_password=other")
-    assert url.places == (("a", 26380), ("::1", 26379), ("b", 26379))
+    assert url.hosts == (("a", 26380), ("::1", 26379), ("b", 26379))
     assert (url.service, url.has_tls) == ("my master", False)
     assert url.options == {"username": "engine", "password": "secret", "db": 2, "sentinel_password": "other"}
     assert "secret" not in url.shown
@@ -35,14 +42,14 @@ def test_sentinels() -> None:
 def test_a_login_may_be_in_the_query_as_redis_py_writes_it() -> None:
     url = RedisUrl.parse("unix:///run/redis.sock?db=0&username=engine&password=se%40cret")
     assert url.options == {"db": 0, "username": "engine", "password": "se@cret"}
-    assert (url.username, url.password, url.shown) == ("engine", "se@cret", "unix:///run/redis.sock")
-    with pytest.raises(ConfigError, match="two usernames"):
+    assert url.shown == "unix:///run/redis.sock"
+    with pytest.raises(ConfigError, match="username twice"):
         RedisUrl.parse("unix://engine@/run/redis.sock?username=other")
 
 
 def test_an_ipv6_zone_may_be_quoted() -> None:
     for zone in ("%25eth0", "%eth0"):
-        assert RedisUrl.parse(f"redis://[fe80::1{zone}]:7000").places == (("fe80::1%eth0", 7000),)
+        assert RedisUrl.parse(f"redis://[fe80::1{zone}]:7000").hosts == (("fe80::1%eth0", 7000),)
 
 
 @pytest.mark.parametrize("scheme", ["redis+cluster", "rediss+cluster"])
@@ -56,6 +63,8 @@ def test_a_cluster_is_refused(scheme: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "",
+        "localhost",
         "http://localhost",
         "redis+something://localhost",
         "unix+cluster://localhost",
@@ -150,7 +159,7 @@ def test_every_option_of_redis_py_is_understood_or_refused_by_name(name: str, re
     ("query", "told"),
     [
         ("decode_response=true", "sets decode_response, "),
-        ("ssl_ca_cert=/ca.pem", "write ssl_ca_certs"),
+        ("ssl_ca_cert=/ca.pem", "sets ssl_ca_cert, .*; the options are .* ssl_ca_certs"),
         ("ssl=true", "remove it; the options are"),
         ("ssl_ca_data=x", "remove it; the options are"),
         ("DB=1", "something unreadable"),
@@ -166,8 +175,109 @@ def test_an_option_that_cannot_be_used_is_named(query: str, told: str, redis_url
         connect(f"{redis_url.partition('?')[0]}?{query}")
 
 
-def test_the_database_of_the_path_and_of_the_option_are_one(redis_url: str) -> None:
+def test_a_database_is_named_by_path_or_option(redis_url: str) -> None:
     assert RedisUrl.parse("redis://a/3").options == RedisUrl.parse("redis://a?db=3").options == {"db": 3}
-    assert RedisUrl.parse("redis://a/3?db=3").options == {"db": 3}
+    with pytest.raises(ConfigError, match="sets db twice"):
+        RedisUrl.parse("redis://a/3?db=3")
     with pytest.raises(StreamError, match="out of range"):
         connect(f"{redis_url.partition('?')[0]}?db=99999")
+
+
+SENTINEL = """\
+sentinel monitor traces 127.0.0.1 {master} 1
+sentinel down-after-milliseconds traces 300
+sentinel failover-timeout traces 2000
+"""
+QUICK = ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0", "--appendonly", "no")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Servers]:
+    with servers(tmp_path) as all_servers:
+        yield all_servers
+
+
+def test_a_master_that_dies_is_replaced_and_the_books_still_balance(started: Servers) -> None:
+    ports = [free_port() for _ in range(3)]
+    master, _, _ = _watched(started, ports)
+    nobody = free_port()
+    url = f"redis+sentinel://127.0.0.1:{nobody},127.0.0.1:{ports[2]}/traces/1"
+    with connect(url) as client:
+        stream, pointer = TraceStream(client, "m", max_bytes=1 << 20), DraftPointer(client, "m")
+        for number in range(10):
+            stream.append(b"x" * 100, trace_id=f"before-{number}")
+        pointer.publish(7)
+        first = stream.read(4, 0)
+        assert client.execute_command("WAIT", 1, 5000) == 1
+        master.kill()
+        with pytest.raises(StreamError, match="cannot be reached"):
+            stream.append(b"x", trace_id="nobody is there")
+        started_s = time.monotonic()
+        wait_until(lambda: _is_appended(stream, "after"))
+        assert time.monotonic() - started_s < 15
+        # The read that was in hand, what waited, and what came since: all once, and the books know.
+        stream.ack([entry.id for entry in first])
+        rest = stream.read(100, 0)
+        assert [entry.trace_id for entry in [*first, *rest]] == [*(f"before-{n}" for n in range(10)), "after"]
+        stream.ack([entry.id for entry in rest])
+        lag = stream.lag()
+        assert (lag.appended, lag.acked, lag.pending, lag.undelivered, lag.lost) == (11, 11, 0, 0, 0)
+        assert pointer.published() == 7
+        assert pointer.replace(7, 8)
+
+
+def test_a_master_that_was_demoted_is_left(started: Servers) -> None:
+    """It lives on, as a replica that refuses writes: the connection goes to the new one. After a failover by hand a
+    Sentinel takes ten seconds to demote it, so we do.
+    """
+    ports = [free_port() for _ in range(3)]
+    master, replica, sentinel = _watched(started, ports)
+    with (
+        connect(f"redis+sentinel://127.0.0.1:{ports[2]}/traces") as client,
+        sentinel.client() as asked,
+        master.client() as old,
+        replica.client() as new,
+    ):
+        stream = TraceStream(client, "m", max_bytes=1 << 20)
+        stream.append(b"x", trace_id="before")
+        assert client.execute_command("WAIT", 1, 5000) == 1
+        wait_until(lambda: _is_failing_over(asked))
+        wait_until(lambda: asked.sentinel_master("traces")["port"] == ports[1])
+        old.replicaof("127.0.0.1", ports[1])
+        wait_until(lambda: _is_appended(stream, "after"))
+        assert new.xlen("slipstream:{m}:traces") == 2
+
+
+def test_an_unknown_service_is_said(started: Servers) -> None:
+    port = free_port()
+    started.start(port, config="")
+    with pytest.raises(StreamError, match="No master found for 'traces'"):
+        connect(f"redis+sentinel://127.0.0.1:{port}/traces")
+
+
+def _watched(started: Servers, ports: list[int]) -> tuple[Server, Server, Server]:
+    """Master, replica and Sentinel, which looks for replicas at its start and then every ten seconds."""
+    master = started.start(ports[0], *QUICK)
+    replica = started.start(ports[1], *QUICK, "--replicaof", "127.0.0.1", str(ports[0]))
+    with replica.client() as client:
+        wait_until(lambda: client.info("replication")["master_link_status"] == "up")
+    sentinel = started.start(ports[2], config=SENTINEL.format(master=ports[0]))
+    with sentinel.client() as asked:
+        wait_until(lambda: asked.sentinel_master("traces")["num-slaves"] == 1)
+    return master, replica, sentinel
+
+
+def _is_failing_over(sentinel: redis.Redis) -> bool:
+    """Whether it has begun: it wants to have heard from the replica."""
+    try:
+        return bool(sentinel.execute_command("SENTINEL FAILOVER", "traces"))
+    except redis.ResponseError:
+        return False
+
+
+def _is_appended(stream: TraceStream, trace_id: str) -> bool:
+    try:
+        stream.append(b"x", trace_id=trace_id)
+    except StreamError:
+        return False
+    return True

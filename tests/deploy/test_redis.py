@@ -14,9 +14,8 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from serving.group_cache.texts import GroupKey, GroupTexts, Place
+from slipstream.doctor.deployment import check_redis, check_stream
 from slipstream.doctor.finding import Finding, Level
-from slipstream.doctor.redis import check_redis
-from slipstream.doctor.store import check_stream
 from slipstream.traces import StreamCopy
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
@@ -34,6 +33,8 @@ MODEL = "toy-0123456789ab"
 KEYS = RedisKeys(model_key=MODEL)
 ENTRY = b"x" * 5000
 CAP = 10 * len(ENTRY)
+USERS = ("engine", "gateway", "trainer")
+EACH_USER = pytest.mark.parametrize("user", USERS)
 
 As = Callable[[str], redis.Redis]
 
@@ -41,8 +42,7 @@ As = Callable[[str], redis.Redis]
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     machine = Machine(GPU, tmp_path_factory.mktemp("redis"), {"SLIPSTREAM_MODEL": "/models/toy"})
-    machine.start("redis")
-    machine.wait_until_healthy("redis")
+    machine.up("redis")
     yield machine
     assert machine.stop("redis") == 0
 
@@ -101,11 +101,8 @@ def test_a_restart_keeps_what_was_written(redis_server: Path | None, tmp_path: P
     connected = functools.partial(redis.Redis, port=int(machine.here("6379")), protocol=2)
 
     def up() -> tuple[redis.Redis, redis.Redis]:
-        machine.start("redis")
-        machine.wait_until_healthy("redis")
-        engine, trainer = (
-            connected(username=user, password=machine.secret(f"redis_{user}")) for user in ("engine", "trainer")
-        )
+        machine.up("redis")
+        engine, trainer = (connected(username=user, password=machine.secret(f"redis_{user}")) for user in USERS[::2])
         return engine, trainer
 
     try:
@@ -158,7 +155,7 @@ def test_engines_share_the_text_of_groups_and_the_trainers_user_erases_it(login:
         GroupTexts(login("gateway"), MODEL).fetch({anna: Place()})
 
 
-@pytest.mark.parametrize("user", ["engine", "gateway", "trainer"])
+@EACH_USER
 def test_everyone_moves_the_pointer(login: As, user: str) -> None:
     pointer = DraftPointer(login(user), MODEL)
     pointer.publish(3)
@@ -170,12 +167,17 @@ def test_everyone_moves_the_pointer(login: As, user: str) -> None:
     assert pointer.desired() == 4
 
 
-def test_the_engine_reports_and_the_others_read(login: As) -> None:
-    DraftPointer(login("engine"), MODEL).report_engine("sglang", {"version": 4})
-    for user in ("gateway", "trainer", "engine"):
+def test_the_engine_reports_and_hears_what_the_gateway_says(login: As) -> None:
+    engine, gateway = (DraftPointer(login(user), MODEL) for user in ("engine", "gateway"))
+    engine.report_engine("sglang", {"version": 4})
+    for user in USERS:
         assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
-    DraftPointer(login("gateway"), MODEL).set_depth("sglang", 2)
-    assert DraftPointer(login("engine"), MODEL).depth_limit("sglang") == 2
+    gateway.set_depth("sglang", 2)
+    assert engine.depth_limit("sglang") == 2
+    gateway.announce_target("host:1", 7)
+    assert engine.announced_target("host:1") == 7
+    engine.withdraw_announcement("host:1")
+    assert engine.announced_target("host:1") is None
 
 
 def test_engines_agree_on_a_canary(login: As) -> None:
@@ -186,14 +188,6 @@ def test_engines_agree_on_a_canary(login: As) -> None:
     assert engine.hold_canary(first, ttl_s=30, on_probation=False) == CanarySlot(True, True, 0)
     engine.release_canary(first, forget_crashes=True)
     assert engine.hold_canary(second, ttl_s=30, on_probation=True).is_held
-
-
-def test_the_gateway_announces_a_target_and_the_engine_hears_of_it(login: As) -> None:
-    DraftPointer(login("gateway"), MODEL).announce_target("host:1", 7)
-    engine = DraftPointer(login("engine"), MODEL)
-    assert engine.announced_target("host:1") == 7
-    engine.withdraw_announcement("host:1")
-    assert engine.announced_target("host:1") is None
 
 
 def test_the_engine_hands_on_rewards_and_the_trainers_user_reads_and_removes_them(login: As) -> None:
@@ -209,28 +203,19 @@ def test_the_gateway_does_not_see_traces(login: As) -> None:
     with pytest.raises(StreamError, match=r"(?i)no permissions"):
         TraceStream(login("gateway"), MODEL, max_bytes=CAP).append(ENTRY, trace_id="a")
     client = login("gateway")
-    for key in (KEYS.ledger.traces, KEYS.dead_letters, KEYS.ledger.accounts):
+    for key in (KEYS.traces, KEYS.dead_letters, KEYS.accounts):
         with pytest.raises(NoPermissionError):
             client.get(key)
     with pytest.raises(NoPermissionError):
-        client.execute_command("XRANGE", KEYS.ledger.traces, "-", "+")
+        client.execute_command("XRANGE", KEYS.traces, "-", "+")
 
 
-@pytest.mark.parametrize("user", ["engine", "gateway", "trainer"])
+@EACH_USER
 def test_nobody_governs(login: As, user: str) -> None:
     client = login(user)
-    for words in (
-        "FLUSHALL",
-        "CONFIG GET dir",
-        "EVAL return(1) 0",
-        "KEYS *",
-        "ACL LIST",
-        "SHUTDOWN",
-        "GET other",
-        "CLIENT LIST",
-        "CLIENT KILL TYPE normal",
-        "CLIENT PAUSE 1",
-    ):
+    refused = ["FLUSHALL", "CONFIG GET dir", "EVAL return(1) 0", "KEYS *", "ACL LIST", "SHUTDOWN", "GET other"]
+    refused += ["CLIENT LIST", "CLIENT KILL TYPE normal", "CLIENT PAUSE 1"]
+    for words in refused:
         with pytest.raises(NoPermissionError):
             client.execute_command(*words.split())
 
@@ -249,22 +234,17 @@ def test_doctor_finds_nothing_broken_as_any_user(
         return {finding.name: finding for finding in found}
 
     def levels() -> dict[str, tuple[Level, Level]]:
-        found = {user: doctor(user) for user in ("engine", "gateway", "trainer")}
+        found = {user: doctor(user) for user in USERS}
         return {user: (each["redis rights"].level, each["stream"].level) for user, each in found.items()}
 
-    healthy = {
-        "engine": (Level.WARNING, Level.OK),
-        "gateway": (Level.WARNING, Level.SKIPPED),
-        "trainer": (Level.WARNING, Level.OK),
-    }
+    healthy = {user: (Level.WARNING, Level.SKIPPED if user == "gateway" else Level.OK) for user in USERS}
     assert "no trace yet" in doctor("trainer")["stream"].detail
     assert levels() == healthy
     TraceStream(login("engine"), model_key(model, fingerprint), max_bytes=CAP).append(ENTRY, trace_id="a")
     assert levels() == healthy
     assert "1 traces, 0 settled, 1 waiting" in doctor("engine")["stream"].detail
-    assert "append traces" in doctor("engine")["redis rights"].detail.partition("; not")[0]
-    assert "publish drafts" in doctor("gateway")["redis rights"].detail.partition("; not")[0]
-    assert "read and settle them" in doctor("trainer")["redis rights"].detail.partition("; not")[0]
+    for user, right in zip(USERS, ("append traces", "publish drafts", "read and settle them"), strict=True):
+        assert right in doctor(user)["redis rights"].detail.partition("; not")[0]
 
 
 def test_nobody_without_a_password(machine: Machine) -> None:

@@ -1,3 +1,5 @@
+"""Chat and plain completions that are not streamed: what the engine is asked for, and what comes back."""
+
 from __future__ import annotations
 
 import asyncio
@@ -9,7 +11,7 @@ import pytest
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams, sample_seed
 from tests.fixtures.doubles import DoubleEngine, says, words_for
-from tests.serving.gateway.client import CHAT, HELLO, ask, chat, error_of, gateway, post
+from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, chat, complete, error_of, events, gateway, post
 
 
 def test_whole_answer() -> None:
@@ -85,21 +87,13 @@ def test_default_max_tokens_shrinks_to_what_fits() -> None:
 
 def test_nulls_and_values_that_ask_for_nothing_are_accepted() -> None:
     engine = DoubleEngine()
+    absent = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "user", "max_tokens")
     nothing = {
-        "temperature": None,
-        "top_p": None,
-        "n": None,
-        "seed": None,
-        "stop": None,
-        "stream": None,
-        "stream_options": None,
-        "user": None,
-        "max_tokens": None,
+        **dict.fromkeys((*absent, "top_logprobs")),
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
         "logit_bias": {},
         "logprobs": False,
-        "top_logprobs": None,
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
@@ -142,13 +136,6 @@ def test_samples_are_concurrent_and_have_derived_seeds() -> None:
     assert response.json()["usage"]["prompt_tokens"] == len("<user>hello\n<assistant>")
     assert response.json()["usage"]["completion_tokens"] == 36
     assert len({request.request_id for request in engine.requests}) == 3
-
-
-def test_stop_strings_reach_the_answer() -> None:
-    response = chat(DoubleEngine(answer=says("one two three")), stop=["three", "two"])
-    choice = response.json()["choices"][0]
-    assert choice["message"]["content"] == "one "
-    assert choice["finish_reason"] == "stop"
 
 
 def test_too_long_prompt_says_by_how_much() -> None:
@@ -209,3 +196,72 @@ def test_template_that_refuses_is_the_clients_error() -> None:
         "param": "messages",
         "code": "invalid_messages",
     }
+
+
+def test_whole_text() -> None:
+    response = complete(DoubleEngine(answer=says("world")))
+    body = response.json()
+    assert body["id"] == f"cmpl-{response.headers['x-request-id']}"
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "world", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"]["prompt_tokens"] == 5
+    assert body["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", [b"hi"]),
+        (["hi", "yo"], [b"hi", b"yo"]),
+        ([104, 105], [b"hi"]),
+        ([[104, 105], [121, 111]], [b"hi", b"yo"]),
+        (["hi", [121, 111]], [b"hi", b"yo"]),
+    ],
+)
+def test_shapes_of_prompts(prompt: object, expected: list[bytes]) -> None:
+    engine = DoubleEngine()
+    response = complete(engine, prompt=prompt)
+    assert response.status_code == 200, response.text
+    assert [bytes(request.prompt_token_ids) for request in engine.requests] == expected
+    assert response.json()["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_batch_times_samples_is_prompt_major_and_seeded_per_prompt() -> None:
+    engine = DoubleEngine()
+    choices = complete(engine, prompt=["aa", "bb"], n=2, best_of=2, seed=5, max_tokens=8).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    asked = [(bytes(request.prompt_token_ids), request.seed) for request in engine.requests]
+    assert asked == [(b"aa", 5), (b"aa", sample_seed(5, 1)), (b"bb", 5), (b"bb", sample_seed(5, 1))]
+    for choice, request in zip(choices, engine.requests, strict=True):
+        assert choice["text"] == words_for(request).encode()[:8].decode(errors="ignore")
+
+
+def test_too_many_samples_name_the_limit() -> None:
+    engine = DoubleEngine()
+    response = post(engine, COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 3}, max_samples=8)
+    error = error_of(response)
+    assert response.status_code == 400
+    assert error["param"] == "n"
+    assert error["message"].startswith("9 samples")
+    assert "at most 8" in error["message"]
+    assert engine.requests == []
+    assert post(engine, COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, max_samples=8).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["ok", ""]])
+def test_empty_prompts(prompt: object) -> None:
+    engine = DoubleEngine()
+    response = complete(engine, prompt=prompt)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "prompt"
+    assert engine.requests == []
+
+
+def test_streamed_text() -> None:
+    response = complete(DoubleEngine(answer=says("hello world")), stream=True)
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert {chunk["id"] for chunk in chunks} == {f"cmpl-{response.headers['x-request-id']}"}
