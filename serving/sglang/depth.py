@@ -76,7 +76,7 @@ class DepthControl:
         the share of plain steps. Where a rank is not alone, all learn the same times at meetings: `take_times`,
         `learn_times`. `on_round` is told what each step says about the draft and must not block.
         """
-        self._depths, self._clock, self._meter, self._is_alone = depths, clock, meter, is_alone
+        self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
         self._planner = RoundPlanner(max_depth=depths[-1]) if 0 in depths else None
         self._times: StepTimes = []
         self._estimated = EstimatedSpeedup()
@@ -226,7 +226,7 @@ class DepthControl:
     def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
         committed = done.batch + sum(accepted)
         groups = [asked.group for _, asked in done.requests]
-        self._meter.add(
+        self.meter.add(
             batch=done.batch,
             drafted=not done.is_control,
             seconds=seconds,

@@ -149,7 +149,7 @@ def test_results_that_come_a_step_late_meet_their_step() -> None:
     control.verified([depths[-1]] * 2)
     assert control.num_verified_tokens == sum(2 + 2 * depth for depth in depths if depth)
     assert control.num_verifications == 2 * sum(depth > 0 for depth in depths)
-    measured = control._meter.measure()
+    measured = control.meter.measure()
     assert measured.baseline_rounds + measured.speculative_rounds == 400
     assert 150 < measured.baseline_rounds < 250
 
