@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from safetensors import safe_open
 
 from speculator.errors import ConfigError, SlipstreamError
@@ -28,18 +29,32 @@ _READ = (
     *("added_tokens.json", "chat_template.*", "vocab.*", "merges.txt"),
 )
 """What loaders read beside the weights."""
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_SIZES_OR_NONE = ("num_key_value_heads", "head_dim", "sliding_window")
-_MEASURES_OR_NONE = ("rms_norm_eps", "rope_theta")
-_LARGEST_SIZE = 2**24
-"""Of layers, widths, vocabularies and windows; no model comes near it."""
+_Size = Annotated[int, Meta(ge=1, le=2**24)]
+"""Of layers, widths, vocabularies and windows; no model comes near the largest."""
+_Positive = Annotated[float, Meta(gt=0, le=1e300)]
+
+
+class _Rope(msgspec.Struct):
+    rope_theta: _Positive | None = None
+
+
+class _Sizes(msgspec.Struct, kw_only=True):
+    """What a draft takes from config.json."""
+
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
+    max_position_embeddings: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    sliding_window: _Size | None = None
+    rms_norm_eps: _Positive | None = None
+    rope_theta: _Positive | None = None
+    rope_parameters: _Rope | None = None
+
+
 _LONGEST_REASON = 300
 
 
@@ -102,46 +117,26 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         config = json.loads((model_dir / "config.json").read_bytes())
     if not isinstance(config, dict):
         raise ConfigError(f"{model_dir}: config.json is no object: check --model")
-    if fault := _fault(config):
-        raise ConfigError(f"{model_dir}: config.json {fault}: check --model")
-    return config
-
-
-def _fault(config: dict[str, Any]) -> str | None:
-    for name in _SIZES:
-        if name not in config:
-            nested = [key for key, value in config.items() if isinstance(value, dict) and name in value]
-            where = f", it is in {nested[0]}: models that read more than text have no draft" if nested else ""
-            return f"has no {name}{where}"
-    for name in (*_SIZES, *_SIZES_OR_NONE):
-        value = config.get(name)
-        if not (value is None and name in _SIZES_OR_NONE) and not _is_size(value):
-            return f"says {name} {_told(value)}, which is no size"
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        return f"says rope_parameters {_told(rope)}, which is no object"
-    measures = {name: config.get(name) for name in _MEASURES_OR_NONE} | {
-        "rope_parameters.rope_theta": rope.get("rope_theta")
-    }
-    for name, value in measures.items():
-        if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
-            return f"says {name} {_told(value)}, which is no number above 0"
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    if heads % (config.get("num_key_value_heads") or heads) or head_dim % 2 or not head_dim:
-        return (
-            f"says hidden_size {config['hidden_size']}, num_attention_heads {heads}, num_key_value_heads "
-            f"{config.get('num_key_value_heads')} and head_dim {config.get('head_dim')}, which do not fit"
+    for name in ("hidden_size", "vocab_size"):
+        nested = [key for key, value in config.items() if isinstance(value, dict) and name in value]
+        if name not in config and nested:
+            raise ConfigError(
+                f"{model_dir}: config.json has no {name}, it is in {nested[0]}: models that read more than text have "
+                "no draft: check --model"
+            )
+    try:
+        sizes = msgspec.convert(config, _Sizes)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{model_dir}: config.json is no target's ({error}): check --model") from None
+    heads = sizes.num_attention_heads
+    head_dim = sizes.head_dim or sizes.hidden_size // heads
+    if heads % (sizes.num_key_value_heads or heads) or head_dim % 2 or not head_dim:
+        raise ConfigError(
+            f"{model_dir}: config.json says hidden_size {sizes.hidden_size}, num_attention_heads {heads}, "
+            f"num_key_value_heads {sizes.num_key_value_heads} and head_dim {sizes.head_dim}, which do not fit: "
+            "check --model"
         )
-    return None
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 < value <= _LARGEST_SIZE
-
-
-def _told(value: object) -> str:
-    return json.dumps(value)[:50]
+    return config
 
 
 def weight_files(model_dir: Path) -> dict[str, Path]:

@@ -205,11 +205,10 @@ class Trainer:
                     step=self.learner.num_steps,
                 )
             )
-        self.source.mark_used([drawn.stored for drawn in draw.batch] + draw.passed_over)
+        self.source.mark_used(draw.batch + draw.passed_over)
         self._survey()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
-        proposal_weight = sum(drawn.proposal_weight for drawn in draw.batch) / max(len(draw.batch), 1)
-        self.metrics.proposal_weight.set(proposal_weight)
+        self.metrics.proposal_weight.set(draw.proposal_weight)
         self.metrics.observe_step(
             applied=report.applied,
             num_tokens=report.num_bases,
@@ -335,7 +334,7 @@ class Trainer:
             used_trace_ids=self.source.used_trace_ids,
             replay=self.replay.members,
             domains=intake.domains.known,
-            drift=intake.drift.states,
+            drift=intake.drift.series,
             curve=training.curve.points,
             tokens_since_news=training.tokens_since_news,
             num_repeated=intake.num_repeated,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -34,215 +35,164 @@ class TrainerMetrics:
         self.registry = registry
         self._domains_with_bytes: set[str] = set()
         self._num_evicted = 0
-        self._declare_arrivals(registry)
-        self._declare_learning(registry)
-        self._declare_replay(registry)
-        self._declare_drift(registry)
-        self._declare_throttle(registry)
-        self._declare_health(registry)
-        self._declare_gate(registry)
-        self._declare_review(registry)
-        self._declare_stream(registry)
-        self._declare_versions(registry)
-        self._begin_at_zero()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
 
-    def _declare_arrivals(self, registry: CollectorRegistry) -> None:
-        self.traces = Counter(
+        # Traces that arrive.
+        self.traces = counter(
             "slipstream_trainer_traces",
             "Traces that were read: admitted, duplicate, dead_lettered; not kept: erased with their tenant, expired",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self.forgotten = Counter(
+            ["outcome"],
+        )
+        self.forgotten = counter(
             "slipstream_trainer_forgotten_traces",
             "Traces removed from replay, held-out and golden set and disk: erased with their tenant, expired",
-            ["reason"], registry=registry,
-        )  # fmt: skip
-        self.other_target = Counter(
+            ["reason"],
+        )
+        self.other_target = counter(
             "slipstream_trainer_other_target_traces",
             "Traces of another target than this trainer's, all of them dead-lettered",
-            registry=registry,
         )
-        self.new_tokens = Counter(
-            "slipstream_trainer_new_tokens", "Completion tokens that arrived to learn from", registry=registry
+        self.new_tokens = counter("slipstream_trainer_new_tokens", "Completion tokens that arrived to learn from")
+        self.trace_age = histogram(
+            "slipstream_trainer_trace_age_seconds", "From a trace's birth to its arrival here", buckets=_AGE_BUCKETS_S
         )
-        self.trace_age = Histogram(
-            "slipstream_trainer_trace_age_seconds", "From a trace's birth to its arrival here",
-            registry=registry, buckets=_AGE_BUCKETS_S,
-        )  # fmt: skip
-        self.stream_errors = Counter(
-            "slipstream_trainer_stream_errors", "Redis calls that failed", ["operation"], registry=registry
-        )
-        self.rewards = Counter(
-            "slipstream_trainer_rewarded_samples", "Samples of rollouts whose rewards were read", registry=registry
-        )
+        self.stream_errors = counter("slipstream_trainer_stream_errors", "Redis calls that failed", ["operation"])
+        self.rewards = counter("slipstream_trainer_rewarded_samples", "Samples of rollouts whose rewards were read")
 
-    def _declare_learning(self, registry: CollectorRegistry) -> None:
-        self.steps = Counter(
-            "slipstream_trainer_steps", "Optimiser steps; skipped = not finite, or no label", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self.step_seconds = Histogram(
-            "slipstream_trainer_step_seconds", "Time of one step", registry=registry, buckets=_STEP_BUCKETS_S
+        # Learning.
+        self.steps = counter(
+            "slipstream_trainer_steps", "Optimiser steps; skipped = not finite, or no label", ["outcome"]
         )
-        self.learnt_tokens = Counter(
-            "slipstream_trainer_learnt_tokens",
-            "Completion tokens in all steps, repetitions included",
-            registry=registry,
+        self.step_seconds = histogram("slipstream_trainer_step_seconds", "Time of one step", buckets=_STEP_BUCKETS_S)
+        self.learnt_tokens = counter(
+            "slipstream_trainer_learnt_tokens", "Completion tokens in all steps, repetitions included"
         )
-        self.loss = Gauge("slipstream_trainer_loss_nats", "Loss of the last step", registry=registry)
-        self.accept_length = Gauge(
+        self.loss = gauge("slipstream_trainer_loss_nats", "Loss of the last step")
+        self.accept_length = gauge(
             "slipstream_trainer_accept_length",
             "Committed tokens a verification on the last step's traces, most of which were learnt from before",
-            registry=registry,
         )
 
-    def _declare_replay(self, registry: CollectorRegistry) -> None:
-        self.replay_bytes = Gauge("slipstream_trainer_replay_bytes", "Memory of the replay", registry=registry)
-        self.replay_traces = Gauge("slipstream_trainer_replay_traces", "Traces in the replay", registry=registry)
-        self.waiting_traces = Gauge(
-            "slipstream_trainer_waiting_traces", "Traces that were read and not yet learnt from", registry=registry
+        # The replay.
+        self.replay_bytes = gauge("slipstream_trainer_replay_bytes", "Memory of the replay")
+        self.replay_traces = gauge("slipstream_trainer_replay_traces", "Traces in the replay")
+        self.waiting_traces = gauge(
+            "slipstream_trainer_waiting_traces", "Traces that were read and not yet learnt from"
         )
-        self.known_traces = Gauge(
-            "slipstream_trainer_known_traces", "Trace ids that are remembered, to know one that comes again",
-            registry=registry,
-        )  # fmt: skip
-        self.admissions = Counter(
+        self.known_traces = gauge(
+            "slipstream_trainer_known_traces", "Trace ids that are remembered, to know one that comes again"
+        )
+        self.admissions = counter(
             "slipstream_trainer_replay_admissions",
             "Traces by what the replay did with them: new; held_out = counted again when they are released; golden; "
             "repeated = their text is here already; refused; no_room; passed_over = kept without a first step, their "
             "tenant had its share",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self.evictions = Counter(
-            "slipstream_trainer_replay_evictions", "Learnt traces that gave way to others", registry=registry
+            ["outcome"],
         )
-        self.domain_bytes = Gauge(
-            "slipstream_trainer_replay_domain_bytes", "Memory of the replay by domain", ["domain"], registry=registry
+        self.evictions = counter("slipstream_trainer_replay_evictions", "Learnt traces that gave way to others")
+        self.domain_bytes = gauge(
+            "slipstream_trainer_replay_domain_bytes", "Memory of the replay by domain", ["domain"]
         )
-        self.proposal_weight = Gauge(
+        self.proposal_weight = gauge(
             "slipstream_trainer_proposal_weight_ratio",
             "Mean share of the last batch's proposals that are fresh enough to count",
-            registry=registry,
         )
 
-    def _declare_drift(self, registry: CollectorRegistry) -> None:
-        self.acceptance = Gauge(
+        # Drift.
+        self.acceptance = gauge(
             "slipstream_trainer_acceptance_ratio",
             "Share of answer tokens that the draft proposed, as traces arrive: short average, and long average of the "
             "requests that have left it",
-            ["domain", "window"], registry=registry,
-        )  # fmt: skip
-        self.drift_margin = Gauge(
+            ["domain", "window"],
+        )
+        self.drift_margin = gauge(
             "slipstream_trainer_drift_margin_ratio",
             "Fall of the short average that is an alarm; 1, which no fall exceeds, until it is learnt",
-            ["domain"], registry=registry,
-        )  # fmt: skip
-        self.drift_alarm = Gauge(
-            "slipstream_trainer_drift_alarm", "1 while acceptance is below what it was", ["domain"], registry=registry
+            ["domain"],
         )
-        self.drift_alarms = Counter(
-            "slipstream_trainer_drift_alarms", "Drift alarms raised", ["domain"], registry=registry
+        self.drift_alarm = gauge(
+            "slipstream_trainer_drift_alarm", "1 while acceptance is below what it was", ["domain"]
         )
-        self.pressure = Gauge(
-            "slipstream_trainer_pressure_ratio",
-            "How much more training is worth its compute; 0 = idle",
-            registry=registry,
+        self.drift_alarms = counter("slipstream_trainer_drift_alarms", "Drift alarms raised", ["domain"])
+        self.pressure = gauge(
+            "slipstream_trainer_pressure_ratio", "How much more training is worth its compute; 0 = idle"
         )
 
-    def _declare_throttle(self, registry: CollectorRegistry) -> None:
-        self.time_share = Gauge(
+        # The share of time.
+        self.time_share = gauge(
             "slipstream_trainer_time_share_ratio",
             "Share of its time in which training computes, by how busy the engines of its machine are",
-            registry=registry,
         )
-        self.yielded = Counter(
-            "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine",
-            registry=registry,
-        )  # fmt: skip
-
-    def _declare_health(self, registry: CollectorRegistry) -> None:
-        self.healthy = Gauge(
-            "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published",
-            registry=registry,
-        )  # fmt: skip
-        self.restored = Counter(
-            "slipstream_trainer_restored", "Times the last good weights were taken back", registry=registry
+        self.yielded = counter(
+            "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine"
         )
 
-    def _declare_gate(self, registry: CollectorRegistry) -> None:
-        self.held_out_traces = Gauge(
-            "slipstream_trainer_held_out_traces", "Traces that judge candidates: held_out, golden", ["set"],
-            registry=registry,
-        )  # fmt: skip
-        self.gate_decisions = Counter(
-            "slipstream_trainer_gate_decisions", "Candidates by what the gate decided: promote, refuse, hold",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self.gate_seconds = Gauge(
-            "slipstream_trainer_gate_seconds", "Time of the last decision of the gate", registry=registry
+        # Fit to be published?
+        self.healthy = gauge(
+            "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published"
         )
-        self.gate_change = Gauge(
+        self.restored = counter("slipstream_trainer_restored", "Times the last good weights were taken back")
+
+        # The gate.
+        self.held_out_traces = gauge(
+            "slipstream_trainer_held_out_traces", "Traces that judge candidates: held_out, golden", ["set"]
+        )
+        self.gate_decisions = counter(
+            "slipstream_trainer_gate_decisions",
+            "Candidates by what the gate decided: promote, refuse, hold",
+            ["outcome"],
+        )
+        self.gate_seconds = gauge("slipstream_trainer_gate_seconds", "Time of the last decision of the gate")
+        self.gate_change = gauge(
             "slipstream_trainer_gate_change_ratio",
             "Relative change of acceptance length from incumbent to candidate at the last decision, and its bounds",
-            ["set", "bound"], registry=registry,
-        )  # fmt: skip
+            ["set", "bound"],
+        )
 
-    def _declare_review(self, registry: CollectorRegistry) -> None:
-        self.reviews = Counter(
+        # Versions in service.
+        self.reviews = counter(
             "slipstream_trainer_review_decisions",
             "Versions that came into service by what a second look on the same traces said: rolled_back, kept, "
             "undecided, withdrawn",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self.review_change = Gauge(
+            ["outcome"],
+        )
+        self.review_change = gauge(
             "slipstream_trainer_review_change_ratio",
             "Relative change of acceptance length from incumbent to version at the last second look, and its bounds",
-            ["bound"], registry=registry,
-        )  # fmt: skip
-        self.review_traces = Counter(
-            "slipstream_trainer_review_traces", "Traces that both versions decoded for it", registry=registry
+            ["bound"],
         )
-        self.review_seconds = Counter(
-            "slipstream_trainer_review_seconds", "Time that this took from training", registry=registry
-        )
-        self.publishing_paused = Gauge(
+        self.review_traces = counter("slipstream_trainer_review_traces", "Traces that both versions decoded for it")
+        self.review_seconds = counter("slipstream_trainer_review_seconds", "Time that this took from training")
+        self.publishing_paused = gauge(
             "slipstream_trainer_publishing_paused",
             "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since",
-            registry=registry,
         )
-        self.started_over = Counter(
-            "slipstream_trainer_started_over", "Times the weights in training were given up for the last good version",
-            registry=registry,
-        )  # fmt: skip
+        self.started_over = counter(
+            "slipstream_trainer_started_over", "Times the weights in training were given up for the last good version"
+        )
 
-    def _declare_stream(self, registry: CollectorRegistry) -> None:
-        self.stream_lag = Gauge(
+        # Stream and checkpoint.
+        self.stream_lag = gauge(
             "slipstream_trainer_stream_entries",
             "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost, "
             "dead_lettered, erased (before an ack) and expired (acked or lost) count since the stream began; done by "
             "other clients: skipped (unacked, not to be delivered), redelivered (acked again), foreign (theirs)",
-            ["state"], registry=registry,
-        )  # fmt: skip
-        self.stream_bytes = Gauge(
-            "slipstream_trainer_stream_bytes", "Payload in the stream at that time, history included",
-            registry=registry,
-        )  # fmt: skip
-        self.checkpoint_seconds = Gauge(
-            "slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint", registry=registry
+            ["state"],
         )
+        self.stream_bytes = gauge(
+            "slipstream_trainer_stream_bytes", "Payload in the stream at that time, history included"
+        )
+        self.checkpoint_seconds = gauge("slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint")
 
-    def _declare_versions(self, registry: CollectorRegistry) -> None:
-        self.target_version = Gauge(
-            "slipstream_trainer_target_version",
-            "Newest version of the target of which a trace has come",
-            registry=registry,
+        # Versions.
+        self.target_version = gauge(
+            "slipstream_trainer_target_version", "Newest version of the target of which a trace has come"
         )
-        self.published_version = Gauge(
-            "slipstream_trainer_published_version", "Draft version last published", registry=registry
-        )
-        self.publish_errors = Counter(
-            "slipstream_trainer_publish_errors", "Versions that could not be published", registry=registry
-        )
+        self.published_version = gauge("slipstream_trainer_published_version", "Draft version last published")
+        self.publish_errors = counter("slipstream_trainer_publish_errors", "Versions that could not be published")
+
+        self._begin_at_zero()
 
     def serve(self, host: str, port: int) -> None:
         """Expose the registry on an address of this machine, from a daemon thread."""

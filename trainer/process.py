@@ -24,10 +24,6 @@ log = structlog.get_logger()
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
-_CGROUPS = Path("/proc/self/cgroup")
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_AUTOGROUP = Path("/proc/self/autogroup")
-_AUTOGROUPS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 def run_trainer(config: TrainerConfig) -> None:
@@ -69,10 +65,8 @@ def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: thre
         port = config.metrics_port and config.metrics_port + local_rank()
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
-    if config.nice == LOWEST and ranks.size == 1:
-        # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
-        # Several ranks stay at their niceness: on a busy machine one would stand still, and the others give it up.
-        give_way_in_the_kernel()
+    # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
+    give_way_in_the_kernel(config.nice, ranks.size)
     train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
 
@@ -105,9 +99,13 @@ def _end_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def give_way_in_the_kernel() -> None:
-    """Let this thread, and those that it starts, run where no other wants the core; for good. Only Linux can."""
-    if not hasattr(os, "SCHED_IDLE"):
+def give_way_in_the_kernel(nice: int, num_ranks: int) -> None:
+    """Let this thread, and those that it starts, run where no other wants the core; for good. Only Linux can.
+
+    Only a single process at the lowest niceness does so: of several ranks one would stand still on a busy machine, and
+    the others would give it up.
+    """
+    if nice < LOWEST or num_ranks > 1 or not hasattr(os, "SCHED_IDLE"):
         return
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -115,51 +113,21 @@ def give_way_in_the_kernel() -> None:
         log.warning("this system refuses SCHED_IDLE: the trainer stays at its niceness", error=str(error))
 
 
-def give_way_as_a_session(nice: int) -> None:
-    """Tell the kernel, or whoever runs this process, that an engine's need of a core goes first.
+def give_way_as_a_session(nice: int, autogroup: Path = Path("/proc/self/autogroup")) -> None:
+    """Make the session that this process leads as nice as it is, `nice`.
 
-    Linux weighs a control group with a CPU weight of its own, a container's or a service's, as a whole: niceness counts
-    within it. Elsewhere, with `sched_autogroup_enabled`, it weighs sessions alike: a trainer at 19 takes half of the
-    core that an engine of another session wants. A session that this process leads is its own, and is made as nice as
-    it is, `nice`; another has more processes in it, and stays.
+    With `sched_autogroup_enabled` Linux shares a core by sessions first: a trainer at 19 takes half of the core that an
+    engine of another session wants. A session that another process leads has more processes in it, and stays.
     """
-    if nice <= 0 or not hasattr(os, "getsid"):
-        return
-    if _has_cpu_share():
-        log.info(
-            "niceness counts within this container or service alone: give it less of the CPU than the engine "
-            "(cpu_shares in compose, CPUWeight= in systemd, CPU requests in Kubernetes)"
-        )
-        return
-    if not _has_autogroups():
+    if nice <= 0 or not autogroup.exists():
         return
     if os.getsid(0) != os.getpid():
-        log.info("niceness counts within this session alone: start the trainer with setsid beside an engine elsewhere")
+        log.info(
+            "niceness may count within this session, container or service alone: beside an engine elsewhere start the "
+            "trainer with setsid, or give it less of the CPU (cpu_shares, CPUWeight=, CPU requests)"
+        )
         return
     try:
-        _AUTOGROUP.write_text(str(nice))
+        autogroup.write_text(str(nice))
     except OSError as error:
         log.warning("this session's share of a core stays as it is", error=str(error))
-
-
-def _has_cpu_share() -> bool:
-    """Whether this process is in a control group, of either version, for which the kernel shares the CPU by weights."""
-    try:
-        groups = [line.split(":", 2) for line in _CGROUPS.read_text().splitlines()]
-    except OSError:
-        return False
-    for _, controllers, group in groups:
-        if "cpu" in controllers.split(","):
-            return group != "/"
-        if not controllers:
-            # Only the root has no weight; a container may see its own group as the root's path.
-            folder = _CGROUP_ROOT / group.strip("/")
-            return any((each / "cpu.weight").exists() for each in (folder, *folder.parents))
-    return False
-
-
-def _has_autogroups() -> bool:
-    try:
-        return _AUTOGROUP.exists() and _AUTOGROUPS_ENABLED.read_text().strip() == "1"
-    except OSError:
-        return False

@@ -160,8 +160,8 @@ MIN_TOKENS = 16
 """Completion tokens that make one sample: shorter answers of a domain are taken together."""
 
 
-class SeriesState(msgspec.Struct, kw_only=True):
-    """One domain's acceptance, and what a restart needs of it."""
+class AcceptanceSeries(msgspec.Struct, kw_only=True):
+    """Short and long average of one domain, request by request; its fields are what a restart needs."""
 
     recent: list[float] = msgspec.field(default_factory=list)
     """The last SHORT requests, oldest first."""
@@ -180,112 +180,93 @@ class SeriesState(msgspec.Struct, kw_only=True):
     num_tokens: int = 0
     """Of answers that were too short to count alone."""
 
-
-class AcceptanceSeries:
-    """Short and long average of one domain, request by request."""
-
-    def __init__(self, state: SeriesState | None = None) -> None:
-        self.state = state or SeriesState()
-
     @property
     def alarm(self) -> bool:
-        return self.state.num_alarmed > 0
+        return self.num_alarmed > 0
 
     @property
     def short(self) -> float:
-        return sum(self.state.recent) / max(len(self.state.recent), 1)
-
-    @property
-    def long(self) -> float:
-        return self.state.long
+        return sum(self.recent) / max(len(self.recent), 1)
 
     @property
     def deviation(self) -> float:
         """Between requests; 0 while it is not known."""
-        return math.sqrt(self.state.variance) if self.state.num_long >= MIN_LONG else 0.0
+        return math.sqrt(self.variance) if self.num_long >= MIN_LONG else 0.0
 
     @property
     def margin(self) -> float:
         """Infinite until both averages rest on enough requests."""
-        state = self.state
-        if state.num_long < MIN_LONG or len(state.recent) < SHORT:
+        if self.num_long < MIN_LONG or len(self.recent) < SHORT:
             return math.inf
-        correlation = state.covariance / state.variance if state.variance > 0 else 0.0
+        correlation = self.covariance / self.variance if self.variance > 0 else 0.0
         correlation = min(max(correlation, 0.0), MAX_CORRELATION)
         inflation = (1 + correlation) / (1 - correlation)
-        return max(Z * math.sqrt(state.variance * inflation * (1 / SHORT + 1 / state.num_long)), MIN_MARGIN)
+        return max(Z * math.sqrt(self.variance * inflation * (1 / SHORT + 1 / self.num_long)), MIN_MARGIN)
 
     def observe(self, num_accepted: int, num_tokens: int) -> bool:
         """Take one answer; True when it raises an alarm."""
-        state = self.state
-        state.num_accepted += num_accepted
-        state.num_tokens += num_tokens
-        if state.num_tokens < MIN_TOKENS:
+        self.num_accepted += num_accepted
+        self.num_tokens += num_tokens
+        if self.num_tokens < MIN_TOKENS:
             return False
-        acceptance = min(state.num_accepted / state.num_tokens, 1.0)
-        state.num_accepted = state.num_tokens = 0
-        state.recent.append(acceptance)
-        if len(state.recent) > SHORT:
-            self._leave(state.recent.pop(0))
+        acceptance = min(self.num_accepted / self.num_tokens, 1.0)
+        self.num_accepted = self.num_tokens = 0
+        self.recent.append(acceptance)
+        if len(self.recent) > SHORT:
+            self._leave(self.recent.pop(0))
         return self._judge()
 
     def age(self) -> None:
         """One more answer of whatever domain: an alarm also ends when its domain's traffic has gone."""
         if self.alarm:
-            self.state.num_alarmed += 1
-            if self.state.num_alarmed > MAX_ALARM:
+            self.num_alarmed += 1
+            if self.num_alarmed > MAX_ALARM:
                 self._start_over()
 
     def _judge(self) -> bool:
-        state, fall, margin = self.state, self.long - self.short, self.margin
+        fall, margin = self.long - self.short, self.margin
         if self.alarm:
             if fall < margin / 2:
                 self._end_alarm()
         elif fall > margin:
-            state.num_alarmed = 1
+            self.num_alarmed = 1
             return True
         elif fall < -margin:
             self._start_over()
         return False
 
     def _leave(self, acceptance: float) -> None:
-        state = self.state
         if self.alarm:
             return
-        if state.num_passing:
-            state.num_passing -= 1
+        if self.num_passing:
+            self.num_passing -= 1
             return
-        state.num_long = min(state.num_long + 1, LONG)
-        share = 1 / state.num_long
-        distance = acceptance - state.long
-        state.long += share * distance
+        self.num_long = min(self.num_long + 1, LONG)
+        share = 1 / self.num_long
+        distance = acceptance - self.long
+        self.long += share * distance
         # Welford's update, with a memory of LONG requests.
-        state.variance += share * (distance * (acceptance - state.long) - state.variance)
-        if state.last is not None:
-            state.covariance += share * (distance * (state.last - state.long) - state.covariance)
-        state.last = acceptance
+        self.variance += share * (distance * (acceptance - self.long) - self.variance)
+        if self.last is not None:
+            self.covariance += share * (distance * (self.last - self.long) - self.covariance)
+        self.last = acceptance
 
     def _end_alarm(self) -> None:
-        self.state.num_alarmed = 0
+        self.num_alarmed = 0
         # The requests of the alarm are no example of the normal level.
-        self.state.num_passing = len(self.state.recent)
+        self.num_passing = len(self.recent)
 
     def _start_over(self) -> None:
         """The level of the short average is the normal one from now on."""
-        state = self.state
-        state.long, state.num_long, state.last = self.short, len(state.recent), None
+        self.long, self.num_long, self.last = self.short, len(self.recent), None
         self._end_alarm()
 
 
 class DriftMonitor:
     """One series for each domain name, which `DomainNames` bounds, and one for all traffic."""
 
-    def __init__(self, states: Mapping[str, SeriesState] | None = None) -> None:
-        self.series = {name: AcceptanceSeries(state) for name, state in (states or {}).items()}
-
-    @property
-    def states(self) -> dict[str, SeriesState]:
-        return {name: series.state for name, series in self.series.items()}
+    def __init__(self, series: Mapping[str, AcceptanceSeries] | None = None) -> None:
+        self.series = dict(series or {})
 
     @property
     def alarm(self) -> bool:

@@ -40,9 +40,9 @@ from trainer.learning.batch import cut, pack
 from trainer.learning.optimizer_step import Guard, Learner, StepReport
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.replay.buffer import Drawn, Replay
+from trainer.replay.buffer import Replay
 from trainer.replay.memory import Stored, without_stale
-from trainer.schedule import LearningCurve, SeriesState
+from trainer.schedule import AcceptanceSeries, LearningCurve
 
 log = structlog.get_logger()
 
@@ -122,7 +122,7 @@ class Training:
         self._suspects.clear()
         self._metrics.started_over.inc()
 
-    def step(self, batch: list[Drawn]) -> StepReport:
+    def step(self, batch: list[Stored]) -> StepReport:
         """One optimiser step on the batches of all ranks; any of them may be empty."""
         report = self._learn(batch)
         if not _harmless(report):
@@ -138,8 +138,8 @@ class Training:
         if self._ranks.any(not self.learner.is_finite):
             self._restore_weights()
 
-    def _learn(self, batch: list[Drawn]) -> StepReport:
-        max_lag, examples = self._config.max_draft_lag, [drawn.stored.example for drawn in batch]
+    def _learn(self, batch: list[Stored]) -> StepReport:
+        max_lag, examples = self._config.max_draft_lag, [stored.example for stored in batch]
         fresh = [without_stale(one, published=self.version, max_lag=max_lag, rng=self._rng) for one in examples]
         windows = [cut(example, max_bases=self._config.max_bases, rng=self._rng) for example in fresh]
         report = self.learner.step(pack(windows, max_context=self._config.max_context) if windows else None)
@@ -148,23 +148,23 @@ class Training:
             self.guard.observe(finite=report.applied)
         if report.applied:
             self.learnt_tokens += report.num_bases
-            for drawn, window in zip(batch, windows, strict=True):
-                self.tenants.add(drawn.stored.provenance.tenant, window.num_bases)
+            for stored, window in zip(batch, windows, strict=True):
+                self.tenants.add(stored.provenance.tenant, window.num_bases)
             self.curve.observe(report.accept_length, report.loss)
             self._discard(self._suspects)
         return report
 
-    def _find_culprits(self, batch: list[Drawn], report: StepReport) -> None:
+    def _find_culprits(self, batch: list[Stored], report: StepReport) -> None:
         """A batch was not finite: learn from its traces one by one. Kept, one bad trace would spoil every batch that it
         is drawn into; discarded without a look, it would take the good ones along. Ranks whose batch was fine stand by.
         """
         accused = batch if report.is_culprit else []
         tried = accused if len(accused) > 1 else []
-        culprits = [drawn.stored for drawn in accused if not tried]
+        culprits = [] if tried else list(accused)
         for turn in range(self._ranks.max(len(tried))):
             alone = tried[turn : turn + 1]
             if self._learn(alone).is_culprit:
-                culprits += [drawn.stored for drawn in alone]
+                culprits += alone
         if report.is_culprit:
             log.warning("step skipped, not finite", trace_ids=[stored.trace_id for stored in culprits])
         self._suspects += culprits
@@ -236,7 +236,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Traces in the replay's memory with their priorities; None: whatever the stream still holds."""
     domains: dict[str, str] | list[str] = {}
     """Of `DomainNames`; a list, without the tenants, in older checkpoints."""
-    drift: dict[str, SeriesState] = {}
+    drift: dict[str, AcceptanceSeries] = {}
     curve: list[tuple[float, ...]] = []
     """Of `LearningCurve`."""
     tokens_since_news: int = 0

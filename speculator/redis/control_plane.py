@@ -167,7 +167,7 @@ class DraftPointer:
 
     @redis_errors
     def announce_target(self, process: str, version: int) -> None:
-        """Tell an engine's process ("host:pid") that its target is of this version now; the next one starts anew."""
+        """Tell an engine's process ("host:pid") that its target is of this version now, until it restarts."""
         self._redis.set(self._keys.target_version(process), version, ex=ANNOUNCEMENT_TTL_S)
 
     @redis_errors

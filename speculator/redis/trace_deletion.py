@@ -146,7 +146,7 @@ class Remover:
 
     @redis_errors
     def compact(self) -> bool:
-        """Have Redis write its append-only file anew, and wait: what was removed is then off its disk, too.
+        """Have Redis rewrite its append-only file, and wait: what was removed is then off its disk, too.
 
         False where this user may not ask for it. Raises StreamError where it does not end. Without an append-only
         file there is nothing to do.
@@ -163,7 +163,7 @@ class Remover:
                 raise redis.exceptions.TimeoutError(f"the append-only file took more than {_COMPACT_TIMEOUT_S:.0f} s")
             time.sleep(0.02)
         if state["aof_last_bgrewrite_status"] != "ok":
-            raise redis.exceptions.ResponseError("the append-only file could not be written anew")
+            raise redis.exceptions.ResponseError("the append-only file could not be rewritten")
         return True
 
     def _persistence(self) -> dict[str, Any]:

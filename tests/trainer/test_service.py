@@ -143,7 +143,7 @@ def test_the_loop_learns_publishes_and_leaves_nothing_pending(
     pointer.pin(2)
     stop = threading.Event()
     thread = threading.Thread(target=train_until, args=(stop, trainer))
-    thread.start(decide=promote)
+    thread.start()
     send(stream, traces)
     store = DraftStore(tmp_path / "store")
     wait_until(lambda: (store.latest() or 0) >= 6)
@@ -184,7 +184,7 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     assert resumed.replay.num_bytes_by_domain() == first.replay.num_bytes_by_domain()
     assert set(resumed.replay.num_bytes_by_domain()) == {"a", "b"}
     assert resumed.intake.num_repeated == first.intake.num_repeated == 3
-    assert resumed.intake.drift.states == first.intake.drift.states
+    assert resumed.intake.drift.series == first.intake.drift.series
     assert not resumed.has_work, "it has learnt from them often enough"
     resumed.read(block_ms=0)
     assert resumed.intake.num_repeated == 4

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import redis
-import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -20,10 +20,9 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
 from tests.fixtures.waiting import wait_until
 from tests.trainer.examples import config_for
-from trainer import process
 from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
-from trainer.process import give_way_as_a_session, give_way_in_the_kernel
+from trainer.process import give_way_in_the_kernel
 from trainer.ranks import Ranks
 from trainer.schedule import LONGEST_REST_S, Throttle
 
@@ -160,18 +159,21 @@ def test_the_whole_loop_rests_while_an_engine_is_busy(
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="scheduling classes are Linux's")
-def test_who_gave_way_has_the_lowest_class() -> None:
+@pytest.mark.parametrize(("nice", "num_ranks", "is_idle"), [(19, 1, True), (5, 1, False), (19, 2, False)])
+def test_a_single_process_at_the_lowest_niceness_gets_the_lowest_class(
+    nice: int, num_ranks: int, is_idle: bool
+) -> None:
     found: list[int] = []
 
     def give_way() -> None:
-        give_way_in_the_kernel()
+        give_way_in_the_kernel(nice, num_ranks)
         found.append(os.sched_getscheduler(0))
 
     # A thread of its own, as it is for good.
     thread = threading.Thread(target=give_way)
     thread.start()
     thread.join()
-    assert found == [os.SCHED_IDLE]
+    assert (found == [os.SCHED_IDLE]) is is_idle
 
 
 def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,107 +182,27 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
     with capture_logs() as told:
-        give_way_in_the_kernel()
+        give_way_in_the_kernel(19, 1)
     assert [(line["log_level"], line["error"]) for line in told] == [("warning", "not here")]
 
 
-@pytest.fixture
-def autogroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of this process, on a system that has them."""
-    own, enabled = tmp_path / "autogroup", tmp_path / "enabled"
-    monkeypatch.setattr("trainer.process._CGROUPS", tmp_path / "none")
-    own.write_text("/autogroup-1 nice 0\n")
-    enabled.write_text("1\n")
-    monkeypatch.setattr("trainer.process._AUTOGROUP", own)
-    monkeypatch.setattr("trainer.process._AUTOGROUPS_ENABLED", enabled)
-    return own
-
-
-def test_a_session_of_its_own_is_made_as_nice(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
-    give_way_as_a_session(19)
-    assert autogroup.read_text() == "19"
-
-
-@pytest.mark.parametrize("nice", [0, -5])
-def test_who_is_not_nice_leaves_the_session(autogroup: Path, monkeypatch: pytest.MonkeyPatch, nice: int) -> None:
-    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
-    before = autogroup.read_text()
-    give_way_as_a_session(nice)
-    assert autogroup.read_text() == before
-
-
-def test_a_session_that_others_are_in_stays(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
-    before = autogroup.read_text()
-    with capture_logs() as told:
-        give_way_as_a_session(19)
-    assert autogroup.read_text() == before
-    assert len(told) == 1
-    assert "setsid" in told[0]["event"]
+GIVE_WAY = (
+    "import sys, pathlib, trainer.process as p; p.give_way_as_a_session(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+)
 
 
 @pytest.mark.parametrize(
-    ("groups", "weighed", "is_alone"),
-    [
-        ("0::/\n", ".", True),  # a container that sees its own group as the root
-        ("0::/system.slice/trainer.service\n", "system.slice/trainer.service", True),
-        ("0::/user.slice/user-1000.slice/session-2.scope\n", "user.slice", True),
-        ("4:cpu,cpuacct:/docker/0123\n3:memory:/docker/0123\n0::/\n", None, True),
-        ("0::/\n", None, False),
-        ("0::/user.slice/session-2.scope\n", None, False),
-        ("3:memory:/system.slice\n2:cpuacct:/a\n1:cpu:/\n0::/\n", None, False),
-    ],
+    ("leads", "nice", "said", "share"),
+    [(True, 19, "", "19"), (True, 0, "", "0"), (False, 19, "setsid", "0"), (True, 5, "stays as it is", None)],
 )
-def test_in_a_container_or_a_service_its_share_decides(
-    autogroup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, weighed: str | None, is_alone: bool
+def test_a_session_of_its_own_is_made_as_nice(
+    tmp_path: Path, leads: bool, nice: int, said: str, share: str | None
 ) -> None:
-    """`setsid` would change nothing there."""
-    (tmp_path / "cgroup").write_text(groups)
-    monkeypatch.setattr("trainer.process._CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr("trainer.process._CGROUP_ROOT", tmp_path / "cgroups")
-    if weighed is not None:
-        (tmp_path / "cgroups" / weighed).mkdir(parents=True)
-        (tmp_path / "cgroups" / weighed / "cpu.weight").write_text("100\n")
-    monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
-    with capture_logs() as told:
-        give_way_as_a_session(19)
-    assert len(told) == 1
-    assert ("setsid" in told[0]["event"]) is not is_alone
-    assert ("cpu_shares" in told[0]["event"]) is is_alone
-
-
-@pytest.mark.parametrize("enabled", ["0\n", None])
-def test_without_shares_of_sessions_nothing_is_done(
-    autogroup: Path, monkeypatch: pytest.MonkeyPatch, enabled: str | None
-) -> None:
-    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
-    file, before = autogroup.with_name("enabled"), autogroup.read_text()
-    file.unlink() if enabled is None else file.write_text(enabled)
-    with capture_logs() as told:
-        give_way_as_a_session(19)
-    assert (autogroup.read_text(), told) == (before, [])
-
-
-def test_a_share_that_the_system_keeps_is_told(autogroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
-    autogroup.unlink()
-    autogroup.mkdir()
-    with capture_logs() as told:
-        give_way_as_a_session(19)
-    assert [line["log_level"] for line in told] == ["warning"]
-
-
-@pytest.mark.parametrize(("num_ranks", "nice", "num_calls"), [(1, 19, 1), (1, 5, 0), (2, 19, 0)])
-def test_one_process_takes_the_lowest_class_where_it_is_to_give_way(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, nice: int, num_calls: int
-) -> None:
-    """Of several one might not get on for minutes under SCHED_IDLE, and the others would give it up."""
-    called: list[bool] = []
-    trainer = SimpleNamespace(metrics=TrainerMetrics(CollectorRegistry()), learner=SimpleNamespace(num_steps=0))
-    monkeypatch.setattr(process, "Trainer", lambda *_, **__: trainer)
-    monkeypatch.setattr(process, "train_until", lambda *_: None)
-    monkeypatch.setattr(process, "give_way_in_the_kernel", lambda: called.append(True))
-    config = config_for(model_dir, tmp_path, nice=nice)
-    process._train(config, Ranks(0, num_ranks), torch.device("cpu"), threading.Event())
-    assert len(called) == num_calls
+    """No share: it cannot be written."""
+    autogroup = tmp_path / "autogroup"
+    autogroup.write_text("0") if share else autogroup.mkdir()
+    command = [sys.executable, "-c", GIVE_WAY, str(nice), str(autogroup)]
+    done = subprocess.run(command, start_new_session=leads, capture_output=True, text=True, check=True)
+    assert said in done.stdout
+    assert bool(said) == bool(done.stdout)
+    assert not share or autogroup.read_text() == share

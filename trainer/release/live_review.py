@@ -66,35 +66,6 @@ class Newcomer(NamedTuple):
     """Of the transition with which it came: a version that was barred and released comes anew."""
 
 
-class Newcomers:
-    """For one thread. A version is named until `settle` is told of it, it is barred, or a newer one comes."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self._settled: int | None = None
-        """The sequence up to which nothing is left to do."""
-        self._current: Newcomer | None = None
-
-    def look(self) -> Newcomer | None:
-        """Raises StoreError."""
-        histories = self._lifecycle.histories()
-        came = {version: _came(history) for version, history in histories.items() if history[-1].state in _IN_SERVICE}
-        if self._settled is None:
-            # Versions that were promoted before this process began are as good as they ever will be.
-            promoted = (came[one] for one in came if histories[one][-1].state is State.PROMOTED)
-            self._settled = max(promoted, default=0)
-        version = max(came, key=came.__getitem__, default=None)
-        if version is None or came[version] <= self._settled:
-            self._current = None
-        elif self._current is None or self._current.sequence != came[version] or _is_gone(histories, self._current):
-            incumbent = self._lifecycle.last_good(other_than=version)
-            self._current = Newcomer(version, incumbent, came[version]) if incumbent is not None else None
-        return self._current
-
-    def settle(self, newcomer: Newcomer) -> None:
-        self._settled, self._current = newcomer.sequence, None
-
-
 def _is_gone(histories: Mapping[int, Sequence[Transition]], current: Newcomer) -> bool:
     """Nobody goes back to its incumbent: it was barred, or removed."""
     history = histories.get(current.incumbent)
@@ -155,9 +126,10 @@ class Review:
     ) -> None:
         self._lifecycle, self._pointer, self._config, self._score = lifecycle, pointer, config, score
         self._metrics, self._ranks, self._load_draft, self._clock = metrics, ranks, load_draft, clock
-        self._newcomers = Newcomers(lifecycle)
         self._newcomer = self._word = _NOBODY
         """Who is reviewed, and who is to be from the next turn on: rank 0's word."""
+        self._settled: int | None = None
+        """The transition up to which every version that came into service was reviewed, by its sequence."""
         self._looked_s = float("-inf")
         self._drafts: tuple[Eagle3Draft, Eagle3Draft] | None = None
         """The newcomer and its incumbent, once there is a trace to decode."""
@@ -230,7 +202,7 @@ class Review:
             self._carry_out()
             return
         try:
-            newcomer = self._newcomers.look() or _NOBODY
+            newcomer = self._find_newcomer()
         except StoreError as error:
             log.warning("the states of the drafts cannot be read", error=str(error))
             return
@@ -240,6 +212,22 @@ class Review:
         else:
             # The same version with another incumbent, for the one before was barred, begins anew.
             self._word = newcomer
+
+    def _find_newcomer(self) -> Newcomer:
+        """The version that came into service last, until its review ends. Raises StoreError."""
+        histories = self._lifecycle.histories()
+        came = {version: _came(history) for version, history in histories.items() if history[-1].state in _IN_SERVICE}
+        if self._settled is None:
+            # Versions that were promoted before this process began are as good as they ever will be.
+            promoted = (came[one] for one in came if histories[one][-1].state is State.PROMOTED)
+            self._settled = max(promoted, default=0)
+        version = max(came, key=came.__getitem__, default=None)
+        if version is None or came[version] <= self._settled:
+            return _NOBODY
+        if self._word.sequence == came[version] and not _is_gone(histories, self._word):
+            return self._word
+        incumbent = self._lifecycle.last_good(other_than=version)
+        return _NOBODY if incumbent is None else Newcomer(version, incumbent, came[version])
 
     def _begin(self, newcomer: Newcomer) -> None:
         self._newcomer, self._drafts, self._seconds, self._is_gone = newcomer, None, 0.0, False
@@ -309,7 +297,7 @@ class Review:
     def _end(self, outcome: ReviewOutcome, found: Comparison) -> None:
         fields = {"version": self._newcomer.version, "outcome": outcome.value, **self._numbers(found)}
         self._lifecycle.events.append("review", actor=ACTOR, **fields)
-        self._newcomers.settle(self._newcomer)
+        self._settled = self._newcomer.sequence
         self._metrics.reviews.labels(outcome.value).inc()
         log.info("review ended", **fields)
         self._verdict, self._word = None, _NOBODY

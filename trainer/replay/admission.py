@@ -238,7 +238,7 @@ class Intake:
             log.warning("acceptance fell", domain=name, short=series.short, long=series.long, margin=series.margin)
         for name in (domain, ALL):
             series = self.drift.series[name]
-            long = series.long if series.state.num_long else None
+            long = series.long if series.num_long else None
             self._metrics.observe_drift(name, short=series.short, long=long, margin=series.margin, alarm=series.alarm)
 
     def _restore(self, stored: Stored) -> None:

@@ -20,6 +20,7 @@ solves says nothing. A trace whose group has no rewards, or only equal ones, wei
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import statistics
 import time
@@ -44,7 +45,6 @@ from trainer.replay.memory import (
     sampling_key,
     version_weight,
 )
-from trainer.replay.trace_source import RETRY_S
 
 # Texts that were discarded and would spoil a batch again; the oldest are forgotten.
 _MAX_REFUSED = 1000
@@ -68,20 +68,16 @@ class Admission(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """`proposal_weight` in [0, 1]: how far its proposals still count in the off-policy terms
-    (trainer/replay/memory.py)."""
-
-    stored: Stored
-    proposal_weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One batch, and the new traces that were kept without a first step: their tenant had its share already."""
+    """One batch, and the new traces that were kept without a first step: their tenant had its share already.
 
-    batch: list[Drawn]
+    `proposal_weight` in [0, 1]: how far the batch's proposals still count in the off-policy terms, on average
+    (trainer/replay/memory.py).
+    """
+
+    batch: list[Stored]
     passed_over: list[Stored]
+    proposal_weight: float
 
 
 class Replay:
@@ -213,9 +209,13 @@ class Replay:
                 chosen.append(slot)
         for slot in chosen:
             self._mix.add(slot.tenant, slot.num_tokens)
-        batch = [Drawn(stored=slot.stored, proposal_weight=self._proposal_weight(slot, published)) for slot in chosen]
+        batch = [slot.stored for slot in chosen]
         self._make_room()
-        return Draw(batch=batch, passed_over=passed_over)
+        weights = [
+            proposal_weight(one.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag)
+            for one in batch
+        ]
+        return Draw(batch=batch, passed_over=passed_over, proposal_weight=sum(weights) / max(len(weights), 1))
 
     def discard(self, stored: Iterable[Stored]) -> None:
         """Forget drawn traces that cannot be learnt from, and refuse their texts from now on."""
@@ -254,7 +254,7 @@ class Replay:
         """Newer proposals on a text that is here; it stays whose it was, so that nobody can take another's place."""
         is_older = stored.provenance.target_version < slot.stored.provenance.target_version
         if slot.learnt and stored.num_bytes <= slot.num_bytes and not is_older:
-            self._memory.renew(slot, stored)
+            slot.stored = stored
 
     def _make_room(self) -> None:
         given_up = self._memory.make_room(self._waiting_bytes)
@@ -295,11 +295,6 @@ class Replay:
     def _freshness(self, provenance: Provenance) -> float:
         return version_weight(self._target_version - provenance.target_version, max_lag=self._max_target_lag)
 
-    def _proposal_weight(self, slot: Slot, published: int) -> float:
-        return proposal_weight(
-            slot.stored.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag
-        )
-
 
 def _num_tokens(slots: list[Slot]) -> int:
     return sum(slot.num_tokens for slot in slots)
@@ -307,6 +302,7 @@ def _num_tokens(slots: list[Slot]) -> int:
 
 log = structlog.get_logger()
 _LOOK_EVERY_S = 1.0
+_RETRY_S = 2.0
 _CHUNK = 100
 
 
@@ -323,20 +319,27 @@ def reward_weights(rewards: Mapping[int, float], *, bound: float) -> dict[int, f
 class RewardWeights:
     """Reads the rewards as they come; the groups rewarded longest ago are forgotten. Owned by the training loop."""
 
-    def __init__(self, stream: RewardStream, *, bound: float, metrics: TrainerMetrics) -> None:
-        """With a `bound` of 1 rewards have no effect, and nothing is read."""
-        self._stream, self._bound, self._metrics = stream, bound, metrics
+    def __init__(
+        self,
+        stream: RewardStream,
+        *,
+        bound: float,
+        metrics: TrainerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """With a `bound` of 1 rewards have no effect, and nothing is read. `clock` gives seconds."""
+        self._stream, self._bound, self._metrics, self._clock = stream, bound, metrics, clock
         self._last_id = START
-        self._next_look_s = 0.0
+        self._next_look_s = -math.inf
         # By tenant and group, the newest last.
         self._rewards: OrderedDict[tuple[str, str], dict[int, float]] = OrderedDict()
         self._weights: dict[tuple[str, str], dict[int, float]] = {}
 
     def look(self) -> None:
         """Take what came since, now and then. Redis being away is no error here."""
-        if self._bound == 1 or time.monotonic() < self._next_look_s:
+        if self._bound == 1 or self._clock() < self._next_look_s:
             return
-        self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+        self._next_look_s = self._clock() + _LOOK_EVERY_S
         try:
             while True:
                 groups, last_id = self._stream.read(self._last_id, _CHUNK)
@@ -347,8 +350,8 @@ class RewardWeights:
                 self._last_id = last_id
         except StreamError as error:
             self._metrics.stream_errors.labels("rewards").inc()
-            self._next_look_s = time.monotonic() + RETRY_S
-            log.warning("rewards not read", error=str(error), retry_s=RETRY_S)
+            self._next_look_s = self._clock() + _RETRY_S
+            log.warning("rewards not read", error=str(error), retry_s=_RETRY_S)
 
     def weight(self, provenance: Provenance) -> float:
         """How much more often than others the trace is drawn."""

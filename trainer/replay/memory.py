@@ -27,13 +27,12 @@ its own: it is drawn less often, by the same weight, and forgotten where that is
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,39 +157,6 @@ def sampling_key(text_hash: bytes, seed: int) -> float:
     return int.from_bytes(digest) / 2.0**56
 
 
-class Reservoir:
-    """One domain's sample, apart by tenant so that a tenant above its share gives way first."""
-
-    def __init__(self) -> None:
-        self._by_tenant: dict[str, list[Slot]] = {}  # by key, ascending
-
-    def __iter__(self) -> Iterator[Slot]:
-        for slots in self._by_tenant.values():
-            yield from slots
-
-    def add(self, slot: Slot) -> None:
-        bisect.insort(self._by_tenant.setdefault(slot.tenant, []), slot, key=_key)
-
-    def remove(self, slot: Slot) -> None:
-        """Raises ValueError where it is not here."""
-        slots = self._by_tenant.get(slot.tenant, [])
-        slots.remove(slot)
-        if not slots:
-            del self._by_tenant[slot.tenant]
-
-    def num_bytes(self, tenants: Collection[str]) -> int:
-        return sum(slot.num_bytes for tenant in tenants for slot in self._by_tenant.get(tenant, []))
-
-    def last(self, tenants: Collection[str]) -> Slot | None:
-        """The trace to give up next among those of `tenants`: the one with the largest key."""
-        last = [slots[-1] for tenant in tenants if (slots := self._by_tenant.get(tenant))]
-        return max(last, key=_key, default=None)
-
-
-def _key(slot: Slot) -> float:
-    return slot.key
-
-
 class Memory:
     """Learnt traces by age, domain and tenant; iteration starts with the reservoirs and ends with the newest trace."""
 
@@ -199,67 +165,58 @@ class Memory:
         self._max_recent_bytes = recent_share * max_bytes
         self._max_tenant_bytes = max_tenant_share * max_bytes
         self._recent: deque[Slot] = deque()
-        self._recent_bytes = 0
-        self._reservoirs: dict[str, Reservoir] = {}
-        self.num_bytes_by_tenant: Counter[str] = Counter()
+        self._reservoirs: list[Slot] = []
 
     def __iter__(self) -> Iterator[Slot]:
-        for reservoir in self._reservoirs.values():
-            yield from reservoir
+        yield from self._reservoirs
         yield from self._recent
 
     @property
     def num_bytes(self) -> int:
-        return self.num_bytes_by_tenant.total()
+        return _num_bytes(self)
 
     def keep(self, slot: Slot) -> None:
         """Take a trace as the newest; call `make_room` afterwards."""
         slot.learnt = True
         self._recent.append(slot)
-        self._recent_bytes += slot.num_bytes
-        self.num_bytes_by_tenant[slot.tenant] += slot.num_bytes
-
-    def renew(self, slot: Slot, stored: Stored) -> None:
-        """Replace what a place holds by another trace of the same text, which takes no more room."""
-        difference = stored.num_bytes - slot.num_bytes
-        assert difference <= 0
-        self.num_bytes_by_tenant[slot.tenant] += difference
-        if slot in self._recent:
-            self._recent_bytes += difference
-        slot.stored = stored
 
     def remove(self, slot: Slot) -> None:
-        if slot in self._recent:
-            self._recent.remove(slot)
-            self._recent_bytes -= slot.num_bytes
-        else:
-            self._reservoirs[slot.domain].remove(slot)
-        self.num_bytes_by_tenant[slot.tenant] -= slot.num_bytes
-        if not self.num_bytes_by_tenant[slot.tenant]:
-            del self.num_bytes_by_tenant[slot.tenant]
+        """Raises ValueError where it is not here."""
+        (self._recent if slot in self._recent else self._reservoirs).remove(slot)
 
     def make_room(self, waiting_bytes: int) -> list[Slot]:
         """Give up what does not fit beside the waiting traces; returns it."""
-        while self._recent_bytes > self._max_recent_bytes:
-            slot = self._recent.popleft()
-            self._recent_bytes -= slot.num_bytes
-            self._reservoirs.setdefault(slot.domain, Reservoir()).add(slot)
+        while _num_bytes(self._recent) > self._max_recent_bytes:
+            self._reservoirs.append(self._recent.popleft())
         given_up = []
-        while self.num_bytes_by_tenant and self.num_bytes + waiting_bytes > self._max_bytes:
-            given_up.append(self._last())
-            self.remove(given_up[-1])
+        excess = self.num_bytes + waiting_bytes - self._max_bytes
+        while excess > 0 and (slot := self._next()) is not None:
+            self.remove(slot)
+            given_up.append(slot)
+            excess -= slot.num_bytes
         return given_up
 
-    def _last(self) -> Slot:
-        """The trace to give up next."""
-        tenants = list(self.num_bytes_by_tenant)
-        if len(tenants) > 1:
-            above = [name for name in tenants if self.num_bytes_by_tenant[name] > self._max_tenant_bytes]
-            tenants = above or tenants
-        largest = max(self._reservoirs.values(), key=lambda one: one.num_bytes(tenants), default=None)
-        if largest is not None and (slot := largest.last(tenants)) is not None:
-            return slot
-        return next(slot for slot in self._recent if slot.tenant in tenants)
+    def _next(self) -> Slot | None:
+        """The trace to give up next; None where there is none."""
+        tenants = _bytes_by(self, lambda slot: slot.tenant)
+        above = {name for name, size in tenants.items() if len(tenants) > 1 and size > self._max_tenant_bytes}
+        sampled = [slot for slot in self._reservoirs if not above or slot.tenant in above]
+        if not sampled:
+            return next((slot for slot in self._recent if not above or slot.tenant in above), None)
+        domains = _bytes_by(sampled, lambda slot: slot.domain)
+        largest = max(domains, key=domains.__getitem__)
+        return max((slot for slot in sampled if slot.domain == largest), key=lambda slot: slot.key)
+
+
+def _num_bytes(slots: Iterable[Slot]) -> int:
+    return sum(slot.num_bytes for slot in slots)
+
+
+def _bytes_by(slots: Iterable[Slot], name_of: Callable[[Slot], str]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for slot in slots:
+        sizes[name_of(slot)] += slot.num_bytes
+    return sizes
 
 
 MAX_REPEAT = 16.0

@@ -66,6 +66,7 @@ class TraceSource:
         max_known: int = 20_000,
         reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
         has_refused: bool = False,
+        retry_s: float = RETRY_S,
     ) -> None:
         """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
         arrives goes on the `shelf`, whose owner takes it off again. A trace with a `reason_to_forget` is settled
@@ -77,7 +78,7 @@ class TraceSource:
         self._fingerprint = target_fingerprint
         self._shelf = shelf
         self._metrics = metrics
-        self._max_known, self._reason_to_forget = max_known, reason_to_forget
+        self._max_known, self._reason_to_forget, self._retry_s = max_known, reason_to_forget, retry_s
         self.has_refused = has_refused
         """Traces came of a tenant that is to be forgotten: they are in the stream still. Old ones go by themselves."""
         # Insertion order is age. Trace ids that were used, or are in hand to be.
@@ -256,8 +257,8 @@ class TraceSource:
 
     def _report(self, operation: str, error: StreamError) -> None:
         self._metrics.stream_errors.labels(operation).inc()
-        self._retry_at_s = time.monotonic() + RETRY_S
-        log.warning("stream unavailable", operation=operation, error=str(error), retry_s=RETRY_S)
+        self._retry_at_s = time.monotonic() + self._retry_s
+        log.warning("stream unavailable", operation=operation, error=str(error), retry_s=self._retry_s)
 
 
 _SUFFIX = ".trace"
@@ -273,8 +274,9 @@ def shelf_folder(state_dir: Path) -> Path:
 class Shelf:
     """Several processes may share the folder; each removes only what it put there or took over."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, sync: Callable[[Path], None] = sync) -> None:
+        """`sync` makes a file or a folder survive a power cut."""
+        self._folder, self._sync = folder, sync
         self._own: dict[str, None] = {}
         self._unsynced: set[str] = set()
 
@@ -301,9 +303,9 @@ class Shelf:
             for trace_id in new:
                 # `slipstream tenants erase` may have removed it meanwhile.
                 with contextlib.suppress(FileNotFoundError):
-                    sync(self._path(trace_id))
+                    self._sync(self._path(trace_id))
             if new:
-                sync(self._folder)
+                self._sync(self._folder)
         except OSError as error:
             log.warning("traces may not survive a power cut", folder=str(self._folder), error=str(error))
             return

@@ -350,13 +350,15 @@ def test_a_newer_version_takes_its_place_with_evidence_of_its_own(scene: Scene) 
     assert {version for version, _ in scene.decoded[-10:]} == {3, 2}
 
 
-def test_a_version_whose_incumbent_is_barred_is_compared_with_the_one_before(scene: Scene) -> None:
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_version_whose_incumbent_is_barred_is_compared_with_the_one_before(scene: Scene, removed: bool) -> None:
     scene.come(2, State.LIVE, State.PROMOTED, change=0.1)
     scene.start()
     scene.come(3, change=-0.3)
     scene.turn()
     scene.serve(4)
     scene.states.bar(2, actor="operator:ann", reason="")
+    assert not removed or scene.states.forget(2)
     scene.turn()
     assert scene.outcomes == []
     scene.serve()

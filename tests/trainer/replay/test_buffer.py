@@ -36,7 +36,7 @@ def draw(replay: Replay, num_traces: int) -> Draw:
 
 
 def ids(drawn: Draw) -> list[str]:
-    return [one.stored.trace_id for one in drawn.batch]
+    return [one.trace_id for one in drawn.batch]
 
 
 def fill(replay: Replay, traces: Iterable[Stored], domain: str = "default") -> None:
@@ -145,7 +145,7 @@ def test_a_tenant_gives_way_only_where_another_needs_the_room() -> None:
 
 
 def by_tenant(replay: Replay) -> Counter[str]:
-    return Counter(one.stored.provenance.tenant for one in draw(replay, 10**6).batch)
+    return Counter(one.provenance.tenant for one in draw(replay, 10**6).batch)
 
 
 @pytest.mark.parametrize(("num_others", "at_most"), [(40, 0.65), (20, 0.65), (4, 0.75)])
@@ -163,7 +163,7 @@ def test_a_flood_of_different_texts_gets_its_share_of_the_mix_and_no_more(num_ot
             drawn = draw(replay, 3)
             num_passed_over += len(drawn.passed_over)
             if number > 500:
-                mix.update(one.stored.provenance.tenant for one in drawn.batch)
+                mix.update(one.provenance.tenant for one in drawn.batch)
     assert mix["flood"] / mix.total() < at_most
     assert num_passed_over > 0
     assert replay.room > 0
@@ -173,7 +173,7 @@ def test_a_single_trace_of_another_is_not_learnt_by_heart() -> None:
     replay = replay_of()
     fill(replay, (stored_of(f"{i}", tenant="large") for i in range(999)))
     fill(replay, [stored_of("only", tenant="small")])
-    drawn = Counter(one.stored.provenance.tenant for _ in range(1000) for one in draw(replay, 1).batch)
+    drawn = Counter(one.provenance.tenant for _ in range(1000) for one in draw(replay, 1).batch)
     assert drawn["small"] / 1000 == pytest.approx(16 / 1000, abs=0.012)
 
 
@@ -187,7 +187,7 @@ def test_discarded_texts_are_never_drawn_again() -> None:
     replay = replay_of()
     for name in "012":
         replay.add(stored_of(name), domain="default")
-    drawn = [one.stored for one in draw(replay, 1).batch]
+    drawn = draw(replay, 1).batch
     replay.discard(drawn)
     replay.discard(drawn)
     assert len(replay) == 2
@@ -199,7 +199,7 @@ def test_discarded_texts_are_never_drawn_again() -> None:
 def test_proposals_age_by_the_published_version() -> None:
     replay = replay_of(max_draft_lag=2)
     fill(replay, [stored_of("0", num_proposed_by_version=((5, 10), (6, 10)))])
-    weights = [replay.draw(1, published=version).batch[0].proposal_weight for version in (4, 7, 8, 9, 10, 11)]
+    weights = [replay.draw(1, published=version).proposal_weight for version in (4, 7, 8, 9, 10, 11)]
     assert weights == [1.0, 1.0, 0.75, 0.25, 0.0, 0.0]
 
 
@@ -242,18 +242,12 @@ def test_bounds_hold_whatever_comes(
         elif what == "restore":
             replay.restore(stored, domain=domain)
         else:
-            batch = [one.stored for one in draw(replay, 2).batch]
+            batch = draw(replay, 2).batch
             if what == "discard":
                 replay.discard(batch)
         everything = replay.draw(0, published=1)
         assert everything.batch == []
-        kept = [*replay._by_text.values()]
-        assert replay.num_bytes == sum(slot.num_bytes for slot in kept) <= room * SIZE
-        assert replay.num_tokens == sum(slot.num_tokens for slot in kept)
-        assert len({slot.stored.provenance.text_hash for slot in kept}) == len(kept) == len(replay)
-        assert {id(slot) for slot in kept} == {id(slot) for slot in [*replay._memory, *replay._waiting]}
-        learnt = Counter[str]()
-        for slot in replay._memory:
-            learnt[slot.tenant] += slot.num_bytes
-        assert replay._memory.num_bytes_by_tenant == learnt
+        kept = [*replay.members, *replay.waiting_trace_ids]
+        assert len(set(kept)) == len(kept) == len(replay)
+        assert replay.num_bytes == sum(replay.num_bytes_by_domain().values()) <= room * SIZE
         assert replay.num_waiting <= 4

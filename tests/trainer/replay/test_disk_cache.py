@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-import pytest
-
+from speculator.files import sync
 from trainer.replay.trace_source import Shelf
 
 
@@ -46,10 +45,9 @@ def test_a_start_sweeps_what_no_checkpoint_lists(tmp_path: Path) -> None:
     assert shelf.take_over("b") == b""
 
 
-def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("trainer.replay.trace_source.sync", synced.append)
-    shelf = Shelf(tmp_path)
+    shelf = Shelf(tmp_path, synced.append)
     for trace_id in "abc":
         shelf.put(trace_id, b"")
     shelf.sync(["a", "b", "unknown"])
@@ -61,33 +59,37 @@ def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path, monkeypatch: pyt
     assert len(synced) == 5, "what was removed needs nothing"
 
 
-def test_a_disk_that_refuses_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+def test_a_disk_that_refuses_is_no_failure(tmp_path: Path) -> None:
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def refuse_once(_: Path) -> None:
+        if failures:
+            raise failures.pop()
 
     (tmp_path / "file").write_bytes(b"")
     shelf = Shelf(tmp_path / "file")
     shelf.put("a", b"payload")
     assert shelf.take_over("a") is None
-    other = Shelf(tmp_path / "replay")
+    other = Shelf(tmp_path / "replay", refuse_once)
     other.put("a", b"payload")
-    monkeypatch.setattr("trainer.replay.trace_source.sync", refuse)
     other.sync(["a"])
-    monkeypatch.undo()
     other.sync(["a"])
     assert other.take_over("a") == b"payload"
 
 
-def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelf = Shelf(tmp_path)
+def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(tmp_path: Path) -> None:
+    synced: list[Path] = []
+
+    def counted(path: Path) -> None:
+        sync(path)
+        synced.append(path)
+
+    shelf = Shelf(tmp_path, counted)
     for trace_id in "abc":
         shelf.put(trace_id, trace_id.encode())
     next(path for path in tmp_path.iterdir() if path.read_bytes() == b"b").unlink()
     shelf.sync("abc")
-    synced: list[Path] = []
-    monkeypatch.setattr("trainer.replay.trace_source.sync", synced.append)
+    synced.clear()
     shelf.put("d", b"d")
     shelf.remove("d")
     shelf.sync("abcd")

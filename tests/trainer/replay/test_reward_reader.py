@@ -9,9 +9,8 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from speculator.redis import trace_stream as wire
 from speculator.redis.client import RedisKeys
-from speculator.redis.trace_stream import GroupRewards, RewardStream
+from speculator.redis.trace_stream import MAX_GROUPS, GroupRewards, RewardStream
 from tests.trainer.stored import stored_of
 from trainer.metrics import TrainerMetrics
 from trainer.replay.buffer import Replay, RewardWeights, reward_weights
@@ -22,8 +21,15 @@ def stream(redis_client: redis.Redis) -> RewardStream:
     return RewardStream(redis_client, "toy")
 
 
-def reader(stream: RewardStream, bound: float = 2.0) -> RewardWeights:
-    return RewardWeights(stream, bound=bound, metrics=TrainerMetrics(CollectorRegistry()))
+class Reader(RewardWeights):
+    """With a clock of its own."""
+
+    def __init__(self, stream: RewardStream, bound: float = 2.0) -> None:
+        self.now_s, self.registry = 0.0, CollectorRegistry()
+        super().__init__(stream, bound=bound, metrics=TrainerMetrics(self.registry), clock=lambda: self.now_s)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"slipstream_trainer_{name}", labels)
 
 
 def group(group_id: str, *rewards: float, tenant: str = "t") -> GroupRewards:
@@ -44,7 +50,7 @@ def test_weights_compare_samples_with_their_siblings() -> None:
 
 
 def test_rewards_are_read_once_and_later_ones_take_the_place_of_earlier_ones(stream: RewardStream) -> None:
-    weights = reader(stream)
+    weights = Reader(stream)
     stream.append([group("k/a", 1, 0), group("k/b", 0, 0)])
     weights.look()
     assert [weight(weights, f"k/a/{number}") for number in (0, 1, 2)] == [2.0, 0.5, 1.0]
@@ -52,10 +58,10 @@ def test_rewards_are_read_once_and_later_ones_take_the_place_of_earlier_ones(str
     assert weight(weights, "k/a/0", tenant="other") == 1.0, "nobody rewards another's traces"
     assert [weight(weights, name) for name in ("k/a", "k/a/", "k/a/x", "k/a/²", "")] == [1.0] * 5
     stream.append([GroupRewards(tenant="t", group_id="k/a", rewards={1: 2.0})])
-    weights._next_look_s = 0.0
+    weights.now_s += 10
     weights.look()
     assert [weight(weights, f"k/a/{number}") for number in (0, 1)] == [0.5, 2.0]
-    assert weights._metrics.rewards._value.get() == 5, "each of them once"
+    assert weights.metric("rewarded_samples_total") == 5, "each of them once"
 
 
 def test_who_starts_again_reads_what_is_kept_and_passes_over_what_is_no_reward(
@@ -66,30 +72,26 @@ def test_who_starts_again_reads_what_is_kept_and_passes_over_what_is_no_reward(
         redis_client.xadd(key, {"rewards": payload})
     redis_client.xadd(key, {"other": b"1"})
     stream.append([group("a", 1, 0)])
-    for weights in (reader(stream), reader(stream)):
+    for weights in (Reader(stream), Reader(stream)):
         weights.look()
         assert weight(weights, "a/0") == 2.0
 
 
 def test_with_a_bound_of_one_nothing_is_read(stream: RewardStream) -> None:
     stream.append([group("a", 1, 0)])
-    weights = reader(stream, bound=1.0)
+    weights = Reader(stream, bound=1.0)
     weights.look()
     assert weight(weights, "a/0") == 1.0
 
 
-def test_the_oldest_groups_are_forgotten(
-    stream: RewardStream, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "MAX_GROUPS", 3)
-    monkeypatch.setattr("trainer.replay.buffer.MAX_GROUPS", 3)
-    weights = reader(stream)
-    for number in range(5):
-        stream.append([group(str(number), 1, 0)])
-        weights._next_look_s = 0.0
+def test_the_oldest_groups_are_forgotten(stream: RewardStream, redis_client: redis.Redis) -> None:
+    weights, first = Reader(stream), 2
+    for numbers in (range(first), range(first, MAX_GROUPS + first)):
+        stream.append([group(str(number), 1, 0) for number in numbers])
+        weights.now_s += 10
         weights.look()
-    assert redis_client.xlen(RedisKeys(model_key="toy").rewards) == 3
-    assert [weight(weights, f"{number}/0") for number in range(5)] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert redis_client.xlen(RedisKeys(model_key="toy").rewards) == MAX_GROUPS
+    assert [weight(weights, f"{number}/0") for number in (0, 1, 2, MAX_GROUPS)] == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_a_tenants_rewards_are_removed(stream: RewardStream) -> None:
@@ -102,20 +104,20 @@ def test_a_tenants_rewards_are_removed(stream: RewardStream) -> None:
 
 def test_without_redis_nothing_is_lost_but_time(redis_client: redis.Redis, stream: RewardStream) -> None:
     redis_client.set(RedisKeys(model_key="toy").rewards, "somebody else's")
-    weights = reader(stream)
+    weights = Reader(stream)
     weights.look()
-    assert weights._metrics.stream_errors.labels("rewards")._value.get() == 1
+    assert weights.metric("stream_errors_total", operation="rewards") == 1
     redis_client.flushall()
     stream.append([group("a", 1, 0)])
     weights.look()
     assert weight(weights, "a/0") == 1.0, "not at once again"
-    weights._next_look_s = 0.0
+    weights.now_s += 10
     weights.look()
     assert weight(weights, "a/0") == 2.0
 
 
 def test_the_replay_draws_by_reward(stream: RewardStream) -> None:
-    weights = reader(stream)
+    weights = Reader(stream)
     stream.append([group("g", 1, 0, tenant="default")])
     weights.look()
     replay = Replay(
@@ -129,5 +131,5 @@ def test_the_replay_draws_by_reward(stream: RewardStream) -> None:
     )
     for number in range(2):
         replay.restore(stored_of(f"{number}", request_id=f"g/{number}"), domain="")
-    drawn = Counter(replay.draw(1, published=1).batch[0].stored.trace_id for _ in range(1000))
+    drawn = Counter(replay.draw(1, published=1).batch[0].trace_id for _ in range(1000))
     assert 750 < drawn["0"] < 850, "four times as often: 800 of 1,000, give or take four standard deviations"

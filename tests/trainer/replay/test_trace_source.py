@@ -25,7 +25,7 @@ from speculator.trace import Trace, TraceHeader, encode_trace
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
-from trainer.replay.trace_source import Shelf, TraceSource, consumer_name
+from trainer.replay.trace_source import RETRY_S, Shelf, TraceSource, consumer_name
 
 
 class Desk:
@@ -46,7 +46,9 @@ class Desk:
     def _new_stream(self, rank: int = 0) -> TraceStream:
         return TraceStream(self._client, "toy", max_bytes=10**8, consumer=consumer_name(rank))
 
-    def source(self, used_trace_ids: list[str] | None = None, *, rank: int = 0) -> TraceSource:
+    def source(
+        self, used_trace_ids: list[str] | None = None, *, rank: int = 0, retry_s: float = RETRY_S
+    ) -> TraceSource:
         """As after a start of the trainer."""
         return TraceSource(
             self._new_stream(rank),
@@ -55,6 +57,7 @@ class Desk:
             used_trace_ids=used_trace_ids or [],
             shelf=Shelf(self.folder),
             metrics=self.metrics,
+            retry_s=retry_s,
         )
 
     def send(self, trace: Trace) -> str:
@@ -238,11 +241,10 @@ def test_an_unknown_schema_and_an_empty_span_are_set_aside(desk: Desk, traces: l
 def test_redis_being_away_is_counted_and_survived(
     desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = desk.source()
+    source = desk.source(retry_s=0.0)
     desk.send(traces[0])
     examples = source.read(10, 0)
     source.mark_used(examples)
-    monkeypatch.setattr("trainer.replay.trace_source.RETRY_S", 0.0)
     with monkeypatch.context() as away:
         away.setattr(redis.Redis, "execute_command", _refuse)
         away.setattr(redis.client.Pipeline, "execute", _refuse)
@@ -275,8 +277,7 @@ def test_a_read_pauses_while_redis_is_away(desk: Desk, traces: list[Trace], monk
 def test_a_dead_letter_waits_for_redis_and_holds_nothing_up(
     desk: Desk, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.replay.trace_source.RETRY_S", 0.0)
-    source = desk.source()
+    source = desk.source(retry_s=0.0)
     desk.stream.append(b"garbage", trace_id="garbage")
     desk.send(traces[0])
     with monkeypatch.context() as away:
