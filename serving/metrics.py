@@ -253,7 +253,7 @@ class ServingCollector(Collector):
         yield from speedup_bounds(measured.lower, measured.upper)
         yield baseline_gauge(measured.baseline_ms_per_token)
         yield from group_speedups(self._measured_groups())
-        yield estimated_speedup_gauge(self._estimate(), PLAN_MODEL)
+        yield estimated_speedup_gauge(self._estimate())
         if self._recorder is None:
             return
         stats = self._recorder()
@@ -353,15 +353,15 @@ def group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
     yield from gauges.values()
 
 
-def estimated_speedup_gauge(ratio: float | None, model: str) -> GaugeMetricFamily:
-    """The speedup that a cost model expects, under the model's name; never mixed with the measured one."""
+def estimated_speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
+    """The speedup that the planner's cost model expects; never mixed with the measured one."""
     gauge = GaugeMetricFamily(
         "slipstream_speedup_estimated_ratio",
-        "Speedup as a cost model sees it: of rounds as they were planned, or from the median times of each depth",
+        "Speedup as a cost model sees it: of rounds as they were planned",
         labels=["model"],
     )
     if ratio is not None:
-        gauge.add_metric([model], ratio)
+        gauge.add_metric([PLAN_MODEL], ratio)
     return gauge
 
 

@@ -30,7 +30,6 @@ from serving.metrics import (
     verdict_metrics,
 )
 from serving.sglang.report import EngineReport
-from serving.speedup import DEPTH_MODEL
 
 
 class SglangCollector(Collector):
@@ -117,7 +116,7 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
     yield CounterMetricFamily(*VERIFIED_TOKENS, report.verified_tokens)
     yield speedup_gauge(report.speedup)
     yield from speedup_bounds(report.speedup_lower, report.speedup_upper)
-    yield estimated_speedup_gauge(report.speedup_estimated, DEPTH_MODEL)
+    yield estimated_speedup_gauge(report.speedup_estimated)
     yield baseline_gauge(report.baseline_ms_per_token)
 
 
