@@ -248,7 +248,7 @@ class ServingCollector(Collector):
         self._grouped_s = -math.inf
 
     def collect(self) -> Iterator[Metric]:
-        yield from speedup_metrics(self._meter.measure(), self._estimate(), PLAN_MODEL)
+        yield from speedup_metrics(self._meter.measure(), self._estimate())
         yield from _group_speedups(self._measured_groups())
         if self._recorder is None:
             return
@@ -297,8 +297,8 @@ def trace_metrics(
     )
 
 
-def speedup_metrics(measured: Speedup, estimated: float | None, model: str) -> Iterator[Metric]:
-    """The measured speedup with its interval and baseline, and what the cost model of this name expects.
+def speedup_metrics(measured: Speedup, estimated: float | None) -> Iterator[Metric]:
+    """The measured speedup with its interval and baseline, and what the planner's cost model expects.
 
     The two are never mixed. What is not known has no sample.
     """
@@ -320,9 +320,9 @@ def speedup_metrics(measured: Speedup, estimated: float | None, model: str) -> I
     )
     yield _gauge(
         "slipstream_speedup_estimated_ratio",
-        "Speedup as a cost model sees it: of rounds as they were planned, or from the median times of each depth",
+        "Speedup as a cost model sees it: of rounds as they were planned",
         "model",
-        {model: estimated},
+        {PLAN_MODEL: estimated},
     )
 
 

@@ -27,7 +27,7 @@ from serving.metrics import (
     verdict_metrics,
 )
 from serving.sglang.report import EngineReport
-from serving.speedup import DEPTH_MODEL, Speedup
+from serving.speedup import Speedup
 
 
 class SglangCollector(Collector):
@@ -120,7 +120,7 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
         lower=report.speedup_lower,
         upper=report.speedup_upper,
     )
-    yield from speedup_metrics(measured, report.speedup_estimated, DEPTH_MODEL)
+    yield from speedup_metrics(measured, report.speedup_estimated)
 
 
 def _gauge(name: str, help_text: str, value: float | None) -> GaugeMetricFamily:
