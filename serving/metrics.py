@@ -248,12 +248,8 @@ class ServingCollector(Collector):
         self._grouped_s = -math.inf
 
     def collect(self) -> Iterator[Metric]:
-        measured = self._meter.measure()
-        yield speedup_gauge(measured.ratio)
-        yield from speedup_bounds(measured.lower, measured.upper)
-        yield baseline_gauge(measured.baseline_ms_per_token)
-        yield from group_speedups(self._measured_groups())
-        yield estimated_speedup_gauge(self._estimate(), PLAN_MODEL)
+        yield from speedup_metrics(self._meter.measure(), self._estimate())
+        yield from _group_speedups(self._measured_groups())
         if self._recorder is None:
             return
         stats = self._recorder()
@@ -301,68 +297,57 @@ def trace_metrics(
     )
 
 
-def speedup_gauge(ratio: float | None) -> GaugeMetricFamily:
-    """The measured speedup under its baseline's name; without a sample while there is none."""
-    gauge = GaugeMetricFamily(
-        "slipstream_speedup_measured_ratio",
+def speedup_metrics(measured: Speedup, estimated: float | None) -> Iterator[Metric]:
+    """The measured speedup with its interval and baseline, and what the planner's cost model expects.
+
+    The two are never mixed. What is not known has no sample.
+    """
+    name = "slipstream_speedup_measured_ratio"
+    yield _gauge(
+        name,
         "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
-        labels=["baseline"],
+        "baseline",
+        {BASELINE: measured.ratio},
     )
-    if ratio is not None:
-        gauge.add_metric([BASELINE], ratio)
-    return gauge
-
-
-def speedup_bounds(lower: float | None, upper: float | None) -> Iterator[Metric]:
-    """The ends of the measured speedup's 95% interval; without a sample while there is none."""
-    for name, value in (("lower", lower), ("upper", upper)):
-        gauge = GaugeMetricFamily(
-            f"slipstream_speedup_measured_ratio_{name}",
-            f"The {name} end of the measured speedup's 95% interval",
-            labels=["baseline"],
-        )
-        if value is not None:
-            gauge.add_metric([BASELINE], value)
-        yield gauge
-
-
-def baseline_gauge(ms_per_token: float | None) -> GaugeMetricFamily:
-    """What the measured speedup is measured against; without a sample while there is none."""
-    seconds = None if ms_per_token is None else ms_per_token / 1000
-    return GaugeMetricFamily(
+    for end, value in (("lower", measured.lower), ("upper", measured.upper)):
+        about = f"The {end} end of the measured speedup's 95% interval"
+        yield _gauge(f"{name}_{end}", about, "baseline", {BASELINE: value})
+    milliseconds = measured.baseline_ms_per_token
+    yield GaugeMetricFamily(
         "slipstream_baseline_seconds_per_token",
         "Time a token at depth 0, at the batch sizes of drafting rounds",
-        seconds,
+        None if milliseconds is None else milliseconds / 1000,
     )
-
-
-def group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
-    """The measured speedup of tenants and domains with enough traffic, under a name of its own: they overlap all."""
-    labels = ["baseline", "tenant", "domain"]
-    name = "slipstream_speedup_measured_group_ratio"
-    gauges = {
-        "ratio": GaugeMetricFamily(name, "Measured speedup of one tenant's requests of one domain", labels=labels),
-        "lower": GaugeMetricFamily(f"{name}_lower", "The lower end of its 95% interval", labels=labels),
-        "upper": GaugeMetricFamily(f"{name}_upper", "The upper end of its 95% interval", labels=labels),
-    }
-    for (tenant, domain), speedup in measured.items():
-        for bound, gauge in gauges.items():
-            value = getattr(speedup, bound)
-            if value is not None:
-                gauge.add_metric([BASELINE, tenant, domain], value)
-    yield from gauges.values()
-
-
-def estimated_speedup_gauge(ratio: float | None, model: str) -> GaugeMetricFamily:
-    """The speedup that a cost model expects, under the model's name; never mixed with the measured one."""
-    gauge = GaugeMetricFamily(
+    yield _gauge(
         "slipstream_speedup_estimated_ratio",
-        "Speedup as a cost model sees it: of rounds as they were planned, or from the median times of each depth",
-        labels=["model"],
+        "Speedup as a cost model sees it: of rounds as they were planned",
+        "model",
+        {PLAN_MODEL: estimated},
     )
-    if ratio is not None:
-        gauge.add_metric([model], ratio)
+
+
+def _gauge(name: str, about: str, label: str, values: Mapping[str, float | None]) -> GaugeMetricFamily:
+    """A gauge with one label; what is None has no sample."""
+    gauge = GaugeMetricFamily(name, about, labels=[label])
+    for of, value in values.items():
+        if value is not None:
+            gauge.add_metric([of], value)
     return gauge
+
+
+def _group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
+    """The measured speedup of tenants and domains with enough traffic, under a name of its own: they overlap all."""
+    name = "slipstream_speedup_measured_group_ratio"
+    for bound, suffix, about in (
+        ("ratio", "", "Measured speedup of one tenant's requests of one domain"),
+        ("lower", "_lower", "The lower end of its 95% interval"),
+        ("upper", "_upper", "The upper end of its 95% interval"),
+    ):
+        gauge = GaugeMetricFamily(name + suffix, about, labels=["baseline", "tenant", "domain"])
+        for group, speedup in measured.items():
+            if (value := getattr(speedup, bound)) is not None:
+                gauge.add_metric([BASELINE, *group], value)
+        yield gauge
 
 
 def verdict_metrics(
@@ -380,14 +365,12 @@ def verdict_metrics(
     yield GaugeMetricFamily(
         "slipstream_watched_draft_version", "Draft version on trial; 0 where none is", value=watched
     )
-    roles = GaugeMetricFamily(
+    yield _gauge(
         "slipstream_engine_role",
         "1 for this engine's part in the trial of a draft version: canary, waiting for the canary's verdict, settled",
-        labels=["role"],
+        "role",
+        {role: 1.0} if role else {},
     )
-    if role:
-        roles.add_metric([role], 1)
-    yield roles
     yield GaugeMetricFamily(
         "slipstream_draft_accept_length",
         "Tokens a verification of the draft version in service on this engine, over the last 1,000 at most",

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
-DEPTH_MODEL = "accept_length_over_round_costs"
 PLAN_MODEL = "planned_rounds"
 """Names of the cost models: SGLang's median times of a depth, and what the local engine's planner expects."""
 

@@ -2,6 +2,8 @@
 
 `submit` only queues. A thread of its own encodes and appends. While Redis is away the queue grows up to a bound in
 bytes, the thread tries again with growing pauses, and the newest traces are dropped and counted.
+
+`ErasureWatch` carries out orders to erase a tenant from what the engine keeps: queued traces, text, and what ages.
 """
 
 from __future__ import annotations
@@ -10,22 +12,19 @@ import collections
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
-from serving.capture.privacy import REASONS as FILTER_REASONS
-from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
-from serving.capture.sampling import REASONS as SAMPLING_REASONS
+from serving.capture.filter import FILTER_REASONS
+from serving.capture.sampling import LOOK_EVERY_S, SAMPLING_REASONS, CaptureSampler
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.trace import Features, Trace, TraceHeader, encode_trace
 
-_FIRST_RETRY_S = 0.1
-_LAST_RETRY_S = 5.0
 DROP_REASONS = (
     "buffer_full",
     "too_large",
@@ -90,12 +89,14 @@ class TraceRecorder:
         reason_to_drop: Callable[[Trace], str | None] | None = None,
         ttl_s: float = 0,
         sampler: CaptureSampler | None = None,
+        retry_s: tuple[float, float] = (0.1, 5.0),
     ) -> None:
+        """`retry_s` are the first and the longest pause before another attempt."""
         self._stream_factory = stream_factory
         self._max_buffer_bytes, self._on_append = max_buffer_bytes, on_append
         self._features = features
         self._reason_to_drop, self._ttl_s = reason_to_drop, ttl_s
-        self._sampler = sampler
+        self._sampler, (self._first_retry_s, self._last_retry_s) = sampler, retry_s
         self._appending = threading.Lock()
         self._stream: AppendStream | None = None
         # Guarded by the condition: everything below.
@@ -200,7 +201,7 @@ class TraceRecorder:
             self._drop(trace, reason)
             return
         payload = encode_trace(trace, features=self._features)
-        pause_s = _FIRST_RETRY_S
+        pause_s = self._first_retry_s
         while self._is_pending(trace):
             if self._ttl_s and time.time() - trace.header.created_ms / 1000 > self._ttl_s:
                 self._drop(trace, "expired")
@@ -236,8 +237,8 @@ class TraceRecorder:
         with self._changed:
             closing = self._closing
             if self._changed.wait_for(lambda: self._closing != closing or not self._queue, pause_s):
-                return _FIRST_RETRY_S
-        return min(2 * pause_s, _LAST_RETRY_S)
+                return self._first_retry_s
+        return min(2 * pause_s, self._last_retry_s)
 
     def _is_pending(self, trace: Trace) -> bool:
         with self._changed:
@@ -305,3 +306,40 @@ def make_header(
         group_id=policy.group_id,
         domain=policy.domain,
     )
+
+
+Forget = Callable[[Collection[str]], None]
+"""Drops everything that is kept of these tenants; returns when it is done."""
+
+
+class ErasureWatch:
+    """Carries out orders (speculator/redis/trace_deletion.py). `look` is called with every report of the engine, on
+    its thread.
+
+    By when a trace was made is not asked: whatever is here when the order arrives goes.
+    """
+
+    def __init__(
+        self,
+        orders: Callable[[], Mapping[str, int]],
+        forget: Sequence[Forget],
+        *,
+        expire: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`expire` drops what is too old."""
+        self._orders, self._forget, self._expire = orders, forget, expire
+        self._done: Mapping[str, int] = {}
+
+    def look(self) -> dict[str, str | int | float]:
+        """The time of the newest order that is carried out, for the engine's report; Redis may be away."""
+        self._expire()
+        try:
+            orders = self._orders()
+        except StreamError as error:
+            log.warning("orders to forget not known for now: %s", error)
+        else:
+            if tenants := {tenant for tenant, at_ms in orders.items() if self._done.get(tenant) != at_ms}:
+                for forget in self._forget:
+                    forget(tenants)
+            self._done = orders
+        return {"erased_ms": max(self._done.values(), default=0)}

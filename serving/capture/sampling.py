@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     # The command line needs the default floor, and no Redis client for it.
     from speculator.redis.stream_accounting import StreamLag
 
-REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer")
+SAMPLING_REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer")
 """Why sampling leaves a trace out: the figure that asks for the smallest share."""
 
 DEFAULT_FLOOR = 0.01
@@ -77,8 +77,8 @@ class CaptureSampler:
         """`at_start`: it is drawn as an answer begins, where following it costs something, and not at its end."""
         self._open_stream, self._floor, self._at_start = open_stream, floor, at_start
         self._clock, self._rng = clock, rng or random.Random()
-        self.share, self.reason = 1.0, REASONS[0]
-        """`reason` says which of REASONS decided the share last."""
+        self.share, self.reason = 1.0, SAMPLING_REASONS[0]
+        """`reason` says which of SAMPLING_REASONS decided the share last."""
         self._stream: WatchedStream | None = None
         self._looked_s = -math.inf
         self._last: tuple[int, int, float] | None = None
@@ -122,7 +122,7 @@ class CaptureSampler:
             _position(memory_share or 0.0, _MEMORY),
             _position(self._delay_s(lag.undelivered), _TRAINER_S),
         )
-        highest, self.reason = max(zip(positions, REASONS, strict=True), key=lambda one: one[0])
+        highest, self.reason = max(zip(positions, SAMPLING_REASONS, strict=True), key=lambda one: one[0])
         self.share = self._floor**highest
 
     def _measure_trainer(self, lag: StreamLag, now_s: float) -> None:

@@ -52,7 +52,7 @@ def create_app(
 ) -> FastAPI:
     """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too, and
     with `targets` the one that moves the target. Rewards of rollouts go to `send_rewards`. The app's own `state.erase`
-    drops what it keeps of tenants (`serving.capture.privacy.Forget`).
+    drops what it keeps of tenants (`serving.capture.filter.Forget`).
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.

@@ -42,11 +42,12 @@ class FollowedGroup:
     source: int = field(default_factory=lambda: secrets.randbits(64))
     """What is written from here: the index has it already."""
     since_ms: int = field(default_factory=now_ms)
-    active_s: float = field(default_factory=time.monotonic)
-    """When something was last committed here."""
+    active_s: float = 0.0
+    """When something was last committed here, on the clock of the engine's `GroupSharing`."""
     closed: bool = False
     """It has ended, or its tenant was erased: nothing more is published or taken."""
     place: Place = field(default_factory=Place)
+    max_texts: int = _MAX_TEXTS
     texts: OrderedDict[tuple[int, int], tuple[int, int]] = field(default_factory=OrderedDict)
     """By source and text, of those that grew last: its handle in the index and the tokens that it has. The decode
     thread's."""
@@ -63,53 +64,25 @@ class FollowedGroup:
         if tokens:
             self.texts[piece.source, piece.text] = index.append(handle, tokens), length + len(tokens)
             self.texts.move_to_end((piece.source, piece.text))
-            if len(self.texts) > _MAX_TEXTS:
+            if len(self.texts) > self.max_texts:
                 self.texts.popitem(last=False)
         return len(tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Queued:
-    """Tokens `start`, `start` + 1, … of a text, to be published."""
+    """Tokens `start`, `start` + 1, … of a text, to be published; the first of them was committed at `at_ms`."""
 
     group: FollowedGroup
     text: int
     start: int
-    tokens: tuple[int, ...]
     at_ms: int
+    tokens: list[int] = field(default_factory=list)
 
-
-def encoded(queued: Iterable[Queued], target_version: int) -> dict[GroupKey, bytes]:
-    """The pieces of each group; what follows on in a text is one piece."""
-    texts: dict[tuple[FollowedGroup, int], list[Queued]] = defaultdict(list)
-    for one in queued:
-        texts[one.group, one.text].append(one)
-    found: dict[GroupKey, bytes] = defaultdict(bytes)
-    for (group, text), parts in texts.items():
-        for run in _runs(parts):
-            tokens = [token for part in run for token in part.tokens]
-            for offset in range(0, len(tokens), MAX_PIECE_TOKENS):
-                piece = Piece(
-                    source=group.source,
-                    text=text,
-                    start=run[0].start + offset,
-                    target_version=target_version,
-                    at_ms=run[0].at_ms,
-                    tokens=tokens[offset : offset + MAX_PIECE_TOKENS],
-                )
-                found[group.key] += encode_piece(piece)
-    return found
-
-
-def _runs(parts: Sequence[Queued]) -> list[list[Queued]]:
-    """Parts of one text that follow on one another; between two of them something was dropped."""
-    found: list[list[Queued]] = []
-    for part in parts:
-        if found and found[-1][-1].start + len(found[-1][-1].tokens) == part.start:
-            found[-1].append(part)
-        else:
-            found.append([part])
-    return found
+    def encoded(self, target_version: int) -> bytes:
+        return encode_piece(
+            Piece(self.group.source, self.text, self.start, target_version, self.at_ms, self.tokens),
+        )
 
 
 def num_tokens(queued: Iterable[Queued]) -> int:
@@ -150,16 +123,24 @@ class GroupSharing:
         target_version: int = 0,
         keep_versions: int = 4,
         interval_s: float = _INTERVAL_S,
+        max_followed: int = _MAX_FOLLOWED,
+        max_queued_tokens: int = _MAX_QUEUED_TOKENS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Text of targets more than `keep_versions` before this engine's is not taken."""
+        """Text of targets more than `keep_versions` before this engine's is not taken. At most `max_followed` groups
+        are followed, and `max_queued_tokens` wait for Redis. `clock` gives seconds, of any origin.
+        """
         self._texts, self._vocab_size, self._metrics = texts, vocab_size, metrics
         self._target_version, self._keep_versions = target_version, keep_versions
-        self._interval_s = interval_s
+        self._interval_s, self._clock = interval_s, clock
+        self._max_followed, self._max_queued_tokens = max_followed, max_queued_tokens
         self._exchanging = threading.Lock()
         # Shared, under `_changed`:
         self._changed = threading.Condition()
         self._followed: OrderedDict[GroupKey, FollowedGroup] = OrderedDict()
         self._queue: deque[Queued] = deque()
+        self._unfinished: dict[tuple[int, int], Queued] = {}
+        """By source and text, of what is queued: what follows on goes into the same piece."""
         self._num_queued = 0
         self._arrived: deque[tuple[FollowedGroup, Piece]] = deque()
         self._num_arrived = 0
@@ -181,18 +162,18 @@ class GroupSharing:
         """
         with self._changed:
             if self._has_ended(key):
-                return _keep_to_ourselves
+                return lambda _: None
             group = self._followed.get(key)
             if group is None or group.index() is not index:
                 group = self._followed[key] = FollowedGroup(key, weakref.ref(index))
             self._followed.move_to_end(key)
-            if len(self._followed) > _MAX_FOLLOWED:
+            if len(self._followed) > self._max_followed:
                 self._followed.popitem(last=False)
             text, start = next(self._text_numbers), 0
 
         def publish(tokens: Sequence[int]) -> None:
             nonlocal start
-            self._publish(Queued(group, text, start, tuple(tokens), now_ms()))
+            self._publish(group, text, start, tokens)
             start += len(tokens)
 
         publish(context)
@@ -213,17 +194,23 @@ class GroupSharing:
                 if piece.at_ms >= group.since_ms:
                     self._metrics.lag.observe(max(now_ms() - piece.at_ms, 0) / 1000)
 
-    def _publish(self, queued: Queued) -> None:
+    def _publish(self, group: FollowedGroup, text: int, start: int, tokens: Sequence[int]) -> None:
         with self._changed:
-            queued.group.active_s = time.monotonic()
+            group.active_s = self._clock()
             # One that was pushed out is not closed when it ends.
-            if queued.group.closed or self._has_ended(queued.group.key) or not queued.tokens:
+            if group.closed or self._has_ended(group.key) or not tokens:
                 return
-            if self._closing.is_set() or self._num_queued + len(queued.tokens) > _MAX_QUEUED_TOKENS:
-                self._metrics.count("buffer_full", len(queued.tokens))
+            if self._closing.is_set() or self._num_queued + len(tokens) > self._max_queued_tokens:
+                self._metrics.count("buffer_full", len(tokens))
                 return
-            self._queue.append(queued)
-            self._num_queued += len(queued.tokens)
+            at_ms = now_ms()
+            for offset, token in enumerate(tokens, start):
+                piece = self._unfinished.get((group.source, text))
+                if piece is None or piece.start + len(piece.tokens) != offset or len(piece.tokens) == MAX_PIECE_TOKENS:
+                    piece = self._unfinished[group.source, text] = Queued(group, text, offset, at_ms)
+                    self._queue.append(piece)
+                piece.tokens.append(token)
+            self._num_queued += len(tokens)
             self._changed.notify()
 
     # -- any thread's -----------------------------------------------------------------------------------------------
@@ -238,7 +225,7 @@ class GroupSharing:
         with self._changed:
             self._close([key])
             self._ended.add(key)
-            self._ended_s[key] = time.monotonic()
+            self._ended_s[key] = self._clock()
             self._ended_s.move_to_end(key)
             if len(self._ended_s) > _MAX_ENDED:
                 self._ended_s.popitem(last=False)
@@ -268,7 +255,7 @@ class GroupSharing:
     def _has_ended(self, key: GroupKey) -> bool:
         """A moment ago."""
         ended_s = self._ended_s.get(key)
-        return ended_s is not None and time.monotonic() - ended_s < _ENDED_LASTS_S
+        return ended_s is not None and self._clock() - ended_s < _ENDED_LASTS_S
 
     def _close(self, keys: Collection[GroupKey]) -> None:
         """Under the lock."""
@@ -309,13 +296,13 @@ class GroupSharing:
         """Groups to read, while there is room for what they bring; under the lock."""
         if self._num_arrived >= _MAX_ARRIVED_TOKENS:
             return []
-        since_s = time.monotonic() - _ACTIVE_S
+        since_s = self._clock() - _ACTIVE_S
         return [group for group in self._followed.values() if group.active_s >= since_s]
 
     def _write(self) -> None:
         with self._changed:
             ended, self._ended = self._ended, set()
-            queued, self._queue = list(self._queue), deque()
+            queued, self._queue, self._unfinished = list(self._queue), deque(), {}
         unwritten: list[Queued] = []
         try:
             if ended:
@@ -323,7 +310,10 @@ class GroupSharing:
                 ended = set()
             queued = self._still_wanted(queued)
             if queued:
-                self._metrics.evicted.inc(self._texts.append(encoded(queued, self._target_version)))
+                pieces: dict[GroupKey, bytes] = defaultdict(bytes)
+                for one in queued:
+                    pieces[one.group.key] += one.encoded(self._target_version)
+                self._metrics.evicted.inc(self._texts.append(pieces))
                 self._metrics.count("published", num_tokens(queued))
         except StreamError:
             unwritten = queued
@@ -382,7 +372,3 @@ class GroupSharing:
         is_new = piece.at_ms > self._erased_ms.get(group.key.tenant, -1)
         is_young = piece.target_version + self._keep_versions >= self._target_version
         return piece.source != group.source and is_new and is_young
-
-
-def _keep_to_ourselves(_: Sequence[int]) -> None:
-    """In place of a `Publish`, for what nobody else is to have."""

@@ -140,10 +140,8 @@ class Driver:
         await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
 
     def check(self) -> None:
-        """Every sample is in one place, and its tokens are those that the scheduler knows."""
+        """Every sample is in one place, and each that runs has a stream."""
         self._scheduler.check()
-        for sample_id, answer in self._answers.items():
-            assert self._scheduler.sample(sample_id).tokens == answer.tokens, sample_id
         running = self.counts[State.RUNNING]
         assert running == len(self._live), f"{running} samples run, with {len(self._live)} streams"
 
@@ -294,18 +292,17 @@ class Driver:
                 self._forget(group_id)
 
     def _result_of(self, ended: Ended, detail: str) -> SampleResult:
-        answer = self._answers[ended.sample_id]
-        if ended.state is State.ABORTED and ended.reason == "stale":
-            # The caller wants no tokens of an old target.
-            answer.tokens, answer.logprobs, answer.parts = [], [], []
+        answer, sample = self._answers[ended.sample_id], self._scheduler.sample(ended.sample_id)
+        # Where a stale sample is aborted the caller wants no tokens of an old target.
+        is_wanted = not (ended.state is State.ABORTED and ended.reason == "stale")
         return SampleResult(
             sample_id=ended.sample_id,
             state=ended.state,
             reason=ended.reason,
-            tokens=tuple(answer.tokens),
-            logprobs=tuple(answer.logprobs),
-            text="".join(answer.parts),
-            target_version=self._scheduler.sample(ended.sample_id).target_version,
+            tokens=tuple(sample.tokens) if is_wanted else (),
+            logprobs=tuple(answer.logprobs) if is_wanted else (),
+            text="".join(answer.parts) if is_wanted else "",
+            target_version=sample.target_version,
             engine=answer.engine,
             num_leases=answer.num_leases,
             detail=detail,

@@ -159,9 +159,8 @@ class GroupWork:
 
 @dataclass(kw_only=True)
 class Answer:
-    """What the engines have said of a sample so far, as far as it was reported to the scheduler."""
+    """What the engines have said of a sample so far beside its tokens, which the scheduler has."""
 
-    tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     engine: str = ""
@@ -171,7 +170,6 @@ class Answer:
     """Of engines that lived and were not busy, without a token between them."""
 
     def add(self, chunk: Chunk, engine: str) -> None:
-        self.tokens.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.parts.append(chunk.text)
         self.engine = engine

@@ -67,20 +67,16 @@ class Scheduler:
             self._queue.put(sample, self._policy.order.rank(sample))
 
     def sample(self, sample_id: SampleId) -> Sample:
-        """To be read only. Raises RequestError for one that is not known."""
-        group = self._groups.get(sample_id.group_id)
-        if group is None or not 0 <= sample_id.number < len(group.samples):
-            raise RequestError(f"no sample {sample_id.number} of a group {sample_id.group_id}", param="sample_id")
-        return group.samples[sample_id.number]
+        """To be read only."""
+        return self._groups[sample_id.group_id].samples[sample_id.number]
 
     def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[Ended]:
-        """End all of a group that has not ended. Raises RequestError for a group that is not known."""
-        return [self._end(sample, State.ABORTED, reason) for sample in self._under_way(self._group(group_id))]
+        """End all of a group that has not ended."""
+        return [self._end(sample, State.ABORTED, reason) for sample in self._under_way(self._groups[group_id])]
 
     def forget(self, group_id: str) -> None:
-        """Drop a group that has ended. Raises RequestError while it has not."""
-        if self._under_way(self._group(group_id)):
-            raise RequestError(f"group {group_id} has not ended", param="group_id")
+        """Drop a group that has ended."""
+        assert not self._under_way(self._groups[group_id]), group_id
         del self._groups[group_id]
 
     # -- engines ------------------------------------------------------------------------------------------------------
@@ -103,6 +99,10 @@ class Scheduler:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
         host = self._hosts.get(engine)
         return sum(host.promise(sample) for sample in host.running.values()) if host else 0
+
+    def free_tokens(self, engine: str) -> int:
+        """Tokens of memory that its running samples neither hold nor were promised, as far as is known."""
+        return self._hosts[engine].free_tokens
 
     def engine_lost(self, engine: str) -> list[SampleId]:
         """What ran there waits again with the tokens that were reported."""
@@ -153,8 +153,7 @@ class Scheduler:
 
     def announce_target(self, version: int) -> list[Ended]:
         """A newer target: samples that are too old for it end, with their tokens or without, as their group asks."""
-        if version <= self.target_version:
-            raise RequestError(f"target version {version} is not newer than {self.target_version}", param="version")
+        assert version > self.target_version
         self.target_version = version
         # Which target the first tokens of the others will be of is known when they come (`target_seen`).
         old = [sample for sample in self._all_under_way() if sample.tokens and is_stale(sample, version)]
@@ -204,11 +203,6 @@ class Scheduler:
         assert waiting == len(self._queue), "something waits that no group has"
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _group(self, group_id: str) -> Group:
-        if group_id not in self._groups:
-            raise RequestError(f"no group {group_id}", param="group_id")
-        return self._groups[group_id]
 
     @staticmethod
     def _under_way(group: Group) -> list[Sample]:

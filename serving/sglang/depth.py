@@ -1,8 +1,8 @@
 """Feeds SGLang's adaptive speculation: the depth of each decode step, and what the steps cost and earn.
 
 SGLang switches between prebuilt states, one for each candidate depth; depth 0 drafts nothing and keeps the draft's
-cache warm. Which one is next is decided here (`speculator.proposals.depth`). Without `--speculative-adaptive` the depth
-is fixed and only the measuring remains.
+cache warm. The planner of both engines says which one is next (`speculator.proposals.planner`). Without
+`--speculative-adaptive` the depth is fixed and only the measuring remains.
 
 A step's acceptance is known when its result is processed, its time when the device is through with it; with overlap
 scheduling both come after the next step was launched, in order.
@@ -23,7 +23,7 @@ from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratu
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.draft_sleep import Dormancy
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
-from speculator.proposals.depth import DepthPolicy, RoundCosts
+from speculator.proposals.planner import RoundPlanner
 from speculator.tracing import Parent, record
 
 _ASKED = "_slipstream_asked"
@@ -51,36 +51,45 @@ class _Round:
     accepted: Sequence[int] | None = None
 
 
+StepTimes = list[tuple[int, int, float]]
+"""Batch size, depth and seconds of decode steps."""
+
+
 class DepthControl:
-    """Used by the scheduler's thread. `policy` is None where SGLang's depth is fixed."""
+    """Used by the scheduler's thread."""
 
     def __init__(
         self,
-        policy: DepthPolicy | None,
+        depths: Sequence[int],
         clock: StepClock,
         meter: SpeedupMeter,
         *,
         dormancy: Dormancy,
         version: int,
         control: ControlShare,
-        measured: RoundCosts | None = None,
+        is_alone: bool = True,
         on_round: Callable[[WatchedRound], object] | None = None,
     ) -> None:
-        """`measured` collects this rank's own times where the policy must decide by those of rank 0; with `dormancy`
-        a draft that does not pay is not kept up to date. `version` is the draft in service, `control` the share of
-        plain steps. `on_round` is told what each step says about the draft and must not block.
+        """`depths` are those that can be chosen, 0 first; where 0 is not among them, the depth is fixed.
+
+        With `dormancy` a draft that does not pay is not kept up to date. `version` is the draft in service, `control`
+        the share of plain steps. Where a rank is not alone, all learn the same times at meetings: `take_times`,
+        `learn_times`. `on_round` is told what each step says about the draft and must not block.
         """
-        self._policy, self._clock, self._meter = policy, clock, meter
-        self.measured = measured or (policy.costs if policy is not None else RoundCosts())
-        self.estimated_speedup = EstimatedSpeedup()
+        self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
+        self._planner = RoundPlanner(max_depth=depths[-1]) if 0 in depths else None
+        self._times: StepTimes = []
+        self._estimated = EstimatedSpeedup()
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
+        self._wants_draft = True
+        """Whether drafting was last planned, looks at a draft that does not pay aside."""
         self._are_cold = False
         """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
         self._rounds: deque[_Round] = deque()
         self.limit: int | None = None
-        """What the operator asks for, as agreed at the last meeting; None leaves the choice to the policy."""
+        """The most that the operator allows, as agreed at the last meeting; None allows all."""
         self.depth = 0
         self.target_version = 0
         """Set by the follower's thread when a new target is announced."""
@@ -89,25 +98,31 @@ class DepthControl:
 
     def steps_for(self, batch: int) -> int:
         """The depth of the next decode step."""
-        assert self._policy is not None
+        assert self._planner is not None
         if self._dormancy.is_asleep:
             return 0
         if self._control.is_control(batch):
             self._is_control = True
             return 0
-        return 0 if self._are_cold else self._policy.choose(batch, self.limit)
+        if self._are_cold:
+            return 0
+        plan = self._planner.plan_depth(
+            batch, [depth for depth in self._depths if self.limit is None or depth <= self.limit]
+        )
+        self._wants_draft = plan.num_proposals > 0 and not plan.is_look
+        return plan.num_proposals
 
     @property
     def is_asleep(self) -> bool:
-        return self._policy is not None and self._dormancy.is_asleep
+        return self._planner is not None and self._dormancy.is_asleep
 
     def needs_no_reading(self, requests: Sequence[Any]) -> bool:
         """Whether the draft need not read what a step at depth 0 commits to these requests."""
-        return self.is_asleep or (self._policy is not None and self._dormancy.are_cold(requests))
+        return self.is_asleep or (self._planner is not None and self._dormancy.are_cold(requests))
 
     def reads_prompt_of(self, requests: list[Any]) -> bool:
         """Whether the draft reads a prefill of these requests; where it does not, they go cold."""
-        reads = self._policy is None or self._dormancy.reads_prompts
+        reads = self._planner is None or self._dormancy.reads_prompts
         if not reads:
             self._dormancy.mark(requests)
         return reads
@@ -125,17 +140,29 @@ class DepthControl:
         asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
         round_ = _Round(self._version, self.target_version, len(requests), depth, self._is_control, cold, asked)
         self._are_cold = self._dormancy.are_cold(requests)
-        if self._policy is not None and not self._is_control:
-            wanted = self._policy.settled(len(requests))
-            if self._dormancy.step(wanted, are_cold=self._are_cold):
-                self._policy.look_again()
+        planner = None if self._is_control else self._planner
+        if planner is not None and self._dormancy.step(self._wants_draft, are_cold=self._are_cold):
+            planner.look_again()
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)
         for timed in self._clock.finished():
             timed.about.seconds = timed.seconds
-            self.measured.add(timed.about.batch, timed.about.depth, timed.seconds)
+            self._times.append((timed.about.batch, timed.about.depth, timed.seconds))
+        if self._is_alone:
+            self.learn_times(self.take_times())
         self._settle()
+
+    def take_times(self) -> StepTimes:
+        """What this rank's steps took since this was last asked."""
+        times, self._times = self._times, []
+        return times
+
+    def learn_times(self, times: StepTimes) -> None:
+        """Plan by these from now on, too."""
+        if self._planner is not None:
+            for batch, depth, seconds in times:
+                self._planner.observe_round(batch, depth, seconds)
 
     def verified(self, accepted: Sequence[int]) -> None:
         """The result of the oldest launched step: accepted proposals of each request."""
@@ -143,10 +170,11 @@ class DepthControl:
         if round_ is None:
             return
         round_.accepted = list(accepted)
-        if self._policy is not None:
-            warm = [count for count, cold in zip(round_.accepted, round_.cold, strict=True) if not cold]
-            self._policy.observe(round_.depth, warm)
         if round_.depth > 0:
+            if self._planner is not None:
+                for count, is_cold in zip(round_.accepted, round_.cold, strict=True):
+                    if not is_cold:
+                        self._planner.positions.add(round_.depth, count)
             self.num_verifications += round_.batch
             self.num_verified_tokens += round_.batch + sum(round_.accepted)
         self._settle()
@@ -155,17 +183,21 @@ class DepthControl:
         """Another draft version is in service."""
         self._version = version
         self._dormancy.wake()
-        if self._policy is not None:
-            self._policy.renew()
-
-    def adopt(self, costs: RoundCosts) -> None:
-        """Decide by these times from now on."""
-        if self._policy is not None:
-            self._policy.costs.adopt(costs.table())
+        if self._planner is not None:
+            self._planner.renew()
 
     def explanation(self) -> dict[str, str]:
-        """What the choice of the depth rests on; empty where it is fixed."""
-        return self._policy.explanation() if self._policy is not None else {}
+        """What the choice of the depth rests on, empty where it is fixed: the share of proposals at each position that
+        are accepted once reached, and the milliseconds of a step by batch size and depth.
+        """
+        if self._planner is None:
+            return {}
+        rates = [f"{self._planner.positions.rate(position):.3f}" for position in range(1, self._depths[-1] + 1)]
+        times = sorted(self._planner.times.verify_ms_by_size().items())
+        return {
+            "acceptance": ",".join(rates),
+            "round_ms": ",".join(f"{batch}/{depth}={ms:.1f}" for (batch, depth), ms in times),
+        }
 
     def report(self) -> dict[str, str | int | float]:
         """Fields of the engine's report."""
@@ -179,7 +211,7 @@ class DepthControl:
         }
         if self.num_verifications:
             fields["accept_length"] = round(self.num_verified_tokens / self.num_verifications, 4)
-        if (estimate := self.estimated_speedup.ratio()) is not None:
+        if (estimate := self._estimated.ratio()) is not None:
             fields["speedup_estimated"] = round(estimate, 4)
         return fields
 
@@ -194,7 +226,7 @@ class DepthControl:
     def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
         committed = done.batch + sum(accepted)
         groups = [asked.group for _, asked in done.requests]
-        self._meter.add(
+        self.meter.add(
             batch=done.batch,
             drafted=not done.is_control,
             seconds=seconds,
@@ -202,12 +234,10 @@ class DepthControl:
             earned=[(group, 1 + count) for group, count in zip(groups, accepted, strict=True)],
         )
         self.tally.add(drafted=not done.is_control, depth=done.depth, seconds=seconds, accepted=accepted)
-        if not done.is_control:
-            plain_s, expected_s = (self.measured.seconds(done.batch, depth) for depth in (0, done.depth))
-            if plain_s is not None and expected_s is not None:
-                self.estimated_speedup.add(
-                    batch=done.batch, committed=committed, expected_s=expected_s, plain_s=plain_s
-                )
+        if self._planner is not None and not done.is_control:
+            expected_s, plain_s = (self._planner.times.verify_s(done.batch, depth, 0) for depth in (done.depth, 0))
+            if plain_s:
+                self._estimated.add(batch=done.batch, committed=committed, expected_s=expected_s, plain_s=plain_s)
         _record(done, seconds, accepted)
         if self._on_round is None:
             return

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_SLEEP_AFTER_STEPS = 100
-"""In which the policy wanted depth 0, without one in between in which it did not."""
-_LOOK_EVERY_STEPS = 4000
+SLEEP_AFTER_STEPS = 100
+"""In which drafting was not planned, without one in between in which it was."""
+LOOK_EVERY_STEPS = 4000
 _COLD = "_slipstream_cold"
 
 
@@ -33,18 +33,18 @@ class Dormancy:
     def reads_prompts(self) -> bool:
         return not self._is_fresh
 
-    def step(self, wanted_depth: int, *, are_cold: bool) -> bool:
-        """A decode step for which the policy wants this depth; returns whether it woke the draft. Where all requests
+    def step(self, wants_draft: bool, *, are_cold: bool) -> bool:
+        """A decode step for which drafting was planned, or not; returns whether it woke the draft. Where all requests
         are cold nobody sees how good the draft is: such a step sends none to sleep.
         """
         if self.is_asleep:
             self._steps += 1
-            if not self._is_fresh and self._steps >= _LOOK_EVERY_STEPS:
+            if not self._is_fresh and self._steps >= LOOK_EVERY_STEPS:
                 self.wake()
                 return True
         elif not are_cold:
-            self._steps = self._steps + 1 if wanted_depth == 0 else 0
-            if self._steps >= _SLEEP_AFTER_STEPS:
+            self._steps = 0 if wants_draft else self._steps + 1
+            if self._steps >= SLEEP_AFTER_STEPS:
                 self.is_asleep, self._steps = True, 0
         return False
 

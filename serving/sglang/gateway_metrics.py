@@ -22,15 +22,12 @@ from serving.metrics import (
     SWAPS,
     VERIFICATIONS,
     VERIFIED_TOKENS,
-    baseline_gauge,
-    estimated_speedup_gauge,
-    speedup_bounds,
-    speedup_gauge,
+    speedup_metrics,
     trace_metrics,
     verdict_metrics,
 )
 from serving.sglang.report import EngineReport
-from serving.speedup import DEPTH_MODEL
+from serving.speedup import Speedup
 
 
 class SglangCollector(Collector):
@@ -115,10 +112,15 @@ def _round_metrics(report: EngineReport) -> Iterator[Metric]:
 def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
     yield CounterMetricFamily(*VERIFICATIONS, report.verifications)
     yield CounterMetricFamily(*VERIFIED_TOKENS, report.verified_tokens)
-    yield speedup_gauge(report.speedup)
-    yield from speedup_bounds(report.speedup_lower, report.speedup_upper)
-    yield estimated_speedup_gauge(report.speedup_estimated, DEPTH_MODEL)
-    yield baseline_gauge(report.baseline_ms_per_token)
+    measured = Speedup(
+        report.speedup,
+        report.baseline_ms_per_token,
+        baseline_rounds=0,
+        speculative_rounds=0,
+        lower=report.speedup_lower,
+        upper=report.speedup_upper,
+    )
+    yield from speedup_metrics(measured, report.speedup_estimated)
 
 
 def _gauge(name: str, help_text: str, value: float | None) -> GaugeMetricFamily:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import structlog
 
@@ -123,20 +122,11 @@ def _is_alive(process: str) -> bool:
 log = structlog.get_logger(__name__)
 
 
-class Announcements(Protocol):
-    """The part of the pointer through which a process hears of its target; see
-    `speculator.redis.control_plane.DraftPointer`."""
-
-    def announced_target(self, process: str) -> int | None: ...
-
-    def withdraw_announcement(self, process: str) -> None: ...
-
-
 class RankTarget:
     """One rank's target."""
 
     def __init__(
-        self, agreement: Agreement, announcements: Announcements | None, *, on_version: Callable[[int], object]
+        self, agreement: Agreement, announcements: LazyPointer | None, *, on_version: Callable[[int], object]
     ) -> None:
         """`announcements` is None on ranks that only follow; `on_version` is told of each new target."""
         self._agreement, self._announcements, self._on_version = agreement, announcements, on_version

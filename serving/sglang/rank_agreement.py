@@ -2,31 +2,28 @@
 
 All ranks run the same steps in the same order, so a step number is a meeting point. A draft is exchanged in the first
 meeting at which every rank has staged the same version. Depth follows from times, which differ between ranks, and from
-what the operator asks for, which they would hear of at different steps: all decide by what rank 0 knows. It alone
-watches a new draft and says which version the others stage.
+what the operator asks for, which they would hear of at different steps: all plan by the times that rank 0 has measured
+and by what it was told. It alone watches a new draft and says which version the others stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
-from speculator.proposals.depth import RoundCosts
+from serving.sglang.depth import StepTimes
 
 MEETING_STEPS = 32
 """A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
-_LARGEST_CLASS = 13
-"""Batches of up to 2^12 requests have times of their own: SGLang runs no more."""
+_MOST_TIMES = 2 * MEETING_STEPS
+"""Step times that one meeting passes on."""
 
 
 class Agreement:
     """One rank's side. Without a group, or alone in it, every step is a meeting and nobody else has to be asked."""
 
-    def __init__(self, group: dist.ProcessGroup | None, depths: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._depths = list(depths)
 
     @property
     def is_alone(self) -> bool:
@@ -65,21 +62,14 @@ class Agreement:
         dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self._group)
         return bool(bounds[0] == -bounds[1]) and int(bounds[0]) != 0
 
-    def costs(self, measured: RoundCosts) -> RoundCosts:
-        """Rank 0's median times; call at a meeting, on every rank."""
-        table = torch.full((_LARGEST_CLASS, len(self._depths), 2), float("nan"), dtype=torch.float64)
-        for (batch, depth), times in measured.table().items():
-            row = batch.bit_length() - 1
-            if times and row < _LARGEST_CLASS and depth in self._depths:
-                seconds = measured.seconds(batch, depth)
-                table[row, self._depths.index(depth)] = torch.tensor([seconds, len(times)], dtype=torch.float64)
-        dist.broadcast(table, dist.get_global_rank(self._group, 0) if self._group else 0, group=self._group)
-        agreed = RoundCosts()
-        known = (~table[..., 0].isnan()).nonzero().tolist()
-        agreed.adopt(
-            {
-                (1 << row, self._depths[column]): [float(table[row, column, 0])] * int(table[row, column, 1])
-                for row, column in known
-            }
-        )
-        return agreed
+    def times(self, own: StepTimes) -> StepTimes:
+        """The step times that rank 0 has measured, the newest of them; call at a meeting, on every rank."""
+        if self._group is None:
+            return own
+        table = torch.full((_MOST_TIMES, 3), float("nan"), dtype=torch.float64)
+        if own:
+            newest = torch.tensor(own[-_MOST_TIMES:], dtype=torch.float64)
+            table[: len(newest)] = newest
+        dist.broadcast(table, dist.get_global_rank(self._group, 0), group=self._group)
+        known = table[~table[:, 0].isnan()].tolist()
+        return [(int(batch), int(depth), seconds) for batch, depth, seconds in known]

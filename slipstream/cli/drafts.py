@@ -6,112 +6,39 @@ running service.
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any
-
-import msgspec
-from rich.table import Table
-
-if TYPE_CHECKING:
-    from speculator.versions.operator import Details, Difference, DraftRow, EngineRow, Overview
-
-
 import contextlib
 import getpass
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from slipstream.cli.options import AsJson
+from slipstream.cli.effects import DRAFT_INIT, check_options
+from slipstream.cli.options import AsJson, DraftVocab, Model, VocabFrom
+from slipstream.logs import configure_logs
 from slipstream.models import check_target, checked_fingerprint, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
+from slipstream.terminal import print_json, working
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculator.redis.control_plane import DraftPointer
-    from speculator.versions.operator import DraftChange, DraftDesk
-
-
-from slipstream.cli.effects import DRAFT_INIT, check_options
-from slipstream.cli.options import DraftVocab, Model, VocabFrom
-from slipstream.logs import configure_logs
-from slipstream.terminal import print_json, working
-
-
-def overview_table(overview: Overview) -> list[Any]:
-    table = Table("version", "state", "parent", "created", "gate", "served as")
-    for row in overview.drafts:
-        state = "unknown" if row.state is None else row.state.value
-        gate = row.damage or _short(row.gate)
-        table.add_row(str(row.version), state, or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
-    engines = [_engines_table(overview.engines)] if overview.engines else []
-    return [table, *engines, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
-
-
-def _engines_table(rows: list[EngineRow]) -> Table:
-    table = Table("engine", "version", "role", "accept length", "target", "trials", "last verdict")
-    for row in rows:
-        length = "–" if row.accept_length is None else f"{row.accept_length:.3f}"
-        numbers = (or_dash(row.version), row.role or "–", length, or_dash(row.target_version))
-        table.add_row(row.engine_id, *numbers, row.verdicts or "–", row.last_verdict or "–")
-    return table
-
-
-def _served_as(row: DraftRow) -> str:
-    marks = {"last good": row.is_last_good, "published": row.is_published, "pinned": row.is_pinned}
-    return ", ".join([*(name for name, holds in marks.items() if holds), *row.engines])
-
-
-def details_tables(details: Details) -> list[Any]:
-    manifest = Table("manifest", "", show_header=False)
-    for name, value in msgspec.to_builtins(details.manifest).items():
-        manifest.add_row(name, msgspec.json.encode(value).decode() if isinstance(value, dict) else or_dash(value))
-    manifest.add_row("served as", _served_as(details.draft) or "–")
-    history = Table("when", "state", "by", "reason", "numbers")
-    for each in details.history:
-        history.add_row(_when(each.at_ms), each.state.value, each.actor, each.reason, _short(each.numbers))
-    return [manifest, history]
-
-
-def difference_tables(difference: Difference) -> list[Any]:
-    tensors = Table("tensor", "relative L2", "cosine", "changed elements")
-    for each in difference.tensors:
-        if each.num_changed is None:
-            tensors.add_row(each.name, "–", "–", f"shapes {each.shapes[0]} and {each.shapes[1]}")
-        else:
-            tensors.add_row(each.name, _figure(each.relative_l2), _figure(each.cosine), str(each.num_changed))
-    rest = Table("", f"version {difference.a}", f"version {difference.b}")
-    for name, (a, b) in {**difference.config, **difference.manifest}.items():
-        rest.add_row(name, or_dash(a), or_dash(b))
-    return [tensors, rest]
-
-
-def _short(numbers: Any) -> str:
-    """Numbers on one line, texts and tables of the gate's left to --json."""
-    if not isinstance(numbers, dict):
-        return or_dash(numbers)
-    shown = {name: value for name, value in numbers.items() if isinstance(value, str | int | float)}
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+    from speculator.versions.operator import (
+        Details,
+        Difference,
+        DraftChange,
+        DraftDesk,
+        DraftRow,
+        EngineRow,
+        Overview,
     )
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.6f}"
-
-
-def or_dash(value: object) -> str:
-    return "–" if value is None else str(value)
-
-
-def _when(at_ms: int | None) -> str:
-    return "–" if at_ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1000))
-
 
 app = typer.Typer(no_args_is_help=True, help="Draft versions: look at them, choose which one is served.")
 
@@ -135,7 +62,7 @@ def list_versions(
     """All versions, oldest first; without --model or without Redis, what is on disk alone."""
     with _desk(store, redis_url, model) as desk:
         overview = desk.overview()
-    _print(overview, as_json, lambda: overview_table(overview))
+    _print(overview, as_json, lambda: _overview_tables(overview))
 
 
 @app.command()
@@ -149,7 +76,7 @@ def show(
     """One version: where it comes from, the gate's numbers, and every change of its state with its reason."""
     with _desk(store, redis_url, model) as desk:
         details = desk.show(version)
-    _print(details, as_json, lambda: details_tables(details))
+    _print(details, as_json, lambda: _details_tables(details))
 
 
 @app.command()
@@ -157,7 +84,7 @@ def diff(a: Version, b: Version, store: StoreOption = STORE, as_json: AsJson = F
     """What changed from one version to another: tensors, config, manifest."""
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
         difference = desk.diff(a, b)
-    _print(difference, as_json, lambda: difference_tables(difference))
+    _print(difference, as_json, lambda: _difference_tables(difference))
 
 
 @app.command()
@@ -270,7 +197,7 @@ def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> Non
 
 def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
     state = "unknown" if outcome.state is None else outcome.state.value
-    line = f"{what}: draft version {outcome.version}, {state}; engines should run {or_dash(outcome.desired)}"
+    line = f"{what}: draft version {outcome.version}, {state}; engines should run {_or_dash(outcome.desired)}"
     _print(outcome, as_json, lambda: [line])
 
 
@@ -345,3 +272,76 @@ def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **ask
     # What is there says which target it was made for: reading a large target's weights takes minutes.
     fingerprint = checked_fingerprint(model_dir, store) if latest is None else store.manifest(latest).target_fingerprint
     return store.folder(ensure_lineage(store, model_dir, fingerprint, **asked)).absolute()
+
+
+# -- tables for a terminal
+
+
+def _overview_tables(overview: Overview) -> list[Any]:
+    table = Table("version", "state", "parent", "created", "gate", "served as")
+    for row in overview.drafts:
+        state = "unknown" if row.state is None else row.state.value
+        gate = row.damage or _short(row.gate)
+        table.add_row(str(row.version), state, _or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
+    engines = [_engines_table(overview.engines)] if overview.engines else []
+    return [table, *engines, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
+
+
+def _engines_table(rows: list[EngineRow]) -> Table:
+    table = Table("engine", "version", "role", "accept length", "target", "trials", "last verdict")
+    for row in rows:
+        length = "–" if row.accept_length is None else f"{row.accept_length:.3f}"
+        numbers = (_or_dash(row.version), row.role or "–", length, _or_dash(row.target_version))
+        table.add_row(row.engine_id, *numbers, row.verdicts or "–", row.last_verdict or "–")
+    return table
+
+
+def _served_as(row: DraftRow) -> str:
+    marks = {"last good": row.is_last_good, "published": row.is_published, "pinned": row.is_pinned}
+    return ", ".join([*(name for name, holds in marks.items() if holds), *row.engines])
+
+
+def _details_tables(details: Details) -> list[Any]:
+    manifest = Table("manifest", "", show_header=False)
+    for name, value in msgspec.to_builtins(details.manifest).items():
+        manifest.add_row(name, msgspec.json.encode(value).decode() if isinstance(value, dict) else _or_dash(value))
+    manifest.add_row("served as", _served_as(details.draft) or "–")
+    history = Table("when", "state", "by", "reason", "numbers")
+    for each in details.history:
+        history.add_row(_when(each.at_ms), each.state.value, each.actor, each.reason, _short(each.numbers))
+    return [manifest, history]
+
+
+def _difference_tables(difference: Difference) -> list[Any]:
+    tensors = Table("tensor", "relative L2", "cosine", "changed elements")
+    for each in difference.tensors:
+        if each.num_changed is None:
+            tensors.add_row(each.name, "–", "–", f"shapes {each.shapes[0]} and {each.shapes[1]}")
+        else:
+            tensors.add_row(each.name, _figure(each.relative_l2), _figure(each.cosine), str(each.num_changed))
+    rest = Table("", f"version {difference.a}", f"version {difference.b}")
+    for name, (a, b) in {**difference.config, **difference.manifest}.items():
+        rest.add_row(name, _or_dash(a), _or_dash(b))
+    return [tensors, rest]
+
+
+def _short(numbers: Any) -> str:
+    """Numbers on one line, texts and tables of the gate's left to --json."""
+    if not isinstance(numbers, dict):
+        return _or_dash(numbers)
+    shown = {name: value for name, value in numbers.items() if isinstance(value, str | int | float)}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6f}"
+
+
+def _or_dash(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _when(at_ms: int | None) -> str:
+    return "–" if at_ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1000))

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from uuid import uuid4
@@ -33,17 +32,6 @@ _SILENCE_S = 60.0
 """A server that lives sends something every ten."""
 _LATER = (429, 503)
 """Statuses with which a server says: retry."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    url: str
-    api_key: str | None
-    model: str | None
-    """None: the one that the server serves."""
-    logprobs: bool
-    retry_s: float
-    """Without a sample or an answer for so long, it is given up."""
 
 
 class _Model(msgspec.Struct):
@@ -68,9 +56,22 @@ def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any
 class RolloutClient:
     """One rollout, from its submission to its last sample."""
 
-    def __init__(self, options: RolloutOptions, groups: Mapping[str, dict[str, Any]]) -> None:
-        """`groups` by where they stand, which is what a refusal names."""
-        self._options, self._groups = options, groups
+    def __init__(
+        self,
+        groups: Mapping[str, dict[str, Any]],
+        *,
+        url: str,
+        api_key: str | None,
+        model: str | None,
+        logprobs: bool,
+        retry_s: float,
+    ) -> None:
+        """`groups` by where they stand, which is what a refusal names; `model` None is the one that the server serves.
+
+        The client gives up after `retry_s` without a sample or an answer.
+        """
+        self._groups, self._url, self._api_key = groups, url, api_key
+        self._model, self._logprobs, self._retry_s = model, logprobs, retry_s
         self._id = uuid4().hex
         self._num_samples = 0
         self._failing_since_s: float | None = None
@@ -85,12 +86,12 @@ class RolloutClient:
         Raises ConfigError for what the server refuses, EngineError where it goes away for good.
         """
         states: Counter[str] = Counter()
-        headers = {"authorization": f"Bearer {self._options.api_key}"} if self._options.api_key else {}
+        headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
         try:
-            client = httpx.Client(base_url=self._options.url, headers=headers, timeout=timeout, trust_env=False)
+            client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{self._options.url!r} is no address ({error}): check --url") from None
+            raise ConfigError(f"{self._url!r} is no address ({error}): check --url") from None
         with client as http:
             try:
                 for sample in self._samples(http):
@@ -120,7 +121,7 @@ class RolloutClient:
                         why = said["error"]["message"]
             except httpx.TransportError as failure:
                 if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
-                    message = f"nothing answers at {self._options.url}: start the server, or check --url"
+                    message = f"nothing answers at {self._url}: start the server, or check --url"
                     raise ConfigError(message) from None
                 why = type(failure).__name__
             self._pause(why)
@@ -143,13 +144,13 @@ class RolloutClient:
             yield {"error": {"message": _message(response)}}
 
     def _body(self, http: httpx.Client) -> dict[str, Any]:
-        model = self._options.model
+        model = self._model
         if model is None:
             response = http.get("/v1/models", timeout=_CONNECT_S)
             if response.status_code != 200:
-                raise ConfigError(f"{self._options.url} does not say what it serves: {_message(response)}")
+                raise ConfigError(f"{self._url} does not say what it serves: {_message(response)}")
             model = self._decoded(response.content, _Models).data[0].id
-        return {"id": self._id, "model": model, "groups": [*self._groups.values()], "logprobs": self._options.logprobs}
+        return {"id": self._id, "model": model, "groups": [*self._groups.values()], "logprobs": self._logprobs}
 
     def _check_refusal(self, response: httpx.Response) -> None:
         """Raises for what will not be another time."""
@@ -174,13 +175,13 @@ class RolloutClient:
         try:
             return msgspec.json.decode(raw, type=kind)
         except (ValueError, RecursionError):
-            raise ConfigError(f"{self._options.url} answers as no Slipstream server does: check --url") from None
+            raise ConfigError(f"{self._url} answers as no Slipstream server does: check --url") from None
 
     def _pause(self, why: str) -> None:
         now_s = time.monotonic()
         self._failing_since_s = self._failing_since_s or now_s
-        if now_s - self._failing_since_s > self._options.retry_s:
-            raise EngineError(f"{self._options.url} is gone after {self._num_samples} samples: {why}")
+        if now_s - self._failing_since_s > self._retry_s:
+            raise EngineError(f"{self._url} is gone after {self._num_samples} samples: {why}")
         time.sleep(_PAUSE_S)
 
 
@@ -217,15 +218,13 @@ def rollout(
     A connection that breaks is made again, and nothing is generated or written twice. Exit code 1 where samples were
     aborted or the server is gone for good, 2 where it refuses the file.
     """
-    from slipstream.cli.rollout import RolloutClient, RolloutOptions, read_groups
+    from slipstream.cli.rollout import RolloutClient, read_groups
 
     groups = read_groups(file, {} if max_tokens is None else {"max_tokens": max_tokens})
     groups = {
         place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()
     }
-    client = RolloutClient(
-        RolloutOptions(url=url, api_key=api_key, model=model, logprobs=logprobs, retry_s=retry_s), groups
-    )
+    client = RolloutClient(groups, url=url, api_key=api_key, model=model, logprobs=logprobs, retry_s=retry_s)
     try:
         target = nullcontext(sys.stdout.buffer) if out is None else out.open("wb")
     except OSError as error:

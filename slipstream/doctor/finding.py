@@ -29,7 +29,10 @@ class Finding:
     detail: str
 
 
-ok, warning, failed, skipped = (partial(Finding, level) for level in Level)
+ok = partial(Finding, Level.OK)
+warning = partial(Finding, Level.WARNING)
+failed = partial(Finding, Level.FAILED)
+skipped = partial(Finding, Level.SKIPPED)
 
 Check = Callable[[], Iterator[Finding]]
 

@@ -16,8 +16,8 @@ import redis
 import structlog
 import torch
 
-from serving.capture.privacy import CaptureFilter, ErasureWatch
-from serving.capture.recorder import TraceRecorder
+from serving.capture.filter import CaptureFilter
+from serving.capture.recorder import ErasureWatch, TraceRecorder
 from serving.capture.sampling import DEFAULT_FLOOR, CaptureSampler
 from serving.engine import Engine
 from serving.gateway.app import create_app
@@ -64,7 +64,7 @@ class ServeOptions:
     trace_ttl_hours: float = 0
     """0 sets no limit."""
     capture_filter: str | None = None
-    """MODULE:FUNCTION; see serving/capture/privacy.py."""
+    """MODULE:FUNCTION; see serving/capture/filter.py."""
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
 

@@ -24,19 +24,22 @@ It is halved where many looks in a row were in vain, until one is not or another
 at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
 says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
 
+SGLang fixes one length for all chains before it drafts, and tells the times of whole rounds alone. For it `plan_depth`
+takes the same maximum, R_k being the product of the shares of proposals that were accepted at each position.
+
 `Earnings` has what the head earns: by domain, as verifications and looks say, older ones fading.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from speculator.proposals.calibration import Calibration
-from speculator.proposals.depth import PositionAcceptance
+from speculator.proposals.calibration import Calibration, PositionAcceptance
 from speculator.proposals.round_costs import RoundTimes
 
 _MEMORY = 0.98
@@ -171,6 +174,12 @@ that is put by.
 _LONGEST_LOOK = 12.0
 """Steps. A request whose prompt would take longer to read is not looked at."""
 _AWAKE_ROUNDS = 100
+_LEAST_LOOK = 0.5
+"""Plain rounds that a look at short chains counts as at least: so such looks are few where chains cost little."""
+_TRIAL_ROUNDS = 12.0
+"""Of a length for a whole round: more than for single chains, since it is hardly run again where it seems too dear."""
+_BETTER = 1.02
+"""What more proposals must at least promise where all requests get them: times are noisy, and switching has a price."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +208,11 @@ class Plan:
     """Which requests take their suffix tree where the head is asked."""
 
     @property
+    def is_look(self) -> bool:
+        """Whether something is drafted only to see how good the draft is, or what another length costs."""
+        return self.look is not None
+
+    @property
     def rate(self) -> float:
         """λ, in tokens' worth a second."""
         return self.value / self.expected_s if self.expected_s else 0.0
@@ -210,7 +224,7 @@ class RoundPlanner:
     def __init__(self, *, max_depth: int, look_share: float = 0.01, seed: int = 0) -> None:
         self.times = RoundTimes()
         self.confidence = Calibration()
-        self._positions = PositionAcceptance(max_depth)
+        self.positions = PositionAcceptance(max_depth)
         self.earnings = Earnings()
         self._proposals: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
         self._steps: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
@@ -293,19 +307,70 @@ class RoundPlanner:
         more_s = self.times.draft_s(plan.batch, num_steps + 1, plan.batch) - self.times.draft_s(
             plan.batch, num_steps, plan.batch
         )
-        expected = reach * self._positions.rate(num_steps + 1)
+        expected = reach * self.positions.rate(num_steps + 1)
         price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
         return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
+
+    def plan_depth(self, batch: int, depths: Sequence[int]) -> Plan:
+        """The plan of an engine that fixes one length for all chains of a round before it drafts, SGLang.
+
+        `depths` are the lengths that it can choose from, 0 first. Its times are those of whole rounds, drafting
+        included, told by `observe_round`. A look is a round of the shortest chains. Engines that were told the same
+        rounds in the same order plan the same.
+        """
+        reaches = itertools.accumulate(
+            (self.positions.rate(position) for position in range(1, depths[-1] + 1)), operator.mul
+        )
+        gains = [batch * reach for reach in reaches]
+        best = self._best(batch, 0, gains, depths, at_least=_BETTER)
+        if not best.plain_s:
+            return best  # nothing was measured yet
+        deeper = [depth for depth in depths if depth > best.num_proposals]
+        if deeper and not self.times.is_known(batch, deeper[0], after=_TRIAL_ROUNDS):
+            # What it costs is unknown: it is tried where it would pay if it cost no more.
+            trial = self._at_depth(best, deeper[0], gains)
+            if trial.expected_tokens > _BETTER * best.expected_tokens:
+                return trial
+        if best.num_proposals:
+            # Now and then the next shorter or longer one is run to see what it costs.
+            if self._random.random() < self._look_share:
+                nearest = [*[depth for depth in depths if depth < best.num_proposals][-1:], *deeper[:1]]
+                return replace(self._at_depth(best, self._random.choice(nearest), gains), look=0)
+            return best
+        if not deeper:
+            return best
+        if self._granted:
+            self._looks_left_s, self._granted = self._granted * best.plain_s, 0.0
+        if self._looks_left_s <= 0:
+            self._looks_left_s += self._look_share * best.plain_s
+            return best
+        look = self._at_depth(best, deeper[0], gains)
+        self._looks_left_s -= max(look.expected_s - best.plain_s, _LEAST_LOOK * best.plain_s)
+        return replace(look, look=0)
+
+    def _at_depth(self, plan: Plan, depth: int, gains: Sequence[float]) -> Plan:
+        tokens, seconds = plan.batch + sum(gains[:depth]), self.times.verify_s(plan.batch, depth, 0)
+        return replace(plan, num_proposals=depth, expected_tokens=tokens, value=tokens, expected_s=seconds)
 
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix trees; with none of them it is plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
+        return self._best(batch, num_keys, gains, range(len(gains) + 1))
+
+    def _best(
+        self, batch: int, num_keys: int, gains: Sequence[float], depths: Sequence[int], *, at_least: float = 1.0
+    ) -> Plan:
+        """The number of proposals that commits the most tokens a second.
+
+        Proposal k brings `gains[k − 1]` tokens in all requests. More proposals must promise `at_least` times as much.
+        """
+        totals = list(itertools.accumulate(gains, initial=float(batch)))
         plain_s = self.times.verify_s(batch, 0, num_keys)
         depth, tokens, seconds = 0, float(batch), plain_s
-        for more, total in enumerate(itertools.accumulate(gains, initial=tokens)):
+        for more in depths:
             more_s = self.times.verify_s(batch, more, num_keys) if more else plain_s
-            if total * seconds > tokens * more_s:
-                depth, tokens, seconds = more, total, more_s
+            if totals[more] * seconds > at_least * tokens * more_s:
+                depth, tokens, seconds = more, totals[more], more_s
         return Plan(
             batch=batch,
             num_keys=num_keys,
@@ -408,16 +473,24 @@ class RoundPlanner:
         """What a round earned with the head's chains."""
         for verdict in verdicts:
             self._dismissed = ()
-            self._positions.add(len(verdict.probabilities), verdict.num_accepted)
+            self.positions.add(len(verdict.probabilities), verdict.num_accepted)
             self.earnings.add(verdict)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
+    def observe_round(self, batch: int, depth: int, seconds: float) -> None:
+        """What a whole round took that `plan_depth` has planned."""
+        self.times.add_verification(batch, depth, 0, seconds)
+
+    def look_again(self) -> None:
+        """Look at a draft that was not used for a while."""
+        self._granted = _LOOKS_AFTER_RENEWAL
+
     def renew(self) -> None:
         """Another draft version is in service: look at it even where the last one did not pay."""
-        self._positions.fade(RENEWED_WEIGHT)
+        self.positions.fade(RENEWED_WEIGHT)
         self.earnings.renew()
         self._dismissed = ()
-        self._granted = _LOOKS_AFTER_RENEWAL
+        self.look_again()
         # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
         self._last_use = self._num_plans

@@ -92,6 +92,10 @@ class FittedTime:
             factor = (total + _SIZE_PRIOR * factor) / (weight + _SIZE_PRIOR)
         return factor * self._dot(self._weights, features)
 
+    def sizes(self) -> list[Hashable]:
+        """Those that have a factor of their own; for any thread."""
+        return list(self._factors)
+
     def weight(self, size: Hashable) -> float:
         """Of what was measured of a size: about the number of its rounds."""
         return self._factors.get(size, (0.0, 0.0))[1]
@@ -144,9 +148,14 @@ class RoundTimes:
         features, sizes = _of_drafting(batch, num_steps, num_pairs)
         return self._pace * self._draft.seconds(features, sizes=sizes)
 
-    def is_known(self, batch: int, num_proposals: int) -> bool:
-        """Whether a verification of this size was run often enough to be judged by its own time."""
-        return self._verify.weight((batch, num_proposals)) > _KNOWN_AFTER
+    def is_known(self, batch: int, num_proposals: int, *, after: float = _KNOWN_AFTER) -> bool:
+        """Whether a verification of this size was run often enough, `after` times, to be judged by its own time."""
+        return self._verify.weight(_size(batch, num_proposals)) > after
+
+    def verify_ms_by_size(self) -> dict[tuple[int, int], float]:
+        """Milliseconds of each (batch size, proposals) that was measured, of short contexts."""
+        sizes = [size for size in self._verify.sizes() if isinstance(size, tuple)]
+        return {(batch, proposals): 1000 * self.verify_s(batch, proposals, 0) for batch, proposals in sizes}
 
     def add_verification(self, batch: int, num_proposals: int, num_keys: int, seconds: float) -> None:
         features, sizes = _of_verification(batch, num_proposals, num_keys)
@@ -165,8 +174,15 @@ class RoundTimes:
 def _of_verification(batch: int, num_proposals: int, num_keys: int) -> tuple[list[float], Sizes]:
     """Features and sizes."""
     rows = num_proposals + 1
-    return [1.0, batch * rows, rows * num_keys], (batch, (batch, num_proposals))
+    size = _size(batch, num_proposals)
+    return [1.0, batch * rows, rows * num_keys], (size[0], size)
 
 
 def _of_drafting(batch: int, num_steps: int, num_pairs: int) -> tuple[list[float], Sizes]:
-    return [1.0, num_steps, num_steps * batch + num_pairs], (batch, (batch, num_steps))
+    size = _size(batch, num_steps)
+    return [1.0, num_steps, num_steps * batch + num_pairs], (size[0], size)
+
+
+def _size(batch: int, num_proposals: int) -> tuple[int, int]:
+    """What shares a factor: up to eight requests each number, of more 9–16, 17–32, and so on."""
+    return (batch if batch <= 8 else 1 << (batch - 1).bit_length()), num_proposals

@@ -31,10 +31,11 @@ def rounds(
     mix: Mapping[Stratum, float] | None = None,
     spread: float = 0.0,
     batch: int = 1,
+    depth: int = DEPTH,
     control_share: float = 0.0,
     round_s: float = 0.04,
     plain_s: float = 0.03,
-    by_text: int = 0,
+    target_version: int = 0,
 ) -> Iterator[WatchedRound]:
     """Endless rounds of requests drawn from the strata by `mix`, which differ in their acceptance by about `spread`."""
     strata = list(lengths)
@@ -49,19 +50,28 @@ def rounds(
             running.append((f"{version}-{number}", stratum, rate, _REQUEST_VERIFICATIONS))
             number += 1
         if rng.random() < control_share:
-            yield WatchedRound(version, batch, False, plain_s * rng.uniform(0.9, 1.1), batch, ())
+            seconds = plain_s * rng.uniform(0.9, 1.1)
+            yield WatchedRound(version, batch, False, seconds, batch, (), target_version=target_version)
             continue
         verifications = []
         for request_id, stratum, rate, _ in running:
             accepted = 0
-            while accepted < DEPTH and rng.random() < rate:
+            while accepted < depth and rng.random() < rate:
                 accepted += 1
-            verifications.append(Verification(request_id, stratum, accepted, DEPTH))
+            verifications.append(Verification(request_id, stratum, accepted, depth))
         running = [(*row, left - 1) for *row, left in running if left > 1]  # type: ignore[misc]
         committed = batch + sum(verification.accepted for verification in verifications)
         seconds = round_s * rng.uniform(0.9, 1.1)
-        proposed = Proposed(batch * DEPTH, by_text)
-        yield WatchedRound(version, batch, True, seconds, committed, tuple(verifications), proposed)
+        yield WatchedRound(
+            version,
+            batch,
+            True,
+            seconds,
+            committed,
+            tuple(verifications),
+            Proposed(batch * depth),
+            target_version=target_version,
+        )
 
 
 def serve(watch: LiveWatch, source: Iterator[WatchedRound], count: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +49,26 @@ def run_cli() -> RunCli:
         )
 
     return run
+
+
+@contextmanager
+def service(
+    log: Path, *arguments: object, module: str = "slipstream", **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command line as a process, on one thread, until the block ends: then SIGTERM ends it, and without complaint."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **TRAINER_ENV, **environment},
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()[-4000:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +129,7 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def invoke(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """Run a command line in this process."""
 
     def run(*arguments: object) -> Ended:
@@ -119,11 +141,11 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def refused(command: Callable[..., Ended]) -> Callable[..., str]:
+def refused(invoke: Callable[..., Ended]) -> Callable[..., str]:
     """Run a command line that must end with exit code 2 and one line, which is returned."""
 
     def run(*arguments: object) -> str:
-        code, _, err = command(*arguments)
+        code, _, err = invoke(*arguments)
         printed = [line for line in err.splitlines() if line and not line.startswith("{")]
         assert code == 2, printed
         assert len(printed) == 1, printed

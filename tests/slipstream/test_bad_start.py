@@ -115,8 +115,8 @@ def test_an_option_of_other_redis_clients(
 
 
 def test_doctor_names_the_option_of_another_redis_client(
-    command: Callable[..., Ended], toy_model: Path, redis_url: str
+    invoke: Callable[..., Ended], toy_model: Path, redis_url: str
 ) -> None:
-    ended = command("doctor", "--model", toy_model, "--redis-url", f"{redis_url}&decode_responses=true")
+    ended = invoke("doctor", "--model", toy_model, "--redis-url", f"{redis_url}&decode_responses=true")
     assert ended.code == 1
     assert "sets decode_responses," in ended.err

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import structlog
 from slipstream.logs import HANDLER, configure_logs
 from speculator.errors import ConfigError
 from tests.fixtures.waiting import url_in, wait_until
+from tests.slipstream.conftest import service
 
 MARKER = "xyzzyprompt"
 
@@ -122,21 +121,12 @@ def test_no_text_of_a_request_reaches_anything_but_its_trace(
     succeed, are refused, break off and find nothing, with capture on.
     """
     log = tmp_path / "serve.log"
-    words = ["serve", "--model", str(toy_model), "--redis-url", redis_url, "--store", str(tmp_path / "drafts")]
-    environment = {**os.environ, "SLIPSTREAM_LOG_LEVEL": "debug", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream", *words, "--port", "0", "--capture"],
-            stdout=output, stderr=output, env=environment,
-        )  # fmt: skip
-    try:
+    words = ("serve", "--model", toy_model, "--redis-url", redis_url, "--store", tmp_path / "drafts", "--port", 0)
+    with service(log, *words, "--capture", SLIPSTREAM_LOG_LEVEL="debug"):
         url = url_in(log)
         responses, answers = _talk(url)
         wait_until(lambda: "slipstream_traces_appended_total 2.0" in httpx.get(f"{url}/metrics").text)
         metrics = httpx.get(f"{url}/metrics").text
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     requests = {line["request_id"]: line for line in lines if line["event"] == "request"}
     statuses = {response.headers["x-request-id"]: response.status_code for response in responses}

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -26,24 +20,7 @@ from speculator.versions.store import DraftStore
 from tests.fixtures.telemetry import LIVE, last_time_up, query, questions, recorded, without_data
 from tests.fixtures.toy import moved_model
 from tests.fixtures.waiting import url_in, wait_until
-from tests.slipstream.conftest import TRAINER_ENV, WatchedDemo
-
-
-@contextlib.contextmanager
-def _process(log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream", *map(str, arguments)],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **TRAINER_ENV},
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0, log.read_text()
+from tests.slipstream.conftest import WatchedDemo, service
 
 
 def _metrics(url: str) -> Sample:
@@ -67,7 +44,7 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
         # In bfloat16 PyTorch may round otherwise in passes of another width.
         serve = (*serve, "--vocab-from", tmp_path / "texts.jsonl", "--dtype", "float32")
         serve_log, train_log = tmp_path / "serve.log", tmp_path / "train.log"
-        with _process(serve_log, *serve) as server:
+        with service(serve_log, *serve) as server:
             url = url_in(serve_log)
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
@@ -87,12 +64,12 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
                 ask(next(asked))
                 return _metrics(url).total("slipstream_draft_version") >= version
 
-            with _process(train_log, *train) as trainer:
+            with service(train_log, *train) as trainer:
                 wait_until(lambda: version_at_least(2), timeout_s=90)
                 trainer.kill()
                 trainer.wait()
             killed_at = _metrics(url).total("slipstream_draft_version")
-            with _process(train_log, *train):
+            with service(train_log, *train):
                 wait_until(lambda: version_at_least(int(killed_at) + 1), timeout_s=90)
                 captured = _metrics(url).total("slipstream_traces_captured_total")
                 wait_until(lambda: _accounted(redis.url, tmp_path / "drafts", toy_model) >= captured, timeout_s=60)

@@ -17,7 +17,7 @@ import redis
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from serving.capture.privacy import ErasureWatch
+from serving.capture.recorder import ErasureWatch
 from serving.group_cache.texts import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli.main import app

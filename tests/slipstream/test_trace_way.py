@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,27 +12,12 @@ import pytest
 from slipstream.demo.servers import Sample
 from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.waiting import url_in, wait_until
-from tests.slipstream.conftest import TRAINER_ENV
+from tests.slipstream.conftest import service
 
-MOST_FILES = 104
+MOST_FILES = 69
 OF_REQUESTS = ("serving/gateway/", "serving/rollout/", "slipstream/")
 """Not the way of a trace: how requests come in, and how services are started and ended."""
-
-
-@contextlib.contextmanager
-def _traced(out: Path, log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.slipstream.traced", str(out), *map(str, arguments)],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **TRAINER_ENV},
-        )
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
+TRACED = "tests.slipstream.traced"
 
 
 def test_a_trace_enters_few_files(toy_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,10 +25,11 @@ def test_a_trace_enters_few_files(toy_model: Path, tmp_path: Path, capsys: pytes
     with EmbeddedRedis(tmp_path / "redis") as redis:
         common = ("--model", toy_model, "--redis-url", redis.url, "--store", tmp_path / "drafts")
         serve_log, train_log = tmp_path / "serve.log", tmp_path / "train.log"
+        train = ("train", *common, "--state", tmp_path / "state")
         serve = ("serve", *common, "--port", 0, "--capture", "--draft-vocab-size", 24)
-        with _traced(engine, serve_log, *serve) as server:
+        with service(serve_log, engine, *serve, module=TRACED) as server:
             url = url_in(serve_log)
-            with _traced(trainer, train_log, "train", *common, "--state", tmp_path / "state") as learner:
+            with service(train_log, trainer, *train, module=TRACED) as learner:
                 wait_until(lambda: '"training"' in train_log.read_text(), timeout_s=90)
                 for process in (server, learner):
                     process.send_signal(signal.SIGUSR1)

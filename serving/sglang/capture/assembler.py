@@ -34,10 +34,15 @@ from speculator.tracing import record
 
 log = structlog.get_logger(__name__)
 
-_GATHER_S, _GATHER_BYTES = 1.0, 16 << 20
-"""How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""
-_MOST_QUEUED_BYTES = 4 * _GATHER_BYTES
-"""With more, the assembler is behind."""
+
+@dataclass(frozen=True)
+class Gathering:
+    """How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""
+
+    seconds: float = 1.0
+    num_bytes: int = 16 << 20
+    behind_bytes: int = 64 << 20
+    """With more in the queue, the assembler is behind."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,17 @@ class TraceAssembler:
         target_fingerprint: str,
         device: torch.device,
         on_trace: Callable[[Trace], object],
+        gathering: Gathering = Gathering(),
     ) -> None:
+        self._gathering = gathering
         self._buffer_bytes, self._is_cpu = settings.buffer_bytes, device.type == "cpu"
         self._engine_id, self._fingerprint, self._on_trace = engine_id, target_fingerprint, on_trace
         self._top_tokens = TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._lock = threading.Lock()
-        self._held_bytes = 0  # queued copies and the rows of open spans
-        self._queued_bytes = 0  # of them the copies
+        self.held_bytes = self.queued_bytes = 0
+        """Of queued copies and the rows of open spans; of the copies alone."""
         self.target_version = 0
         """Set when a new target is announced: what was begun under another is not recorded."""
         self.dropped: collections.Counter[str] = collections.Counter()
@@ -105,19 +112,19 @@ class TraceAssembler:
     @property
     def has_room(self) -> bool:
         """Whether another request may be captured."""
-        return self._held_bytes <= self._buffer_bytes
+        return self.held_bytes <= self._buffer_bytes
 
     @property
     def is_behind(self) -> bool:
         """Whether logits are better reduced before they are handed over, whatever the device."""
-        return self._queued_bytes > _MOST_QUEUED_BYTES
+        return self.queued_bytes > self._gathering.behind_bytes
 
     def hand_over(self, step: Prefill | Verification) -> None:
         """Count what was copied of a step as held, and queue it."""
         with self._lock:
-            self._held_bytes += step.copy.num_bytes
-            self._queued_bytes += step.copy.num_bytes
-            is_much = self._queued_bytes >= _GATHER_BYTES
+            self.held_bytes += step.copy.num_bytes
+            self.queued_bytes += step.copy.num_bytes
+            is_much = self.queued_bytes >= self._gathering.num_bytes
         self._queue.put(step)
         if is_much:
             self._urgent.set()
@@ -145,7 +152,7 @@ class TraceAssembler:
     def _gather(self) -> list[_Event]:
         """Waits for an event, and for more until a request ends, there is much, or the time is over."""
         gathered = [self._queue.get()]
-        self._urgent.wait(_GATHER_S)
+        self._urgent.wait(self._gathering.seconds)
         self._urgent.clear()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -197,8 +204,8 @@ class TraceAssembler:
         finally:
             num_bytes = sum(step.copy.num_bytes for step in steps)
             with self._lock:
-                self._held_bytes -= num_bytes
-                self._queued_bytes -= num_bytes
+                self.held_bytes -= num_bytes
+                self.queued_bytes -= num_bytes
 
     def _grow(self, additions: Sequence[tuple[Ticket, Rows, Sequence[Round]]]) -> None:
         num_bytes = 0
@@ -215,7 +222,7 @@ class TraceAssembler:
                 self._fail(ticket, error)
             num_bytes += span.num_bytes - before
         with self._lock:
-            self._held_bytes += num_bytes
+            self.held_bytes += num_bytes
             too_much = not self.has_room
         if too_much:
             # The newest pay: what runs now. New requests are not opened until there is room again.
@@ -227,7 +234,7 @@ class TraceAssembler:
         assert span is not None
         ticket.span = None
         with self._lock:
-            self._held_bytes -= span.num_bytes
+            self.held_bytes -= span.num_bytes
         if span.target_version != self.target_version:
             ticket.dropped = ticket.dropped or "target_moved"
         if not ticket.dropped:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.capture.privacy import CaptureFilter
+from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Prefill, TraceAssembler, Verification
@@ -83,10 +83,11 @@ class Capture:
         sampler: CaptureSampler | None = None,
     ) -> None:
         """Raises ConfigError for a device that nothing can be copied from."""
-        self._settings, self._assembler, self._probe = settings, assembler, probe
+        self._settings, self.assembler, self._probe = settings, assembler, probe
         self._budget, self._sampler = budget, sampler
         self._copier, self._top_tokens = HostCopier(device), TopTokens(settings.capture_topk)
-        self._is_cpu = device.type == "cpu"
+        self.reduces_late = device.type == "cpu"
+        """Whether logits are reduced by the assembler: on a CPU that is another core."""
         self._open_tickets = weakref.WeakSet[Ticket]()
         """Of requests that run. Weak: a request may vanish without being released."""
         self.refused: collections.Counter[str] = collections.Counter()
@@ -114,7 +115,7 @@ class Capture:
         if rows:
             own = {"features": torch.cat(features).to(torch.bfloat16)}
             own |= self._of_logits(logits, None if len(chosen) == len(logits) else chosen)
-            self._assembler.hand_over(Prefill(self._copier.start({}, own), tuple(rows)))
+            self.assembler.hand_over(Prefill(self._copier.start({}, own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
         """What only the input of a verification tells; give it to `after_verify`."""
@@ -138,13 +139,13 @@ class Capture:
             tensors = {name: tensor[chosen] for name, tensor in tensors.items()}
         tensors["features"] = tensors["features"].to(torch.bfloat16)
         shared, own = (tensors, {}) if chosen is None else ({}, tensors)
-        if self._is_cpu and num_nodes > 1:
+        if self.reduces_late and num_nodes > 1:
             # Here the verdict is known by now: only what was committed has to be copied and reduced.
             index = tensors["accept_index"]
             own["nodes"] = committed_nodes(index, tensors["first_node"], num_nodes)
             logits, chosen = logits.flatten(0, 1), index[index >= 0]
         own |= self._of_logits(logits, chosen)
-        self._assembler.hand_over(
+        self.assembler.hand_over(
             Verification(
                 self._copier.start(shared, own),
                 tuple(tickets.values()),
@@ -164,13 +165,13 @@ class Capture:
             ticket.dropped = ticket.dropped or ("retracted" if not request.finished() else "aborted")
         tokens = [*request.origin_input_ids, *request.output_ids_through_stop] if finished else []
         self._open_tickets.discard(ticket)
-        self._assembler.end(ticket, tokens)
+        self.assembler.end(ticket, tokens)
 
     def stop(self) -> None:
         """Capture has failed: drop and free the spans of all requests that run. Nothing may be captured afterwards."""
         for ticket in list(self._open_tickets):
             ticket.dropped = ticket.dropped or "failed"
-            self._assembler.end(ticket, [])
+            self.assembler.end(ticket, [])
         self._open_tickets.clear()
 
     def _verdict(self, batch: Any, before: Mapping[str, Any], result: Any) -> dict[str, Tensor]:
@@ -199,20 +200,21 @@ class Capture:
         On a CPU, too, all are copied: who holds on to SGLang's own has it pay for fresh memory in every step.
         """
         picked = logits if chosen is None else logits[chosen]
-        if not self._is_cpu or self._assembler.is_behind:
+        if not self.reduces_late or self.assembler.is_behind:
             return self._top_tokens(picked)
         return {"logits": picked.clone() if chosen is None else picked}
 
     def _ticket(self, request: Any) -> Ticket:
         ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
         if ticket is None:
-            ticket = Ticket(self._open(request), parent_of(request.sampling_params.custom_params))
+            ticket = Ticket(self.open_span(request), parent_of(request.sampling_params.custom_params))
             setattr(request, _ATTRIBUTE, ticket)
             if ticket.span is not None:
                 self._open_tickets.add(ticket)
         return ticket
 
-    def _open(self, request: Any) -> Span | None:
+    def open_span(self, request: Any) -> Span | None:
+        """Where what is captured of a request goes; None where it is not captured."""
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
         if not policy.capture or unlike_target or request.input_embeds is not None:
@@ -230,7 +232,7 @@ class Capture:
                 constrained=is_constrained(request),
                 created_ms=came_ms(request),
             ),
-            target_version=self._assembler.target_version,
+            target_version=self.assembler.target_version,
         )
 
     def _refusal(self, request: Any) -> str | None:
@@ -241,7 +243,7 @@ class Capture:
             return self._sampler.reason
         if not self._budget.admits():
             return "budget"
-        return None if self._assembler.has_room else "buffer_full"
+        return None if self.assembler.has_room else "buffer_full"
 
 
 _CLOSE_TIMEOUT_S = 5.0

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 import structlog
@@ -19,7 +18,7 @@ import structlog
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
 from serving.sglang.report import EngineReport
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, type_and_place
-from speculator.redis.control_plane import ENGINE_TTL_S
+from speculator.redis.control_plane import ENGINE_TTL_S, DraftPointer
 
 log = structlog.get_logger(__name__)
 
@@ -29,25 +28,13 @@ _HTTP_TIMEOUT_S = 5.0
 SWAP_POLL_S = 0.1
 
 
-class Pointer(Protocol):
-    """The part of `speculator.redis.control_plane.DraftPointer` through which gateway and plugin talk."""
-
-    def publish(self, version: int) -> None: ...
-
-    def engines(self) -> dict[str, dict[str, str]]: ...
-
-    def set_depth(self, engine_id: str, depth: int) -> None: ...
-
-    def announce_target(self, process: str, version: int) -> None: ...
-
-
 class SglangClient:
     """Implements serving.engine.DraftHost for an SGLang server whose scheduler runs the plugin."""
 
     def __init__(
         self,
         url: str,
-        pointer: Pointer,
+        pointer: DraftPointer,
         *,
         engine_id: str,
         max_depth: int,

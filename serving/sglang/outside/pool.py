@@ -19,9 +19,10 @@ import structlog
 
 from serving.engine import EngineInfo, SwapReport, TargetReport
 from serving.request_metadata import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
-from serving.sglang.outside.client import SWAP_POLL_S, Pointer, SglangClient
+from serving.sglang.outside.client import SWAP_POLL_S, SglangClient
 from serving.sglang.report import EngineReport, Pool
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
+from speculator.redis.control_plane import DraftPointer
 
 log = structlog.get_logger(__name__)
 _READINESS = "/readiness"
@@ -43,7 +44,7 @@ class PoolClient(SglangClient):
     def __init__(
         self,
         routers: tuple[str, ...],
-        pointer: Pointer,
+        pointer: DraftPointer,
         *,
         draft_version: int,
         poll_s: float = 1.0,

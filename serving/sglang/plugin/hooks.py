@@ -192,7 +192,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(CPU_PLAN, after_plan, "after")
     add(CPU_EXTEND, around_extend, "around")
     for endpoint in (CHAT, COMPLETION):
-        add(endpoint, _before_conversion, "before")
+        add(endpoint, before_conversion, "before")
 
 
 def _check(args: Any, settings: PluginSettings) -> None:
@@ -281,7 +281,7 @@ def _around_steps(run: Any, params: Any, batch_size: int) -> int:
     return depth
 
 
-def _before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
+def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
     """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         mark(request, header)

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import structlog
 import torch
 
-from serving.capture.privacy import ErasureWatch
+from serving.capture.recorder import ErasureWatch
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.capture import TracePipeline
@@ -37,7 +37,6 @@ from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.errors import ConfigError, type_and_place
-from speculator.proposals.depth import DepthPolicy, RoundCosts
 from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
@@ -69,7 +68,7 @@ class EngineRuntime:
             "heeds_seed": int(args.enable_deterministic_inference),
         }
 
-        self._agreement = Agreement(group.cpu_group, depths)
+        self._agreement = Agreement(group.cpu_group)
         alone = self._agreement.is_alone
         self._capturing = Fence("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
@@ -227,7 +226,7 @@ class EngineRuntime:
 
     def _meet(self) -> None:
         if not self._agreement.is_alone:
-            self.depth.adopt(self._agreement.costs(self.depth.measured))
+            self.depth.learn_times(self._agreement.times(self.depth.take_times()))
             self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
             self._target.agree()
         self.depth.limit = self._agreement.limit(self._asked_limit)
@@ -250,18 +249,16 @@ class EngineRuntime:
     def _new_depth(
         self, settings: PluginSettings, depths: list[int], manifest: Manifest, watch: LiveWatch | None
     ) -> DepthControl:
-        policy = None
         if self._worker.adaptive_controller is not None:
-            policy = DepthPolicy(depths)
             logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
         return DepthControl(
-            policy,
+            depths,
             StepClock(device_of(self._worker)),
             self.meter,
             dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
             version=manifest.version,
             control=ControlShare(settings.control_share),
-            measured=None if self._agreement.is_alone else RoundCosts(),
+            is_alone=self._agreement.is_alone,
             on_round=None if watch is None else watch.observe,
         )
 
@@ -337,12 +334,12 @@ def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:
 
 
 def depths_of(worker: Any) -> list[int]:
-    """Between which it can choose. Raises ConfigError where it could never go without the draft."""
+    """Between which it can choose, the smallest first. Raises ConfigError where it could never go without the draft."""
     controller = worker.adaptive_controller
     depths = controller.candidate_steps if controller is not None else [worker.speculative_num_steps]
     if controller is not None and 0 not in depths:
         raise ConfigError("--speculative-adaptive-config has no candidate 0: add it, the baseline needs it")
-    return list(depths)
+    return sorted(set(depths))
 
 
 def device_of(worker: Any) -> torch.device:

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from serving.capture.privacy import ErasureWatch
-from serving.capture.recorder import TraceRecorder
+from serving.capture.recorder import ErasureWatch, TraceRecorder
 from serving.engine import CapturePolicy
 from serving.local.request import TopK
 from speculator.errors import StreamError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import structlog
 
-from serving.capture.privacy import REASONS, CaptureFilter
+from serving.capture.filter import FILTER_REASONS, CaptureFilter
 from serving.capture.recorder import DROP_REASONS, TraceRecorder
 from speculator.errors import ConfigError
 from speculator.trace import Trace
@@ -78,7 +78,7 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
         wait_until(lambda: recorder.stats().pending == 0)
     assert stream.written == ["plain", "also plain"]
     assert recorder.stats().dropped_by_reason == {"filtered": 2, "filter_failed": 2}
-    assert set(REASONS) <= set(DROP_REASONS)
+    assert set(FILTER_REASONS) <= set(DROP_REASONS)
     recorder.close(5)
     from an_operators_filter import asked  # type: ignore[import-not-found]
 

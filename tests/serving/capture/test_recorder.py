@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+import structlog
 import torch
 
-from serving.capture import recorder as recorder_module
 from serving.capture.recorder import RecorderStats, TraceRecorder, memory_bytes
 from speculator.errors import StreamError
 from speculator.redis.client import connect
@@ -24,12 +25,6 @@ from tests.fixtures.traces import make_trace
 from tests.fixtures.waiting import wait_until
 
 SIZE = memory_bytes(make_trace())
-
-
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_FIRST_RETRY_S", 0.005)
-    monkeypatch.setattr(recorder_module, "_LAST_RETRY_S", 0.02)
 
 
 class FakeStream:
@@ -68,8 +63,9 @@ def fake() -> Iterator[FakeStream]:
 def opened() -> Iterator[Callable[..., TraceRecorder]]:
     recorders: list[TraceRecorder] = []
 
-    def open_recorder(stream: FakeStream, *, max_buffer_bytes: int = 100 * SIZE) -> TraceRecorder:
-        recorders.append(TraceRecorder(stream.open, max_buffer_bytes=max_buffer_bytes))
+    def open_recorder(stream: FakeStream, *, max_buffer_bytes: int = 100 * SIZE, **options: Any) -> TraceRecorder:
+        options = {"retry_s": (0.005, 0.02), **options}
+        recorders.append(TraceRecorder(stream.open, max_buffer_bytes=max_buffer_bytes, **options))
         return recorders[-1]
 
     yield open_recorder
@@ -126,25 +122,17 @@ def test_a_failing_stream_is_tried_again_with_a_new_connection(fake: FakeStream,
     assert fake.num_opened >= 4
 
 
-def test_pauses_grow_to_a_bound(fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    pause = TraceRecorder._pause
-
-    def record(self: TraceRecorder, pause_s: float) -> float:
-        pauses.append(pause_s)
-        return pause(self, pause_s)
-
-    monkeypatch.setattr(TraceRecorder, "_pause", record)
+def test_pauses_grow_to_a_bound(fake: FakeStream, opened: Open) -> None:
     fake.broken = True
-    submit(opened(fake), 1)
-    wait_until(lambda: len(pauses) >= 4)
-    assert pauses[:4] == [0.005, 0.01, 0.02, 0.02]
+    with structlog.testing.capture_logs() as lines:
+        submit(opened(fake, retry_s=(0.1, 0.2)), 1)
+        wait_until(lambda: len(lines) >= 3)
+    pauses = [line["event"].partition("next attempt in ")[2] for line in lines[:3]]
+    assert pauses == ["0.1 s)", "0.2 s)", "0.2 s)"]
 
 
-def test_what_cannot_be_recorded_is_dropped_with_the_reason(
-    fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = opened(fake)
+def test_what_cannot_be_recorded_is_dropped_with_the_reason(fake: FakeStream, opened: Open) -> None:
+    recorder = opened(fake, reason_to_drop=lambda trace: 1 / 0 if trace.header.trace_id == "bug" else None)
     bad = make_trace()
     bad.aux_hidden[0] = torch.nan
     recorder.submit(bad)
@@ -156,10 +144,8 @@ def test_what_cannot_be_recorded_is_dropped_with_the_reason(
     wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2})
     fake.max_bytes = 1 << 20
 
-    with monkeypatch.context() as patch:
-        patch.setattr(recorder_module, "encode_trace", lambda *args, **kwargs: 1 / 0)
-        recorder.submit(make_trace())
-        wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2, "failed": 1})
+    recorder.submit(make_trace(trace_id="bug"))
+    wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2, "failed": 1})
 
     submit(recorder, 1)
     wait_until(lambda: recorder.stats().appended == 1)
@@ -187,24 +173,18 @@ def test_closing_while_the_stream_hangs_counts_what_is_left(fake: FakeStream, op
     stats = recorder.stats()
     assert (stats.appended, stats.pending, stats.dropped_by_reason) == (0, 0, {"closed": 3})
     fake.gate.set()
-    recorder._thread.join(20)
-    assert not recorder._thread.is_alive()
+    wait_until(lambda: fake.trace_ids == ["t0"])
     # The one in flight arrived after all; it stays counted once.
     assert recorder.stats() == stats
 
 
-def test_closing_wakes_a_pause_and_gives_up_in_time(
-    fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder_module, "_FIRST_RETRY_S", 3600.0)
+def test_closing_wakes_a_pause_and_gives_up_in_time(fake: FakeStream, opened: Open) -> None:
     fake.broken = True
-    recorder = opened(fake)
+    recorder = opened(fake, retry_s=(3600.0, 3600.0))
     submit(recorder, 1)
     wait_until(lambda: fake.attempts == 1)
-    recorder.close(0.05)
+    recorder.close(1)
     assert fake.attempts == 2
-    recorder._thread.join(20)
-    assert not recorder._thread.is_alive()
     assert recorder.stats().dropped_by_reason == {"closed": 1}
 
 

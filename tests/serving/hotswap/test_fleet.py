@@ -18,13 +18,13 @@ from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
-from speculator.versions.lifecycle import Lifecycle, Number, State
+from speculator.versions.lifecycle import State
 from tests.fixtures.doubles import DoubleEngine
+from tests.serving.hotswap.test_hotswap import WAY, FullStore
 from tests.serving.watching import CHAT, rounds, serve
 
 MODEL = "toy"
 KEYS = RedisKeys(model_key=MODEL)
-WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
 
 
 class Line(DraftPointer):
@@ -63,17 +63,6 @@ class Line(DraftPointer):
             raise StreamError("Redis is away")
 
 
-class Store(Lifecycle):
-    """Its disk may be full."""
-
-    is_full = False
-
-    def bar(self, version: int, *, actor: str, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
-        if self.is_full:
-            raise StoreError("the disk is full")
-        super().bar(version, actor=actor, reason=reason, numbers=numbers)
-
-
 class RankedEngine(DoubleEngine):
     """Its ranks cannot agree on a swap while they are idle."""
 
@@ -106,8 +95,8 @@ class Member:
     def serve(self, count: int = 2000, *, target_version: int = 0) -> None:
         """Rounds of the version in service, as good as it is."""
         length = 1.0 if self.engine.draft_version in self._scene.bad else 1.5 + 0.5 * self.engine.draft_version
-        made = rounds(self._rng, self.engine.draft_version, {CHAT: min(length, 4.5)})
-        serve(self.watch, (one._replace(target_version=target_version) for one in made), count)
+        lengths = {CHAT: min(length, 4.5)}
+        serve(self.watch, rounds(self._rng, self.engine.draft_version, lengths, target_version=target_version), count)
 
     @property
     def draft(self) -> int:
@@ -126,7 +115,7 @@ class Scene:
     """Version 1 is promoted; 2, 3 and 4 are scored. All but those in `bad` are better than the one before."""
 
     def __init__(self, root: Path, client: redis.Redis) -> None:
-        self.client, self.states, self.pointer = client, Store(root), DraftPointer(client, MODEL)
+        self.client, self.states, self.pointer = client, FullStore(root), DraftPointer(client, MODEL)
         self.now_s, self.bad = 1000.0, set[int]()
         for version in (1, 2, 3, 4):
             self.add(version)
@@ -236,17 +225,6 @@ def test_every_engine_leaves_a_version_that_is_barred(scene: Scene, is_promoted:
     assert (scene.pointer.desired(), scene.canary) == (1, None)
 
 
-def test_one_engine_alone_is_the_canary(scene: Scene) -> None:
-    (a,) = scene.start("a")
-    scene.pointer.publish(2)
-    scene.follow()
-    assert (a.draft, a.role) == (2, "canary")
-    a.serve(1000)
-    scene.follow()
-    last = scene.states.history(2)[-1]
-    assert (last.state, last.reason) == (State.PROMOTED, "not found worse than the incumbent")
-
-
 def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:
     a, b = scene.start("a", "b")
     scene.pointer.publish(2)
@@ -261,19 +239,6 @@ def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:
     a.serve(600)
     scene.follow(2)
     assert scene.drafts == [3, 2], "the other one has what was confirmed meanwhile"
-
-
-def test_a_pin_reaches_everybody_at_once(scene: Scene) -> None:
-    scene.start("a", "b", "c")
-    scene.pointer.publish(2)
-    scene.follow()
-    scene.pointer.pin(3)
-    scene.follow()
-    assert scene.drafts == [3, 3, 3]
-    scene.pointer.unpin()
-    scene.pointer.publish(1)
-    scene.follow()
-    assert scene.drafts == [1, 1, 1]
 
 
 def test_a_version_whose_trial_a_moving_target_ended_is_tried_by_others(scene: Scene) -> None:
@@ -292,17 +257,6 @@ def test_a_version_whose_trial_a_moving_target_ended_is_tried_by_others(scene: S
 
 
 # -- engines that join, end, or have no traffic --------------------------------------------------------------------
-
-
-def test_a_newcomer_gets_the_settled_version(scene: Scene) -> None:
-    a, b = scene.start("a", "b")
-    scene.pointer.publish(2)
-    scene.follow()
-    (late,) = scene.start("late")
-    assert (a.draft, b.draft, late.draft) == (2, 1, 1)
-    a.serve(1000)
-    scene.follow(2)
-    assert scene.drafts == [2, 2, 2]
 
 
 def test_an_engine_without_traffic_gets_what_the_canary_confirmed(scene: Scene) -> None:

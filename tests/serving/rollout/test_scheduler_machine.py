@@ -176,8 +176,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sample.tokens == tokens
             assert (sample.state is State.RUNNING) == (sample_id in self.running)
             assert sample.state.has_ended == (sample_id in self.ended)
-        for engine, host in self.scheduler._hosts.items():
-            assert host.free_tokens + self.scheduler.promised_tokens(engine) == MEMORY
+        for engine in {lease.engine for lease in self.running.values()}:
+            assert self.scheduler.free_tokens(engine) + self.scheduler.promised_tokens(engine) == MEMORY
 
     def teardown(self) -> None:
         """Whatever happened, one engine that goes on brings everything that has not ended to its end."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from serving.capture.sampling import CaptureSampler
-from serving.sglang.capture.assembler import TraceAssembler
+from serving.sglang.capture.assembler import Gathering, TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, Capture
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.settings import PluginSettings
@@ -62,12 +62,18 @@ def make_capture(
     budget: ByteBudget | None = None,
     probe: DraftProbe | None = None,
     sampler: CaptureSampler | None = None,
+    gathering: Gathering = Gathering(),  # noqa: B008 - frozen
     **settings: Any,
 ) -> Capture:
     """With an assembler of its own, which hands its traces to `traces`."""
     device, plugin_settings = torch.device("cpu"), PluginSettings(capture=True, capture_topk=KEPT, **settings)
     assembler = TraceAssembler(
-        plugin_settings, engine_id="e", target_fingerprint="f" * 64, device=device, on_trace=traces.append
+        plugin_settings,
+        engine_id="e",
+        target_fingerprint="f" * 64,
+        device=device,
+        on_trace=traces.append,
+        gathering=gathering,
     )
     return Capture(
         plugin_settings,
@@ -134,4 +140,4 @@ def end(capture: Capture, request: Request, kind: str = "length") -> None:
 
 
 def settle(capture: Capture) -> None:
-    capture._assembler.close(5)
+    capture.assembler.close(5)

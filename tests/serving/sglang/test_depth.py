@@ -10,10 +10,11 @@ import torch
 
 from serving.engine import Stratum, WatchedRound
 from serving.sglang.depth import DepthControl, StepClock
-from serving.sglang.draft_sleep import _LOOK_EVERY_STEPS, _SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
-from speculator.proposals.depth import _PROBES_AFTER_RENEWAL, DepthPolicy, RoundCosts
+
+SECONDS = {0: 1.0, 1: 1.2, 3: 1.6}
 
 
 def make_control(
@@ -23,19 +24,19 @@ def make_control(
     seen: list[WatchedRound] | None = None,
     seconds: dict[int, float] | None = None,
 ) -> DepthControl:
-    """`seconds` by depth, of rounds of one request, are decided by instead of the measured ones."""
-    policy = DepthPolicy([0, 1, 3], probe_share=0.0)
-    policy.costs.adopt({(1, depth): [cost] * 8 for depth, cost in (seconds or {}).items()})
-    return DepthControl(
-        policy,
+    """`seconds` by depth, of rounds of one request, are planned by instead of the measured ones."""
+    control = DepthControl(
+        [0, 1, 3],
         StepClock(torch.device("cpu")),
         SpeedupMeter(),
         dormancy=Dormancy(is_fresh=is_fresh),
         version=1,
         control=ControlShare(control_share),
-        measured=RoundCosts() if seconds else None,
+        is_alone=not seconds,
         on_round=None if seen is None else seen.append,
     )
+    control.learn_times([(1, depth, cost) for depth, cost in (seconds or {}).items()] * 8)
+    return control
 
 
 def requests(count: int) -> list[Any]:
@@ -54,7 +55,7 @@ def step(control: DepthControl, batch: list[Any], *, accepts: bool = False) -> i
 
 def test_a_fresh_draft_is_never_run_until_there_is_another_version() -> None:
     control, batch = make_control(is_fresh=True), requests(2)
-    assert {step(control, batch) for _ in range(2 * _LOOK_EVERY_STEPS)} == {0}
+    assert {step(control, batch) for _ in range(2 * LOOK_EVERY_STEPS)} == {0}
     assert control.is_asleep
     control.renewed(2)
     assert not control.is_asleep
@@ -77,22 +78,22 @@ def test_prompts_that_only_random_weights_could_read_are_not_read_and_leave_requ
 
 
 def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
-    control, batch = make_control(), requests(1)
+    control, batch = make_control(seconds=SECONDS), requests(1)
     steps = 0
     while not control.is_asleep:
         step(control, batch)
         steps += 1
-        assert steps < 4 * _SLEEP_AFTER_STEPS
-    for _ in range(_LOOK_EVERY_STEPS):
+        assert steps < 4 * SLEEP_AFTER_STEPS
+    for _ in range(LOOK_EVERY_STEPS):
         step(control, batch)
     assert not control.is_asleep
     assert control.needs_no_reading(batch)
     assert step(control, requests(1)) == 0, "the step before was of cold ones alone"
-    assert [step(control, requests(1)) > 0 for _ in range(10)].count(True) >= _PROBES_AFTER_RENEWAL
+    assert [step(control, requests(1)) > 0 for _ in range(10)].count(True) >= 8
 
 
 def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
-    control, cold = make_control(is_fresh=True), requests(1)
+    control, cold = make_control(is_fresh=True, seconds=SECONDS), requests(1)
     step(control, cold)
     control.renewed(2)
     for _ in range(200):
@@ -111,7 +112,7 @@ def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next(s
     control, cold = make_control(is_fresh=True, seconds=seconds), requests(1)
     step(control, cold)
     control.renewed(2)
-    assert {step(control, cold, accepts=True) for _ in range(20 * _SLEEP_AFTER_STEPS)} == {0}
+    assert {step(control, cold, accepts=True) for _ in range(20 * SLEEP_AFTER_STEPS)} == {0}
     assert not control.is_asleep
     assert control.needs_no_reading(cold)
     assert not control.needs_no_reading([*cold, *requests(1)])
@@ -148,7 +149,7 @@ def test_results_that_come_a_step_late_meet_their_step() -> None:
     control.verified([depths[-1]] * 2)
     assert control.num_verified_tokens == sum(2 + 2 * depth for depth in depths if depth)
     assert control.num_verifications == 2 * sum(depth > 0 for depth in depths)
-    measured = control._meter.measure()
+    measured = control.meter.measure()
     assert measured.baseline_rounds + measured.speculative_rounds == 400
     assert 150 < measured.baseline_rounds < 250
 
@@ -176,7 +177,7 @@ def test_what_the_watch_is_told() -> None:
 
 def test_a_fixed_depth_is_measured_too() -> None:
     control = DepthControl(
-        None,
+        [3],
         StepClock(torch.device("cpu")),
         SpeedupMeter(),
         version=1,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from serving.sglang.pointer import Announcements, LazyPointer, RankTarget
+from serving.sglang.pointer import LazyPointer, RankTarget
 from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer
 
@@ -17,9 +17,7 @@ from speculator.redis.control_plane import DraftPointer
 class Rank:
     """One rank's target, and the versions that its traces and its depth were told."""
 
-    def __init__(
-        self, *, first: Callable[[int], int] = lambda version: version, announcements: Announcements | None = None
-    ) -> None:
+    def __init__(self, *, first: Callable[[int], int] = lambda version: version, announcements: Any = None) -> None:
         agreement: Any = SimpleNamespace(first=first)
         self.told: list[int] = []
         self.target = RankTarget(agreement, announcements, on_version=self.told.append)

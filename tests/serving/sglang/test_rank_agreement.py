@@ -10,21 +10,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp  # noqa: TID251 - two ranks on one machine
 
 from serving.sglang.rank_agreement import MEETING_STEPS, Agreement
-from speculator.proposals.depth import RoundCosts
-
-
-def measured(seconds: float, depth: int = 2) -> RoundCosts:
-    costs = RoundCosts()
-    for _ in range(4):
-        costs.add(4, depth, seconds)
-    return costs
 
 
 def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    agreement = Agreement(dist.group.WORLD, [0, 1, 2])
-    costs = agreement.costs(measured(0.1 if rank == 0 else 0.9))
+    agreement = Agreement(dist.group.WORLD)
     outcome = {
         "alone": agreement.is_alone,
         "meetings": [step for step in range(1, 3 * MEETING_STEPS) if agreement.is_meeting(step)],
@@ -37,8 +28,8 @@ def _rank(rank: int, folder: str) -> None:
         "no limit": agreement.limit(None if rank == 0 else 3),
         "all hold": agreement.all(True),
         "one does not": agreement.all(rank == 0),
-        "seconds": costs.seconds(4, 2),
-        "unknown": costs.seconds(4, 1),
+        "times": agreement.times([(4, 2, 0.1 + step) for step in range(100)] if rank == 0 else [(1, 1, 9.0)]),
+        "no times": agreement.times([]),
     }
     (Path(folder) / f"rank{rank}").write_text(json.dumps(outcome))
     dist.destroy_process_group()
@@ -59,16 +50,17 @@ def test_two_ranks(tmp_path: Path) -> None:
             "no limit": None,
             "all hold": True,
             "one does not": False,
-            "seconds": 0.1,
-            "unknown": None,
+            "times": [[4, 2, 0.1 + step] for step in range(100 - 2 * MEETING_STEPS, 100)],
+            "no times": [],
         }
 
 
 def test_alone_every_step_will_do() -> None:
-    agreement = Agreement(None, [0, 1])
+    agreement = Agreement(None)
     assert agreement.is_alone
     assert agreement.is_meeting(1)
     assert agreement.all_staged(3)
     assert agreement.first(3) == 3
     assert not agreement.all_staged(0)
+    assert agreement.times([(1, 0, 0.5)]) == [(1, 0, 0.5)]
     assert [agreement.all(holds) for holds in (True, False)] == [True, False]

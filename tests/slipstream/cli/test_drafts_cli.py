@@ -50,12 +50,12 @@ def pointer(redis_client: redis.Redis, toy_model: Path) -> DraftPointer:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Ended], store: DraftStore) -> Cli:
+def cli(monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Ended], store: DraftStore) -> Cli:
     """Run `slipstream drafts …` on the store, which must succeed; returns what it prints."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> str:
-        ended = command("drafts", *arguments, "--store", store.root)
+        ended = invoke("drafts", *arguments, "--store", store.root)
         assert ended.code == 0, ended.err
         return ended.out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from docs import tables
@@ -67,8 +69,8 @@ def test_json_is_all_of_standard_output(toy_model: Path, tmp_path: Path) -> None
     assert json.loads(shown.stdout).keys() == {"version"}
 
 
-def test_exit_codes(refused: Refused, command: Callable[..., Ended], tmp_path: Path) -> None:
-    assert command("serve", "--no-such-option").code == 2
+def test_exit_codes(refused: Refused, invoke: Callable[..., Ended], tmp_path: Path) -> None:
+    assert invoke("serve", "--no-such-option").code == 2
     assert refused("traces", "info", tmp_path / "none.rec").startswith("error: ")
     (tmp_path / "groups.jsonl").write_text('{"prompt": "x"}\n')
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -79,7 +81,7 @@ def test_exit_codes(refused: Refused, command: Callable[..., Ended], tmp_path: P
 
         threading.Thread(target=hang_up).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        ended = command("rollout", tmp_path / "groups.jsonl", "--url", url, "--model", "m", "--retry-s", 0)
+        ended = invoke("rollout", tmp_path / "groups.jsonl", "--url", url, "--model", "m", "--retry-s", 0)
     assert (ended.code, ended.err.startswith("error: ")) == (1, True)
 
 
@@ -96,14 +98,15 @@ def test_bad_log_settings_end_the_start(refused: Refused, toy_model: Path, monke
     assert "SLIPSTREAM_LOG_FORMAT" in refused("serve", "--model", toy_model)
 
 
-def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_terminal in (False, True):
-        monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+        out = io.StringIO()
+        monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=is_terminal))
         with terminal.counting("steps") as bar:
             bar(3, 10)
         with terminal.working("reading"):
             pass
-        assert ("3/10" in capsys.readouterr().err) == is_terminal
+        assert ("3/10" in out.getvalue()) == is_terminal
 
 
 def test_a_model_of_the_hub_is_called_by_its_id(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from speculator.proposals.calibration import Calibration
+from speculator.proposals.calibration import Calibration, PositionAcceptance
 
 
 @pytest.mark.parametrize("true_rate", [0.15, 0.6, 0.95])
@@ -33,3 +33,10 @@ def test_old_verdicts_fade() -> None:
         for _ in range(1000):
             calibration.add("seen", 0.5, accepted=accepted)
     assert calibration.probability("seen", 0.5) < 0.02
+
+
+def test_only_proposals_that_were_reached_count() -> None:
+    acceptance = PositionAcceptance(3)
+    for _ in range(500):
+        acceptance.add(3, 1)
+    assert [acceptance.rate(position) for position in (1, 2)] == pytest.approx([1, 0], abs=0.02)

@@ -9,22 +9,21 @@ from typing import cast
 import pytest
 import torch
 
+from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.device_reads import HostCopy
 from serving.sglang.capture.request import Span, Ticket
 from speculator.trace import Trace, check_trace
 from tests.fixtures.waiting import wait_until
-from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.harness import Request, end, make_capture, prefill, settle, verify
 
 
-def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifications_taken_together_say_what_each_one_says() -> None:
     """Depths in turn, one request beside another and alone, and a swap in the middle; so whichever thread reduces."""
 
-    def run(gather_s: float, most_queued_bytes: int = 1 << 30) -> list[Trace]:
-        monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", gather_s)
-        monkeypatch.setattr("serving.sglang.capture.assembler._MOST_QUEUED_BYTES", most_queued_bytes)
+    def run(gather_s: float, behind_bytes: int = 1 << 30) -> list[Trace]:
         torch.manual_seed(0)
         traces: list[Trace] = []
-        capture = make_capture(traces)
+        capture = make_capture(traces, gathering=Gathering(gather_s, behind_bytes=behind_bytes))
         first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
         prefill(capture, [first, second])
         first.output_ids, second.output_ids = [10], [11]
@@ -50,12 +49,9 @@ def test_verifications_taken_together_say_what_each_one_says(monkeypatch: pytest
         assert together.rounds.draft_version.tolist() == [7, 7, 8, 8][: len(together.rounds.position)]
 
 
-def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", 3600.0)
+def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_stop() -> None:
     traces: list[Trace] = []
-    capture = make_capture(traces)
+    capture = make_capture(traces, gathering=Gathering(3600.0))
     first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
     for request in (first, second):
         prefill(capture, [request])
@@ -66,25 +62,25 @@ def test_the_end_of_a_request_waits_for_no_more_of_its_kind_and_nor_does_the_sto
     assert traces[0].header.request_id == "a"
     verify(capture, [second], [4], [[23, 24]], [0])
     settle(capture)
-    assert not capture._assembler._thread.is_alive()
+    wait_until(lambda: capture.assembler.queued_bytes == 0)
 
 
-def test_much_is_taken_at_once_and_little_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", 3600)
-    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_BYTES", VOCAB * 4)
+@pytest.mark.parametrize("is_much", [False, True])
+def test_much_is_taken_at_once_and_little_waits(is_much: bool) -> None:
     traces: list[Trace] = []
-    capture, request = make_capture(traces), Request([1, 2, 3])
+    capture = make_capture(traces, gathering=Gathering(3600, num_bytes=1 if is_much else 1 << 30))
+    request = Request([1, 2, 3])
     prefill(capture, [request])
-    wait_until(lambda: capture._assembler._queued_bytes == 0)
-    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_BYTES", 1 << 30)
+    if is_much:
+        wait_until(lambda: capture.assembler.queued_bytes == 0)
     request.output_ids = [10]
     verify(capture, [request], [3], [[21, 22]], [2])
-    assert not capture._assembler._urgent.is_set()
-    assert capture._assembler._queued_bytes > 0
+    if not is_much:
+        assert capture.assembler.queued_bytes > 0
     end(capture, request)
     settle(capture)
     assert len(traces) == 1
-    assert (capture._assembler._queued_bytes, capture._assembler._held_bytes) == (0, 0)
+    assert (capture.assembler.queued_bytes, capture.assembler.held_bytes) == (0, 0)
 
 
 def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +91,7 @@ def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(HostCopy, "wait", lambda copy: {})
     prefill(capture, [first])
     end(capture, first)
-    wait_until(lambda: capture._assembler.dropped)
+    wait_until(lambda: capture.assembler.dropped)
     monkeypatch.setattr(HostCopy, "wait", read)
     prefill(capture, [second])
     second.output_ids = [11]
@@ -103,14 +99,14 @@ def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.Monk
     end(capture, second)
     settle(capture)
     assert [trace.header.request_id for trace in traces] == ["b"]
-    assert (capture._assembler.dropped, capture._assembler._held_bytes) == ({"failed": 1}, 0)
+    assert (capture.assembler.dropped, capture.assembler.held_bytes) == ({"failed": 1}, 0)
 
 
 def test_an_end_that_cannot_be_taken_is_counted() -> None:
     capture, unlike_a_span = make_capture([]), cast(Span, SimpleNamespace(num_bytes=0))
-    capture._assembler.end(Ticket(unlike_a_span), [1, 2, 3])
+    capture.assembler.end(Ticket(unlike_a_span), [1, 2, 3])
     settle(capture)
-    assert capture._assembler.dropped == {"failed": 1}
+    assert capture.assembler.dropped == {"failed": 1}
 
 
 def test_positions_that_do_not_follow_drop_the_trace() -> None:
@@ -123,7 +119,7 @@ def test_positions_that_do_not_follow_drop_the_trace() -> None:
         verify(capture, [request], [position], [[]], [0])
     end(capture, request)
     settle(capture)
-    assert (traces, capture._assembler.dropped) == ([], {"inconsistent": 1})
+    assert (traces, capture.assembler.dropped) == ([], {"inconsistent": 1})
 
 
 def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() -> None:
@@ -133,7 +129,7 @@ def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() 
     prefill(capture, [large])
     end(capture, large)
     deadline = time.monotonic() + 5
-    while not capture._assembler.dropped and time.monotonic() < deadline:
+    while not capture.assembler.dropped and time.monotonic() < deadline:
         time.sleep(0.01)
     small = Request([1, 2], "small")
     prefill(capture, [small])
@@ -141,7 +137,7 @@ def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() 
     verify(capture, [small], [2], [[21, 22]], [1])
     end(capture, small)
     settle(capture)
-    assert capture._assembler.dropped == {"buffer_full": 1}
+    assert capture.assembler.dropped == {"buffer_full": 1}
     assert [trace.header.request_id for trace in traces] == ["small"]
 
 
@@ -151,7 +147,7 @@ def test_what_was_begun_under_another_target_is_not_recorded() -> None:
     first, second = Request([1, 2, 3], "a"), Request([4, 5], "b")
     prefill(capture, [first])
     first.output_ids = [10]
-    capture._assembler.target_version = 2
+    capture.assembler.target_version = 2
     verify(capture, [first], [3], [[21, 22]], [0])
     prefill(capture, [second])
     second.output_ids = [11]
@@ -160,4 +156,4 @@ def test_what_was_begun_under_another_target_is_not_recorded() -> None:
     end(capture, second)
     settle(capture)
     assert [(trace.header.request_id, trace.header.target_version) for trace in traces] == [("b", 2)]
-    assert capture._assembler.dropped == {"target_moved": 1}
+    assert capture.assembler.dropped == {"target_moved": 1}

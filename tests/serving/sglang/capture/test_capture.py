@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.capture.sampling import CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, Marks
+from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.request import is_for_another_target, mark, policy_of, sampling_of
@@ -66,7 +67,7 @@ def test_retracted_requests_start_again() -> None:
     (trace,) = traces
     assert trace.token_ids.tolist() == [1, 2, 3, 10, 21, 30, 40]
     assert trace.rounds.position.tolist() == [6]
-    assert capture._assembler.dropped == {"retracted": 1}
+    assert capture.assembler.dropped == {"retracted": 1}
 
 
 def test_an_order_to_erase_covers_what_waits_for_its_first_prefill_or_for_another_one() -> None:
@@ -126,20 +127,20 @@ def test_opted_out_requests_beside_captured_ones() -> None:
     settle(capture)
     (trace,) = traces
     assert trace.token_ids.tolist() == [3, 4, 11, 22]
-    assert (capture.refused, capture._assembler.dropped) == ({}, {})
+    assert (capture.refused, capture.assembler.dropped) == ({}, {})
 
 
 @pytest.mark.parametrize("num_proposals", [0, 2])
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("is_cpu", [False, True])
 def test_a_trace_is_the_same_beside_whoever_opts_out_and_wherever_logits_are_reduced(
-    monkeypatch: pytest.MonkeyPatch, num_proposals: int, is_behind: bool, is_cpu: bool
+    num_proposals: int, is_behind: bool, is_cpu: bool
 ) -> None:
-    def run(neighbour_opts_out: bool, is_cpu: bool) -> Trace:
+    def run(neighbour_opts_out: bool, is_cpu: bool, behind_bytes: int = 1 << 30) -> Trace:
         torch.manual_seed(0)
         traces: list[Trace] = []
-        capture = make_capture(traces)
-        capture._is_cpu = is_cpu
+        capture = make_capture(traces, gathering=Gathering(behind_bytes=behind_bytes))
+        capture.reduces_late = is_cpu
         first = Request([1, 2], custom_params={"slipstream": {"capture": not neighbour_opts_out}})
         second = Request([3, 4])
         prefill(capture, [first, second])
@@ -152,8 +153,7 @@ def test_a_trace_is_the_same_beside_whoever_opts_out_and_wherever_logits_are_red
         return trace
 
     expected = run(neighbour_opts_out=False, is_cpu=True)
-    monkeypatch.setattr("serving.sglang.capture.assembler._MOST_QUEUED_BYTES", -1 if is_behind else 1 << 30)
-    found = run(neighbour_opts_out=True, is_cpu=is_cpu)
+    found = run(neighbour_opts_out=True, is_cpu=is_cpu, behind_bytes=-1 if is_behind else 1 << 30)
     check_trace(found)
     assert torch.equal(found.aux_hidden, expected.aux_hidden)
     for name in ("token_ids", "target_topk_ids", "target_topk_logprobs"):
@@ -169,7 +169,7 @@ def test_an_aborted_request_is_counted_and_freed() -> None:
     prefill(capture, [request])
     end(capture, request, "abort")
     settle(capture)
-    assert (traces, capture._assembler.dropped) == ([], {"aborted": 1})
+    assert (traces, capture.assembler.dropped) == ([], {"aborted": 1})
 
 
 def test_a_request_that_just_vanishes_frees_its_span() -> None:
@@ -184,9 +184,8 @@ def test_a_request_that_just_vanishes_frees_its_span() -> None:
     assert ticket() is None
 
 
-def test_without_room_no_request_is_captured_and_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sglang.capture.assembler._GATHER_S", 3600)
-    capture = make_capture([], buffer_bytes=0)
+def test_without_room_no_request_is_captured_and_that_is_counted() -> None:
+    capture = make_capture([], gathering=Gathering(3600), buffer_bytes=0)
     prefill(capture, [Request([1, 2, 3])])
     assert not capture.refused
     prefill(capture, [Request([4, 5])])
@@ -234,7 +233,7 @@ def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: py
     follows = iter([True, False])
     monkeypatch.setattr(sampler, "follows", lambda: next(follows))
     prefill(capture, requests)
-    copied = capture._assembler._held_bytes
+    copied = capture.assembler.held_bytes
     for request in requests:
         request.output_ids = [10]
     verify(capture, requests, [3, 3], [[5], [6]], [1, 1])
@@ -391,10 +390,10 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
     body = SimpleNamespace(custom_params=None if has_header else {"slipstream": marks.policy})
     raw_request = SimpleNamespace(headers=marks.to_header() if has_header else {})
     if meant == "own":
-        hooks._before_conversion(None, body, raw_request)
+        hooks.before_conversion(None, body, raw_request)
         return
     with pytest.raises(HTTPException) as refused:
-        hooks._before_conversion(None, body, raw_request)
+        hooks.before_conversion(None, body, raw_request)
     assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
 
 
@@ -411,10 +410,10 @@ def test_a_header_stands_for_what_a_router_lost() -> None:
 @pytest.mark.parametrize(("captures_unmarked", "params"), [(True, None), (False, {"slipstream": {"tenant": "t"}})])
 def test_an_unmarked_request_is_captured_where_the_operator_says_so(captures_unmarked: bool, params: Any) -> None:
     capture = make_capture([], capture_unmarked=captures_unmarked)
-    assert capture._open(Request([1, 2], custom_params=params)) is not None
+    assert capture.open_span(Request([1, 2], custom_params=params)) is not None
     assert not capture.refused
     strict = make_capture([], capture_unmarked=False)
-    assert strict._open(Request([1, 2], custom_params={"mine": 1})) is None
+    assert strict.open_span(Request([1, 2], custom_params={"mine": 1})) is None
     assert strict.refused == {"unmarked": 1}
-    strict._open(Request([1, 2], custom_params={"slipstream": {"capture": False}}))
+    strict.open_span(Request([1, 2], custom_params={"slipstream": {"capture": False}}))
     assert strict.refused == {"unmarked": 1}, "an opt-out is no loss"

@@ -1,6 +1,4 @@
-"""Privacy: the operator's own filter of traces, and orders to erase what an engine keeps of a tenant.
-
-The filter is a function that says of each text whether a trace of it may leave the process.
+"""The operator's own filter of traces: a function that says of each text whether a trace of it may leave the process.
 
     def keep(text: str, tenant: str) -> bool: ...
 
@@ -14,16 +12,16 @@ from __future__ import annotations
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 from tokenizers import Tokenizer
 
-from speculator.errors import ConfigError, StreamError, type_and_place
+from speculator.errors import ConfigError, type_and_place
 from speculator.trace import Trace
 
-REASONS = ("filtered", "filter_failed")
+FILTER_REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
 _FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -72,7 +70,7 @@ class CaptureFilter:
         return cls(keep, tokenizer.decode)
 
     def reason_to_drop(self, trace: Trace) -> str | None:
-        """One of REASONS, or None for a trace that is kept. Raises nothing."""
+        """One of FILTER_REASONS, or None for a trace that is kept. Raises nothing."""
         try:
             is_kept = self._keep(self._decode(trace.token_ids.tolist()), trace.header.tenant)
         except Exception as error:
@@ -83,40 +81,3 @@ class CaptureFilter:
             log.error("the capture filter answered with %s, its trace is dropped", type(is_kept).__name__)
             return "filter_failed"
         return None if is_kept else "filtered"
-
-
-Forget = Callable[[Collection[str]], None]
-"""Drops everything that is kept of these tenants; returns when it is done."""
-
-
-class ErasureWatch:
-    """Carries out orders (speculator/redis/trace_deletion.py). `look` is called with every report of the engine, on
-    its thread.
-
-    By when a trace was made is not asked: whatever is here when the order arrives goes.
-    """
-
-    def __init__(
-        self,
-        orders: Callable[[], Mapping[str, int]],
-        forget: Sequence[Forget],
-        *,
-        expire: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`expire` drops what is too old."""
-        self._orders, self._forget, self._expire = orders, forget, expire
-        self._done: Mapping[str, int] = {}
-
-    def look(self) -> dict[str, str | int | float]:
-        """The time of the newest order that is carried out, for the engine's report; Redis may be away."""
-        self._expire()
-        try:
-            orders = self._orders()
-        except StreamError as error:
-            log.warning("orders to forget not known for now: %s", error)
-        else:
-            if tenants := {tenant for tenant, at_ms in orders.items() if self._done.get(tenant) != at_ms}:
-                for forget in self._forget:
-                    forget(tenants)
-            self._done = orders
-        return {"erased_ms": max(self._done.values(), default=0)}

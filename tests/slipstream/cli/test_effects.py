@@ -21,9 +21,9 @@ NOWHERE = "unix:///nowhere/redis.sock"
 
 
 @pytest.fixture
-def warned(command: Callable[..., Ended]) -> Warned:
+def warned(invoke: Callable[..., Ended]) -> Warned:
     """Run a command line that cannot begin, and return of what it warned before: the reason of every setting."""
-    return lambda *arguments: warnings(command(*arguments).err)
+    return lambda *arguments: warnings(invoke(*arguments).err)
 
 
 def warnings(text: str) -> dict[str, str]:
