@@ -24,7 +24,7 @@ from typing import NamedTuple
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
 PLAN_MODEL = "planned_rounds"
-"""Names of the cost models: SGLang's median times of a depth, and what the local engine's planner expects."""
+"""Name of the cost model behind the estimate: what the planner expects of its rounds."""
 
 _STRETCH_ROUNDS = 48
 _SETTLING_ROUNDS = 8

@@ -1,1 +1,1 @@
-"""Groups of samples of one prompt: what runs next, where, for how long, and how deep it drafts. No I/O in here."""
+"""Groups of samples of one prompt: what runs next, where, and for how long. Only the driver does I/O."""
