@@ -53,7 +53,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.trace import Trace
-from speculator.versions.lifecycle import State, Transition
+from speculator.versions.lifecycle import Transition, VersionState
 from speculator.versions.lineage import load_draft
 from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
@@ -92,7 +92,7 @@ class Tried:
 
     @property
     def is_kept(self) -> bool:
-        return self.last.state is not State.QUARANTINED
+        return self.last.state is not VersionState.QUARANTINED
 
 
 def noisy(draft: Eagle3Draft, share: float, seed: int = 1) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class Shifts:
             if engine.clock_s >= shift_s:
                 engine.remembered = after
             last = store.lifecycle.history(version)[-1]
-            if last.state in (State.PROMOTED, State.QUARANTINED):
+            if last.state in (VersionState.PROMOTED, VersionState.QUARANTINED):
                 rounds, seconds = engine.rounds_of[version], engine.seconds_of[version]
                 print(f"{told}: {last.state.value}, {rounds} rounds, {last.reason}, {last.numbers}", flush=True)
                 return Tried(last, rounds, seconds)
@@ -206,8 +206,8 @@ class Trials:
             self.arrived.clear()
             self.review.take_turn()
             last = self.store.lifecycle.history(version)[-1]
-            is_gone = last.state is State.QUARANTINED and self.engine.draft_version != version
-            if is_gone or (last.state is State.PROMOTED and self._is_reviewed(version)):
+            is_gone = last.state is VersionState.QUARANTINED and self.engine.draft_version != version
+            if is_gone or (last.state is VersionState.PROMOTED and self._is_reviewed(version)):
                 rounds, seconds = self.engine.rounds_of[version], self.engine.seconds_of[version]
                 print(
                     f"{told}: {last.state.value} by {last.actor}, {rounds} rounds, {last.reason}, {last.numbers}",

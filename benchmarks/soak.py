@@ -46,7 +46,7 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
-from slipstream.demo.servers import Child, Sample, running_child
+from slipstream.demo.servers import Child, Scrape, running_child
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
@@ -210,7 +210,7 @@ class Sampler:
         self._entries = Series(tolerated=_LEAKING_SHARE * 3600 * rate)
         self.series: dict[str, Series] = {}
         self.fills: dict[str, list[float]] = {}
-        self.metrics: Sample | None = None
+        self.metrics: Scrape | None = None
 
     def _add(self, name: str, at_s: float, value: float, kind: Series = _COUNT) -> None:
         blank = replace(kind, at_s=[], values=[])
@@ -238,8 +238,8 @@ class Sampler:
             source = trainer if metric.startswith("slipstream_trainer") else self.metrics
             self.fills.setdefault(name, []).append(source.total(metric))
 
-    def _scraped(self, url: str, at_s: float) -> Sample:
-        return Sample.parse(at_s, self._http.get(f"{url}/metrics").text)
+    def _scraped(self, url: str, at_s: float) -> Scrape:
+        return Scrape.parse(at_s, self._http.get(f"{url}/metrics").text)
 
     def add_latencies(self, done: list[tuple[float, float]], from_s: float, to_s: float) -> None:
         """By stretches of ten seconds, each at its middle; `done` counts from the same zero as the samples."""

@@ -14,7 +14,7 @@ from speculator.errors import StoreError, StreamError
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.faults import filled, small_disk
 from tests.fixtures.toy import make_toy_model, random_draft
@@ -69,7 +69,7 @@ def test_a_draft_that_does_not_fit_harms_no_other(disk: Path, tmp_path: Path) ->
         assert store.versions() == [1]
     assert [path.name for path in (disk / "drafts" / "versions").iterdir()] == ["000001"]
     assert write() == 2
-    assert store.lifecycle.states() == {1: State.WRITTEN, 2: State.WRITTEN}
+    assert store.lifecycle.states() == {1: VersionState.WRITTEN, 2: VersionState.WRITTEN}
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(disk: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.loop import Loop
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 
 Weights = dict[str, Tensor]
@@ -52,7 +52,7 @@ def forge(
     if damage is not None:
         damage(folder)
     folder.rename(versions / f"{version:06d}")
-    for state in (State.WRITTEN, State.VALIDATED, State.SCORED):
+    for state in (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED):
         store.lifecycle.move(version, state, actor="faults")
     return version
 
@@ -179,7 +179,7 @@ def random_weights(loop: Loop) -> Observed:
 
 
 def _is_barred(loop: Loop, version: int) -> bool:
-    return loop.store.lifecycle.state(version) is State.QUARANTINED
+    return loop.store.lifecycle.state(version) is VersionState.QUARANTINED
 
 
 def _is_served(loop: Loop, version: int) -> bool:
@@ -188,7 +188,7 @@ def _is_served(loop: Loop, version: int) -> bool:
 
 def _promoted(store: DraftStore) -> list[int]:
     states = store.lifecycle.states()
-    return [version for version in store.versions() if states.get(version) is State.PROMOTED]
+    return [version for version in store.versions() if states.get(version) is VersionState.PROMOTED]
 
 
 @fault(f"{SWAPS} swaps in a row under load", "every answer is whole, greedy texts stay as they were")

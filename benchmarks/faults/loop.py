@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.faults.load import Load, Window
-from slipstream.demo.servers import Child, Sample
+from slipstream.demo.servers import Child, Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import connect
@@ -125,12 +125,12 @@ class Loop:
 
     # -- looking
 
-    def metrics(self) -> Sample:
+    def metrics(self) -> Scrape:
         sample = self._scraped(self._port)
         assert sample is not None, "the gateway does not answer"
         return sample
 
-    def trainer_metrics(self) -> Sample:
+    def trainer_metrics(self) -> Scrape:
         sample = self._scraped(self._trainer_port)
         assert sample is not None, "the trainer does not answer"
         return sample
@@ -209,8 +209,8 @@ class Loop:
             return False
 
     @staticmethod
-    def _scraped(port: int) -> Sample | None:
+    def _scraped(port: int) -> Scrape | None:
         try:
-            return Sample.parse(0, httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False).text)
+            return Scrape.parse(0, httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False).text)
         except httpx.TransportError:
             return None

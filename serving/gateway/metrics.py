@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
 from serving.rollout.driver import Driver
-from serving.rollout.samples import EndReason, State
+from serving.rollout.samples import EndReason, SampleState
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -98,7 +98,7 @@ class RolloutCollector(Collector):
             labels=["state"],
         )
         counts = driver.counts
-        for state in State:
+        for state in SampleState:
             if not state.has_ended:
                 samples.add_metric([state], counts[state])
         yield samples

@@ -23,7 +23,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from serving.group_cache.texts import MAX_PIECE_TOKENS, GroupKey, GroupTexts, Piece, Place, decode_pieces, encode_piece
+from serving.group_cache.texts import (
+    MAX_PIECE_TOKENS,
+    GroupKey,
+    GroupTextPiece,
+    GroupTexts,
+    Place,
+    decode_pieces,
+    encode_piece,
+)
 from serving.metrics import GroupTextMetrics
 from speculator.errors import GroupTextError, StreamError, type_and_place
 from speculator.host import now_ms
@@ -52,7 +60,7 @@ class FollowedGroup:
     """By source and text, of those that grew last: its handle in the index and the tokens that it has. The decode
     thread's."""
 
-    def take(self, piece: Piece) -> int:
+    def take(self, piece: GroupTextPiece) -> int:
         """Put a piece into the index; the number of tokens that it did not have."""
         index = self.index()
         if self.closed or index is None:
@@ -81,7 +89,7 @@ class Queued:
 
     def encoded(self, target_version: int) -> bytes:
         return encode_piece(
-            Piece(self.group.source, self.text, self.start, target_version, self.at_ms, self.tokens),
+            GroupTextPiece(self.group.source, self.text, self.start, target_version, self.at_ms, self.tokens),
         )
 
 
@@ -142,7 +150,7 @@ class GroupSharing:
         self._unfinished: dict[tuple[int, int], Queued] = {}
         """By source and text, of what is queued: what follows on goes into the same piece."""
         self._num_queued = 0
-        self._arrived: deque[tuple[FollowedGroup, Piece]] = deque()
+        self._arrived: deque[tuple[FollowedGroup, GroupTextPiece]] = deque()
         self._num_arrived = 0
         self._ended: set[GroupKey] = set()
         self._ended_s: OrderedDict[GroupKey, float] = OrderedDict()
@@ -353,7 +361,7 @@ class GroupSharing:
 
     def _arrive(self, group: FollowedGroup, place: Place, data: bytes) -> None:
         group.place = place
-        pieces: list[Piece] = []
+        pieces: list[GroupTextPiece] = []
         try:
             for piece, end in decode_pieces(data, vocab_size=self._vocab_size):
                 group.place = Place(place.head, place.offset + end)
@@ -368,7 +376,7 @@ class GroupSharing:
                 self._arrived += [(group, piece) for piece in pieces]
                 self._num_arrived += sum(len(piece.tokens) for piece in pieces)
 
-    def _is_wanted(self, group: FollowedGroup, piece: Piece) -> bool:
+    def _is_wanted(self, group: FollowedGroup, piece: GroupTextPiece) -> bool:
         is_new = piece.at_ms > self._erased_ms.get(group.key.tenant, -1)
         is_young = piece.target_version + self._keep_versions >= self._target_version
         return piece.source != group.source and is_new and is_young

@@ -33,7 +33,7 @@ _TOKEN_BYTES = 4
 MAX_PIECE_BYTES = _PIECE.size + MAX_PIECE_TOKENS * _TOKEN_BYTES
 
 
-class Piece(NamedTuple):
+class GroupTextPiece(NamedTuple):
     """Tokens `start`, `start` + 1, … of one text."""
 
     source: int
@@ -50,14 +50,14 @@ def new_head() -> bytes:
     return _MAGIC + secrets.token_bytes(HEAD_BYTES - len(_MAGIC))
 
 
-def encode_piece(piece: Piece) -> bytes:
+def encode_piece(piece: GroupTextPiece) -> bytes:
     """At most MAX_PIECE_TOKENS tokens."""
     assert 0 < len(piece.tokens) <= MAX_PIECE_TOKENS
     fields = (piece.source, piece.text, piece.start, piece.target_version, piece.at_ms, len(piece.tokens))
     return _PIECE.pack(*fields) + struct.pack(f"<{len(piece.tokens)}i", *piece.tokens)
 
 
-def decode_pieces(data: bytes, *, vocab_size: int) -> Iterator[tuple[Piece, int]]:
+def decode_pieces(data: bytes, *, vocab_size: int) -> Iterator[tuple[GroupTextPiece, int]]:
     """The whole pieces at the beginning of `data`, each with the number of bytes up to its end.
 
     Raises GroupTextError for what no engine of this model has written: a token that is not in 0…vocab_size − 1 too,
@@ -75,7 +75,7 @@ def decode_pieces(data: bytes, *, vocab_size: int) -> Iterator[tuple[Piece, int]
         tokens = list(struct.unpack_from(f"<{num_tokens}i", data, start))
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise GroupTextError("a token that the model does not have")
-        yield Piece(source, text, first, target_version, at_ms, tokens), end
+        yield GroupTextPiece(source, text, first, target_version, at_ms, tokens), end
 
 
 def is_head(head: bytes) -> bool:

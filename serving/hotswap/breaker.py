@@ -77,7 +77,7 @@ class WatchRules:
     """Rounds of the incumbent before which no version is tried against it."""
 
 
-class Outcome(enum.Enum):
+class TrialOutcome(enum.Enum):
     WATCHING = "watching"
     PROMOTED = "promoted"
     ROLLED_BACK = "rolled_back"
@@ -87,7 +87,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    outcome: Outcome
+    outcome: TrialOutcome
     reason: str
     numbers: dict[str, Number]
 
@@ -170,23 +170,26 @@ class Trial:
         outcome, reason = self._decide(is_successor_waiting)
         return Verdict(outcome=outcome, reason=reason, numbers=self._numbers(now_s))
 
-    def _decide(self, is_successor_waiting: bool) -> tuple[Outcome, str]:
+    def _decide(self, is_successor_waiting: bool) -> tuple[TrialOutcome, str]:
         worse, slower, rules = self._worse_evidence(), self._slower_evidence(), self._rules
         if worse >= -math.log(_ALPHA):
-            return Outcome.ROLLED_BACK, "accepts less than the incumbent"
+            return TrialOutcome.ROLLED_BACK, "accepts less than the incumbent"
         if slower >= -math.log(_ALPHA):
-            return Outcome.ROLLED_BACK, "slower a token than the incumbent"
+            return TrialOutcome.ROLLED_BACK, "slower a token than the incumbent"
         if max(worse, slower) < _DOUBT:
             if self._num_rounds >= rules.enough_rounds and self.num_compared >= rules.enough_compared:
-                return Outcome.PROMOTED, "not found worse than the incumbent"
+                return TrialOutcome.PROMOTED, "not found worse than the incumbent"
             if is_successor_waiting and self._num_rounds >= _ENOUGH_FOR_A_SUCCESSOR:
                 if not self.num_compared:
-                    return Outcome.WITHDRAWN, "nothing to compare its accept length with, and a newer version waits"
-                return Outcome.PROMOTED, "looks no worse, and a newer version waits"
+                    return (
+                        TrialOutcome.WITHDRAWN,
+                        "nothing to compare its accept length with, and a newer version waits",
+                    )
+                return TrialOutcome.PROMOTED, "looks no worse, and a newer version waits"
         if self._num_rounds >= _MOST_ROUNDS:
             told = "not confirmed to be worse" if self.num_compared else "nothing to compare its accept length with"
-            return Outcome.PROMOTED, told
-        return Outcome.WATCHING, ""
+            return TrialOutcome.PROMOTED, told
+        return TrialOutcome.WATCHING, ""
 
     def _worse_evidence(self) -> float:
         """The logarithm of the mean of exp Λ_c."""

@@ -33,7 +33,7 @@ import structlog
 from serving.hotswap.breaker import LiveWatch
 from speculator.errors import LifecycleError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
-from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, State
+from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, VersionState
 
 log = structlog.get_logger(__name__)
 
@@ -224,7 +224,7 @@ class VersionRecord:
 
     def is_promoted(self, version: int) -> bool:
         """Raises StoreError."""
-        return self._lifecycle is not None and self._lifecycle.state(version) is State.PROMOTED
+        return self._lifecycle is not None and self._lifecycle.state(version) is VersionState.PROMOTED
 
     def is_barred(self, version: int) -> bool:
         """False also where the store cannot be read: what is in service then stays."""
@@ -244,7 +244,7 @@ class VersionRecord:
 
     def live(self, version: int) -> None:
         if (states := self._lifecycle) is not None:
-            self._owe(lambda: states.move(version, State.LIVE, actor=self._actor, reason="in service"))
+            self._owe(lambda: states.move(version, VersionState.LIVE, actor=self._actor, reason="in service"))
 
     def promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
         if (states := self._lifecycle) is None:
@@ -252,11 +252,11 @@ class VersionRecord:
 
         def write() -> None:
             # What is owed since a full disk may still be missing.
-            if states.state(version) is State.SCORED:
-                states.move(version, State.LIVE, actor=self._actor, reason="in service")
+            if states.state(version) is VersionState.SCORED:
+                states.move(version, VersionState.LIVE, actor=self._actor, reason="in service")
             # Another engine may have promoted it, and another version after it.
-            if states.state(version) is State.LIVE:
-                states.move(version, State.PROMOTED, actor=self._actor, reason=reason, numbers=numbers)
+            if states.state(version) is VersionState.LIVE:
+                states.move(version, VersionState.PROMOTED, actor=self._actor, reason=reason, numbers=numbers)
 
         self._owe(write)
 

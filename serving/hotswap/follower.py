@@ -29,7 +29,7 @@ from typing import Protocol
 import structlog
 
 from serving.engine import SwapReport
-from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
+from serving.hotswap.breaker import LiveWatch, TrialOutcome, Verdict
 from serving.hotswap.canary import Canary, Pointer, VersionRecord
 from speculator.errors import DraftError, EngineBusyError, SlipstreamError, StreamError, type_and_place
 from speculator.tracing import prefixed, span
@@ -279,16 +279,16 @@ class Installer:
             watch.restart(version)
             return
         verdict = self._verdict or watch.judge(is_successor_waiting=is_successor_waiting)
-        if verdict.outcome is Outcome.PROMOTED:
+        if verdict.outcome is TrialOutcome.PROMOTED:
             watch.end(is_kept=True)
             self._log.end_trial(version, "promoted", verdict.reason)
             self._record.promoted(version, verdict.reason, verdict.numbers)
             self._canary.give_up()
             log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
-        elif verdict.outcome is Outcome.WITHDRAWN:
+        elif verdict.outcome is TrialOutcome.WITHDRAWN:
             watch.end(is_kept=True)
             self._withdraw(verdict.reason)
-        elif verdict.outcome is Outcome.ROLLED_BACK:
+        elif verdict.outcome is TrialOutcome.ROLLED_BACK:
             self._verdict = verdict
             self._roll_back(watch, version, verdict)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serving.capture.recorder import make_header
 from serving.local.config import LocalEngineConfig
-from serving.local.request import Generation, RoundRecord, TopK
+from serving.local.request import ActiveRequest, RoundRecord, TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
@@ -35,7 +35,7 @@ MOST_WAITING = 64
 _NICENESS = 5
 
 
-class Capture:
+class LocalCapture:
     """`label` and `hand_over` are for the engine's thread; `on_trace` is called on a thread of its own."""
 
     def __init__(
@@ -95,7 +95,9 @@ class Capture:
         """
         self._era = object()
 
-    def hand_over(self, generation: Generation, features: Callable[[int, int], Tensor], *, target_version: int) -> None:
+    def hand_over(
+        self, generation: ActiveRequest, features: Callable[[int, int], Tensor], *, target_version: int
+    ) -> None:
         """Make the trace of a generation, as it is now, where it is wanted; `features` copies those of [start, end)."""
         # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
         if not generation.capture or generation.aborted or generation.num_completion_tokens < 2:
@@ -114,7 +116,7 @@ class Capture:
         """Hand on the trace that `build` makes."""
         self._jobs.put(lambda: self._on_trace(build()))
 
-    def _build_trace(self, generation: Generation, aux_hidden: Tensor, start: int, target_version: int) -> Trace:
+    def _build_trace(self, generation: ActiveRequest, aux_hidden: Tensor, start: int, target_version: int) -> Trace:
         """The span begins at `start` and has features `aux_hidden` [T, 3d]."""
         length = len(aux_hidden)
         kept = TopK.unknown(start, length, generation.topk[0].ids.shape[1])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.layers import LargePages, PanelSlots, panels
-from serving.local.kernels.library import Block, Draft, Heads, Kernels, Layer, Norm, Window, can_compute, pointer
+from serving.local.kernels.library import Block, Draft, Heads, Kernels, KernelWindow, Layer, Norm, can_compute, pointer
 from serving.local.request import DraftSource, shared_draws
 from serving.local.target.layers import KVSlots, can_pack, linear, pack
 from speculator.draft.checkpoint import check_state, draft_state
@@ -34,7 +34,7 @@ _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
 
 
 @dataclass(frozen=True)
-class StagedDraft:
+class StagedWeights:
     """A verified version, fused and packed as the draft in service and ready to be copied over it."""
 
     version: int
@@ -63,12 +63,12 @@ class ServingDraft:
         self._installed = self.stage(version, draft_state(model))
         self.version = version
 
-    def stage(self, version: int, state: dict[str, Tensor]) -> StagedDraft:
+    def stage(self, version: int, state: dict[str, Tensor]) -> StagedWeights:
         """Check and convert a loaded version; for any thread. Raises DraftFileError or DraftMismatchError."""
         check_state(self._config, self._d2t, state)
-        return StagedDraft(version, self.network.fused(state))
+        return StagedWeights(version, self.network.fused(state))
 
-    def install(self, staged: StagedDraft) -> None:
+    def install(self, staged: StagedWeights) -> None:
         """Copy a staged version into the same storage; on any failure the previous weights are put back."""
         try:
             _copy(self.storage, staged.tensors)
@@ -85,7 +85,7 @@ class ServingDraft:
         `tokens` has, by request, token t+1 of the pairs at positions t = start, start + 1, …, at least one;
         `aux_Nw` the target's features [N, 3d] of those positions, request after request.
         """
-        spans = [Span(start, len(ids)) for start, ids in zip(starts, tokens, strict=True)]
+        spans = [PairSpan(start, len(ids)) for start, ids in zip(starts, tokens, strict=True)]
         ids_N = list(itertools.chain.from_iterable(tokens))
         return self.network.layer(ids_N, self.network.features(aux_Nw), spans, first_slot=first_slot)
 
@@ -102,7 +102,7 @@ class ServingDraft:
             ids_B, logprob_B = self._draw(output_Bd, lengths, sources)
             ids = ids_B.tolist()
             yield ids, logprob_B.tolist()
-            newest = [Span(length - 1, 1) for length in lengths]
+            newest = [PairSpan(length - 1, 1) for length in lengths]
             output_Bd = self.network.layer(ids, output_Bd, newest, first_slot=0)
             lengths = [length + 1 for length in lengths]
 
@@ -137,7 +137,7 @@ def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
             place.copy_(tensors[name])
 
 
-class Span(NamedTuple):
+class PairSpan(NamedTuple):
     """Pairs of one slot that follow one another, and the position of the first."""
 
     start: int
@@ -184,7 +184,9 @@ class FusedDraft:
         """Reduce the three target features [N, 3d] to one [N, d]."""
         return linear(aux_Nw.to(self.dtype), self.weights["fc"])
 
-    def layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[Span], *, first_slot: int) -> Tensor:
+    def layer(
+        self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
+    ) -> Tensor:
         """Read the pairs of slots `first_slot`…, span after span: the layer's output [B, d] at the newest of each."""
         lengths = [start + num_pairs for start, num_pairs in spans]
         index = [
@@ -321,9 +323,11 @@ class KernelDraft:
         """Reduce the three target features [N, 3d] to one [N, d]."""
         return self._kernels.linear(self._layers["fc"], aux_Nw.to(torch.bfloat16))
 
-    def layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[Span], *, first_slot: int) -> Tensor:
+    def layer(
+        self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
+    ) -> Tensor:
         """What `FusedDraft.layer` says."""
-        windows = [Window(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
+        windows = [KernelWindow(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
         embedding_Nd = F.embedding(torch.tensor(tokens_N), self._embed)
         return self._kernels.draft(
             self._draft, windows, self._rotation, embedding_Nd, feature_Nd, self.cache.storage[0]

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
-from serving.local.capture import Capture
+from serving.local.capture import LocalCapture
 from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.decode.observers import RoundObserver
 from serving.local.decode.rounds import RoundRunner
 from serving.local.draft import ServingDraft
 from serving.local.kernels.library import compute_with
-from serving.local.request import Generation
+from serving.local.request import ActiveRequest
 from serving.local.scheduler.inbox import Arrived, Inbox, Outbox
 from serving.local.scheduler.step_loop import DecodeLoop
 from serving.local.suffix_text import RecentTexts, SuffixCacheTask
@@ -78,7 +78,7 @@ class LocalEngine:
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or RoundPlanner(max_depth=config.max_depth)
         self._inbox, self._outbox, self.load = inbox or Inbox(config.max_waiting), Outbox(), EngineLoad()
-        self.capture = Capture(
+        self.capture = LocalCapture(
             config, target, on_trace or (lambda _: None), target_fingerprint=target_fingerprint, metrics=metrics
         )
         self.texts = RecentTexts(SuffixDrafter() if config.suffix_depth else None, sharing, metrics)
@@ -146,7 +146,7 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         arrived: Arrived = asyncio.Queue()
         prompt = request.prompt_token_ids
-        generation = Generation(
+        generation = ActiveRequest(
             request,
             # The prompt's last tokens may belong to the answer.
             AnswerText(self.tokenizer, request.stop, begun=prompt[len(prompt) - request.num_answered :]),
@@ -216,7 +216,7 @@ class LocalEngine:
             finally:
                 self._outbox.send()
 
-    def _submit(self, generation: Generation) -> None:
+    def _submit(self, generation: ActiveRequest) -> None:
         request = generation.request
         limit = self._target.context_length
         if not request.prompt_token_ids or len(request.prompt_token_ids) + request.max_tokens > limit:

@@ -66,7 +66,7 @@ class DraftSource:
 
 
 @dataclass
-class Generation:
+class ActiveRequest:
     """Owned by the engine's thread from admission to the last chunk; `aborted` alone is set from outside."""
 
     request: GenerateRequest
@@ -118,7 +118,7 @@ class Generation:
     def tokens_left(self) -> int:
         return self.request.max_tokens - self.num_completion_tokens
 
-    def frozen(self) -> Generation:
+    def frozen(self) -> ActiveRequest:
         """As it is now, for another thread: what is generated from here on does not show there."""
         frozen = copy.copy(self)
         frozen.tokens, frozen.rounds, frozen.topk = list(self.tokens), list(self.rounds), list(self.topk)

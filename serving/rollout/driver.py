@@ -21,7 +21,7 @@ import structlog
 
 from serving.engine import Chunk, GenerateRequest
 from serving.rollout.engines import RolloutEngine
-from serving.rollout.samples import Answer, Ended, GroupWork, Lease, SampleId, SampleResult, State
+from serving.rollout.samples import Answer, Ended, GroupWork, Lease, SampleId, SampleResult, SampleState
 from serving.rollout.scheduler import Policy, Scheduler
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 
@@ -94,11 +94,11 @@ class Driver:
             self.wake()
 
     @property
-    def counts(self) -> Counter[State]:
+    def counts(self) -> Counter[SampleState]:
         """Samples by state, of all groups under way."""
         return self._scheduler.counts()
 
-    def counts_of(self, group_id: str) -> Counter[State]:
+    def counts_of(self, group_id: str) -> Counter[SampleState]:
         """The same of one group; nothing of one that has ended."""
         numbers = range(len(self._works[group_id].request.seeds)) if group_id in self._works else ()
         return Counter(self._scheduler.sample(SampleId(group_id, number)).state for number in numbers)
@@ -142,7 +142,7 @@ class Driver:
     def check(self) -> None:
         """Every sample is in one place, and each that runs has a stream."""
         self._scheduler.check()
-        running = self.counts[State.RUNNING]
+        running = self.counts[SampleState.RUNNING]
         assert running == len(self._live), f"{running} samples run, with {len(self._live)} streams"
 
     # -- slots --------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Driver:
     def _result_of(self, ended: Ended, detail: str) -> SampleResult:
         answer, sample = self._answers[ended.sample_id], self._scheduler.sample(ended.sample_id)
         # Where a stale sample is aborted the caller wants no tokens of an old target.
-        is_wanted = not (ended.state is State.ABORTED and ended.reason == "stale")
+        is_wanted = not (ended.state is SampleState.ABORTED and ended.reason == "stale")
         return SampleResult(
             sample_id=ended.sample_id,
             state=ended.state,

@@ -26,7 +26,7 @@ class SampleId(NamedTuple):
     number: int
 
 
-class State(StrEnum):
+class SampleState(StrEnum):
     WAITING = "waiting"
     """Nothing was generated yet."""
     RUNNING = "running"
@@ -40,7 +40,7 @@ class State(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        return self in (State.FINISHED, State.STALE, State.ABORTED)
+        return self in (SampleState.FINISHED, SampleState.STALE, SampleState.ABORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Sample:
     group: Group
     index: int
     seed: int
-    state: State = State.WAITING
+    state: SampleState = SampleState.WAITING
     tokens: list[int] = field(default_factory=list)
     """What engines reported; what they had not reported when they died is generated again."""
     engine: str | None = None
@@ -136,7 +136,7 @@ class Ended:
     """A sample that will not go on. `stop` is the lease that an engine still works on."""
 
     sample_id: SampleId
-    state: State
+    state: SampleState
     reason: EndReason
     stop: tuple[str, int] | None = None
 
@@ -181,7 +181,7 @@ class SampleResult:
     """A sample that has ended. Aborted ones have the tokens that they had, but those that are too old have none."""
 
     sample_id: SampleId
-    state: State
+    state: SampleState
     reason: EndReason
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]

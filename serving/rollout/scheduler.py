@@ -26,7 +26,7 @@ from typing import Literal
 
 from serving.rollout.engines import Host
 from serving.rollout.order import Order, Rank, urgency
-from serving.rollout.samples import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, State
+from serving.rollout.samples import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, SampleState
 from speculator.errors import RequestError
 
 Verdict = Literal["go on", "stop"]
@@ -72,7 +72,7 @@ class Scheduler:
 
     def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[Ended]:
         """End all of a group that has not ended."""
-        return [self._end(sample, State.ABORTED, reason) for sample in self._under_way(self._groups[group_id])]
+        return [self._end(sample, SampleState.ABORTED, reason) for sample in self._under_way(self._groups[group_id])]
 
     def forget(self, group_id: str) -> None:
         """Drop a group that has ended."""
@@ -133,7 +133,7 @@ class Scheduler:
         if sample is None:
             return None
         self._append(sample, tokens)
-        ended = self._end(sample, State.FINISHED, reason)
+        ended = self._end(sample, SampleState.FINISHED, reason)
         group = sample.group
         group.num_finished += 1
         if group.longest_finished is None or len(sample.tokens) > group.longest_finished:
@@ -180,11 +180,11 @@ class Scheduler:
             for sample in self._all_under_way()
             if sample.group.request.deadline_s is not None and sample.group.request.deadline_s <= now_s
         ]
-        return [self._end(sample, State.ABORTED, "deadline") for sample in late]
+        return [self._end(sample, SampleState.ABORTED, "deadline") for sample in late]
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
-    def counts(self) -> Counter[State]:
+    def counts(self) -> Counter[SampleState]:
         return Counter(sample.state for group in self._groups.values() for sample in group.samples)
 
     def check(self) -> None:
@@ -195,10 +195,10 @@ class Scheduler:
         waiting = 0
         for group in self._groups.values():
             for sample in group.samples:
-                is_waiting = sample.state in (State.WAITING, State.PAUSED)
+                is_waiting = sample.state in (SampleState.WAITING, SampleState.PAUSED)
                 waiting += is_waiting
                 assert is_waiting == (sample in self._queue), sample.sample_id
-                is_running = sample.state is State.RUNNING
+                is_running = sample.state is SampleState.RUNNING
                 assert (sample.engine if is_running else None) == running.get(sample.sample_id), sample.sample_id
         assert waiting == len(self._queue), "something waits that no group has"
 
@@ -222,7 +222,7 @@ class Scheduler:
 
     def _start(self, sample: Sample, engine: str, host: Host) -> Lease:
         host.add(sample)
-        sample.state, sample.engine = State.RUNNING, engine
+        sample.state, sample.engine = SampleState.RUNNING, engine
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
         if sample.target_version is None or not sample.tokens:
@@ -271,19 +271,19 @@ class Scheduler:
         return engine
 
     def _to_queue(self, sample: Sample) -> None:
-        sample.state = State.PAUSED if sample.tokens else State.WAITING
+        sample.state = SampleState.PAUSED if sample.tokens else SampleState.WAITING
         sample.engine = None
         self._queue.put(sample, self._policy.order.rank(sample))
 
     def _end_stale(self, sample: Sample) -> Ended:
         returns = sample.group.request.when_stale == "return"
-        return self._end(sample, State.STALE if returns else State.ABORTED, "stale")
+        return self._end(sample, SampleState.STALE if returns else SampleState.ABORTED, "stale")
 
-    def _end(self, sample: Sample, state: State, reason: EndReason) -> Ended:
+    def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> Ended:
         stop = None
-        if sample.state is State.RUNNING:
+        if sample.state is SampleState.RUNNING:
             engine = self._leave(sample)
-            stop = None if state is State.FINISHED else (engine, sample.lease)
+            stop = None if state is SampleState.FINISHED else (engine, sample.lease)
         self._queue.discard(sample)
         sample.state, sample.engine = state, None
         return Ended(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from serving.gateway.server import bind
 from slipstream.demo.report import DemoRun, progress
-from slipstream.demo.servers import Child, Sample, running_child, wait_until_ready
+from slipstream.demo.servers import Child, Scrape, running_child, wait_until_ready
 from slipstream.demo.topics import Prompt, built_in_prompts, endless
 from slipstream.demo.traffic import SETTLING_S, Traffic
 from slipstream.settings import DEFAULT_STREAM_MAX_BYTES
@@ -240,7 +240,7 @@ class _Demo:
         for child in self.children:
             child.check()
         at_s = run.at_s(time.time())
-        sample = Sample.parse(at_s, (await http.get(f"{self.url}/metrics")).text)
+        sample = Scrape.parse(at_s, (await http.get(f"{self.url}/metrics")).text)
         swapped = sample.total("slipstream_last_swap_timestamp_seconds")
         if swapped and swapped not in run.swaps_unix_s:
             run.swaps_unix_s.append(swapped)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from serving.speedup import BASELINE, Speedup, Sums, measure
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
 
@@ -39,7 +39,7 @@ class DemoRun:
     num_clients: int = 1
     num_prompts: int
     """That are different."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Scrape] = field(default_factory=list)
     """Scrapes of the gateway, oldest first."""
     swaps_unix_s: list[float] = field(default_factory=list)
     started_unix_s: float = field(default_factory=time.time)
@@ -54,7 +54,7 @@ class DemoRun:
         return unix_s - self.started_unix_s - paused_s
 
     @property
-    def live(self) -> list[Sample]:
+    def live(self) -> list[Scrape]:
         """The scrapes while there was traffic."""
         return [one for one in self.samples if self.duration_s is None or one.at_s <= self.duration_s]
 
@@ -64,7 +64,7 @@ class DemoRun:
         times_s = map(self.at_s, self.swaps_unix_s)
         return [at for at in times_s if self.duration_s is None or at <= self.duration_s]
 
-    def between(self, start_s: float, end_s: float) -> Sample | None:
+    def between(self, start_s: float, end_s: float) -> Scrape | None:
         """What counters gained between the scrapes nearest to both times; None before there are two."""
         if len(self.samples) < 2:
             return None
@@ -91,7 +91,7 @@ class DemoRun:
         return measure(blocks)
 
 
-def measured_speedup(sample: Sample) -> float | None:
+def measured_speedup(sample: Scrape) -> float | None:
     """Of decode rounds, over the last two minutes, as the server reports it."""
     return sample.total("slipstream_speedup_measured_ratio") or None
 
@@ -168,7 +168,7 @@ def _head_added(run: DemoRun) -> dict[str, Any]:
     }
 
 
-def _accepted(final: Sample) -> dict[str, Any]:
+def _accepted(final: Scrape) -> dict[str, Any]:
     """Where accepted proposals came from, and how often the head was right about the next token where it was seen."""
     total = final.total
     head_first = {"source": "head", "position": "1"}
@@ -212,7 +212,7 @@ def _tokens_per_s(stretches: Sequence[Stretch]) -> float | None:
     return sum(stretch.tokens for stretch in stretches) / seconds if seconds else None
 
 
-def _round_tokens_per_s(window: Sample | None) -> float | None:
+def _round_tokens_per_s(window: Scrape | None) -> float | None:
     """Tokens that decode rounds committed a second."""
     return window.total("slipstream_round_tokens_total") / window.at_s if window else None
 

@@ -122,14 +122,14 @@ def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -
 
 
 @dataclass(frozen=True)
-class Sample:
+class Scrape:
     """All series of one scrape: (name, sorted labels) → value. `at_s` is seconds since the traffic began."""
 
     at_s: float
     values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(repr=False)
 
     @classmethod
-    def parse(cls, at_s: float, text: str) -> Sample:
+    def parse(cls, at_s: float, text: str) -> Scrape:
         values = {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)
@@ -137,10 +137,10 @@ class Sample:
         }
         return cls(at_s, values)
 
-    def since(self, first: Sample) -> Sample:
+    def since(self, first: Scrape) -> Scrape:
         """What counters gained from `first` on; `at_s` is how many seconds that took."""
         gained = {series: value - first.values.get(series, 0.0) for series, value in self.values.items()}
-        return Sample(self.at_s - first.at_s, gained)
+        return Scrape(self.at_s - first.at_s, gained)
 
     def total(self, name: str, **labels: str) -> float:
         """Sum of the series of `name` that carry `labels`."""

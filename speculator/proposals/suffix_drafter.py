@@ -51,7 +51,7 @@ _REQUEST_MEMORY = 0.97
 """What a proposal still says about its request after another one."""
 
 
-class Source(IntEnum):
+class TextSource(IntEnum):
     """Where a proposal comes from; of equally likely ones the first is taken."""
 
     __hash__ = int.__hash__  # an enum's own is slow, and every guess is looked up by its kind
@@ -75,7 +75,7 @@ class Rank(IntEnum):
 class Kind(NamedTuple):
     """Guesses that are corrected together: of one source, at matches of about one length, and of one rank."""
 
-    source: Source
+    source: TextSource
     length_bits: int
     rank: Rank
 
@@ -108,7 +108,7 @@ class SuffixProposal:
     """What was guessed behind each node, taken or not."""
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[TextSource, ...]:
         """Of the nodes."""
         return tuple(guess.kind.source for guess in self.chosen)
 
@@ -118,7 +118,7 @@ class TreeGrower:
 
     def __init__(
         self,
-        indexes: Mapping[Source, SuffixIndex],
+        indexes: Mapping[TextSource, SuffixIndex],
         tenants: Calibration,
         *,
         alpha: float,
@@ -196,7 +196,7 @@ class TreeGrower:
                 by_token[other.token] = beside
         return list(by_token.values())
 
-    def _guesses(self, source: Source, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
+    def _guesses(self, source: TextSource, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
         """By the votes behind a match of so many tokens."""
         guesses, doubt, bits, rank = [], _DOUBT / length, length.bit_length(), Rank.FIRST
         for token, agreeing, total, places in votes[: self._width]:
@@ -322,13 +322,13 @@ class SuffixRequest:
     """One running answer: its own text, and the texts of its tenant and group that it reads and extends."""
 
     def __init__(self, config: SuffixConfig, prompt: Sequence[int], tenant: Tenant, group: SuffixIndex | None) -> None:
-        self._indexes = {Source.OWN: SuffixIndex(_REQUEST_WINDOW, max_match=_MAX_MATCH)}
+        self._indexes = {TextSource.OWN: SuffixIndex(_REQUEST_WINDOW, max_match=_MAX_MATCH)}
         if group is not None:
-            self._indexes[Source.GROUP] = group
-        self._indexes[Source.TENANT] = tenant.answers
+            self._indexes[TextSource.GROUP] = group
+        self._indexes[TextSource.TENANT] = tenant.answers
         # Shared texts begin with the prompt's last tokens: so the beginnings of answers are found too.
         self._context = list(prompt[-_MAX_MATCH:])
-        before = {Source.OWN: prompt[-_REQUEST_WINDOW:]}
+        before = {TextSource.OWN: prompt[-_REQUEST_WINDOW:]}
         self._texts = {
             source: index.append(NEW_TEXT, before.get(source, self._context)) for source, index in self._indexes.items()
         }
@@ -342,7 +342,7 @@ class SuffixRequest:
     @property
     def group(self) -> SuffixIndex | None:
         """Recent answers to the same prompt."""
-        return self._indexes.get(Source.GROUP)
+        return self._indexes.get(TextSource.GROUP)
 
     @property
     def context(self) -> Sequence[int]:

@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 Number = float | int | str | bool | None
 
 
-class State(enum.Enum):
+class VersionState(enum.Enum):
     """Where a version stands."""
 
     WRITTEN = "written"
@@ -64,19 +64,19 @@ class State(enum.Enum):
     """No engine takes it any more."""
 
 
-SERVABLE = frozenset({State.SCORED, State.LIVE, State.PROMOTED})
-BARRED = frozenset({State.ROLLED_BACK, State.QUARANTINED})
+SERVABLE = frozenset({VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED})
+BARRED = frozenset({VersionState.ROLLED_BACK, VersionState.QUARANTINED})
 
-ALLOWED: Mapping[State | None, frozenset[State]] = {
-    None: frozenset({State.WRITTEN}),
-    State.WRITTEN: frozenset({State.VALIDATED, State.QUARANTINED}),
-    State.VALIDATED: frozenset({State.SCORED, State.QUARANTINED}),
-    State.SCORED: frozenset({State.LIVE, State.QUARANTINED}),
+ALLOWED: Mapping[VersionState | None, frozenset[VersionState]] = {
+    None: frozenset({VersionState.WRITTEN}),
+    VersionState.WRITTEN: frozenset({VersionState.VALIDATED, VersionState.QUARANTINED}),
+    VersionState.VALIDATED: frozenset({VersionState.SCORED, VersionState.QUARANTINED}),
+    VersionState.SCORED: frozenset({VersionState.LIVE, VersionState.QUARANTINED}),
     # A version may be promoted again: it is then the last one that was.
-    State.LIVE: frozenset({State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED}),
-    State.PROMOTED: frozenset({State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED}),
-    State.ROLLED_BACK: frozenset({State.QUARANTINED}),
-    State.QUARANTINED: frozenset({State.SCORED}),
+    VersionState.LIVE: frozenset({VersionState.PROMOTED, VersionState.ROLLED_BACK, VersionState.QUARANTINED}),
+    VersionState.PROMOTED: frozenset({VersionState.PROMOTED, VersionState.ROLLED_BACK, VersionState.QUARANTINED}),
+    VersionState.ROLLED_BACK: frozenset({VersionState.QUARANTINED}),
+    VersionState.QUARANTINED: frozenset({VersionState.SCORED}),
 }
 
 
@@ -86,7 +86,7 @@ _MACHINES = ("engine:", "trainer:")
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One change of one version's state."""
 
-    state: State
+    state: VersionState
     sequence: int
     """Its place among the transitions of all versions of the store, from 1."""
     at_ms: int
@@ -105,12 +105,12 @@ class Lifecycle:
         self._states = self.root / "states"
         self.events = EventLog(self.root)
 
-    def state(self, version: int) -> State | None:
+    def state(self, version: int) -> VersionState | None:
         """None for a version that nothing is known of. Raises StoreError."""
         history = self.history(version)
         return history[-1].state if history else None
 
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, VersionState]:
         """The state of every known version, oldest first. Raises StoreError."""
         return {version: history[-1].state for version, history in self.histories().items()}
 
@@ -135,7 +135,7 @@ class Lifecycle:
     def move(
         self,
         version: int,
-        state: State,
+        state: VersionState,
         *,
         actor: str,
         reason: str = "",
@@ -160,9 +160,9 @@ class Lifecycle:
         """
         with self._locked():
             made: dict[int, list[Transition]] = {}
-            if self.state(version) in (State.LIVE, State.PROMOTED):
-                made = self._make(version, State.ROLLED_BACK, actor, reason, dict(numbers or {}))
-            made = self._make(version, State.QUARANTINED, actor, reason, dict(numbers or {})) or made
+            if self.state(version) in (VersionState.LIVE, VersionState.PROMOTED):
+                made = self._make(version, VersionState.ROLLED_BACK, actor, reason, dict(numbers or {}))
+            made = self._make(version, VersionState.QUARANTINED, actor, reason, dict(numbers or {})) or made
             try:
                 self._tell(made)
             except StoreError as error:
@@ -185,9 +185,9 @@ class Lifecycle:
         for history in self.histories().values():
             barred = history[-1].state in BARRED
             for transition in history:
-                if transition.state is State.PROMOTED and not barred:
+                if transition.state is VersionState.PROMOTED and not barred:
                     promoted_at = max(promoted_at, transition.sequence)
-                elif transition.state is State.ROLLED_BACK and barred and transition.actor.startswith(_MACHINES):
+                elif transition.state is VersionState.ROLLED_BACK and barred and transition.actor.startswith(_MACHINES):
                     rollbacks.append(transition)
         rollbacks.sort(key=lambda transition: transition.sequence)
         return [transition for transition in rollbacks if transition.sequence > promoted_at]
@@ -211,7 +211,7 @@ class Lifecycle:
             histories = self._histories()
             good = _last_good(histories)
             promoted_at = 0 if good is None else histories[good][-1].sequence
-            came = [one.sequence for one in histories.get(version, [])[-1:] if one.state is State.LIVE]
+            came = [one.sequence for one in histories.get(version, [])[-1:] if one.state is VersionState.LIVE]
             if version == good or max(came, default=0) > promoted_at:
                 return False
             # A full disk must not keep what fills it.
@@ -227,7 +227,7 @@ class Lifecycle:
         return {version: history for version in versions if (history := self.history(version))}
 
     def _make(
-        self, version: int, state: State, actor: str, reason: str, numbers: dict[str, Number]
+        self, version: int, state: VersionState, actor: str, reason: str, numbers: dict[str, Number]
     ) -> dict[int, list[Transition]]:
         """All histories with the new transition; none where the version is in that state already. Under the lock."""
         history = self.history(version)
@@ -372,7 +372,7 @@ def _last_good(histories: Mapping[int, list[Transition]], other_than: int | None
     promoted = {
         version: history[-1].sequence
         for version, history in histories.items()
-        if history[-1].state is State.PROMOTED and version != other_than
+        if history[-1].state is VersionState.PROMOTED and version != other_than
     }
     return max(promoted, key=promoted.__getitem__, default=None)
 

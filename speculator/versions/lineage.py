@@ -28,7 +28,7 @@ from speculator.draft.checkpoint import (
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import draft_vocab_of, fresh_draft
 from speculator.errors import ConfigError, DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
-from speculator.versions.lifecycle import BARRED, Number, State
+from speculator.versions.lifecycle import BARRED, Number, VersionState
 from speculator.versions.store import DraftStore, d2t_sha256
 
 log = structlog.get_logger(__name__)
@@ -120,7 +120,7 @@ def check_lineage(
 def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:
     """Promote the only version of a store, which nothing can be compared with. Raises what `admit` does."""
     admit(store, version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
-    for state in (State.LIVE, State.PROMOTED):
+    for state in (VersionState.LIVE, VersionState.PROMOTED):
         _step(store, version, state, actor=_ACTOR, reason="the first of its lineage")
 
 
@@ -141,20 +141,20 @@ def admit(
     """
     states = store.lifecycle
     if states.state(version) is None:
-        _step(store, version, State.WRITTEN, actor=actor)
-    if states.state(version) is State.WRITTEN:
+        _step(store, version, VersionState.WRITTEN, actor=actor)
+    if states.state(version) is VersionState.WRITTEN:
         try:
             shapes = expected_shapes(config_from_json(store.config(version)))
             store.load(version, expected_fingerprint=target_fingerprint, expected_shapes=shapes)
         except DraftError as error:
-            states.move(version, State.QUARANTINED, actor=actor, reason=str(error))
+            states.move(version, VersionState.QUARANTINED, actor=actor, reason=str(error))
             raise
-        _step(store, version, State.VALIDATED, actor=actor)
-    if states.state(version) is State.VALIDATED:
-        _step(store, version, State.SCORED, actor=actor, reason=reason, numbers=numbers)
+        _step(store, version, VersionState.VALIDATED, actor=actor)
+    if states.state(version) is VersionState.VALIDATED:
+        _step(store, version, VersionState.SCORED, actor=actor, reason=reason, numbers=numbers)
 
 
-def _step(store: DraftStore, version: int, state: State, **why: Any) -> None:
+def _step(store: DraftStore, version: int, state: VersionState, **why: Any) -> None:
     """One transition, unless another process has been quicker."""
     with contextlib.suppress(LifecycleError):
         store.lifecycle.move(version, state, **why)

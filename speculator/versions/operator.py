@@ -19,7 +19,7 @@ from torch import Tensor
 from speculator.draft.checkpoint import check_can_write, config_from_json, expected_shapes, write_folder
 from speculator.errors import ConfigError, DraftFileError, LifecycleError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import BARRED, SERVABLE, Event, State, Transition
+from speculator.versions.lifecycle import BARRED, SERVABLE, Event, Transition, VersionState
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore, Manifest
 
@@ -30,7 +30,7 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     """One version among the others."""
 
     version: int
-    state: State | None
+    state: VersionState | None
     """None where nothing is known of it: a crash came before its state was written."""
     parent: int | None = None
     created_ms: int | None = None
@@ -206,7 +206,7 @@ class DraftChange(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     """The version that was promoted, rolled back, pinned or unpinned."""
-    state: State | None
+    state: VersionState | None
     desired: int | None
     """What engines run from now on."""
     num_unrecorded: int = 0
@@ -267,8 +267,8 @@ class DraftDesk:
         self._verified(version)
         self._asked("promote", version, actor)
         self._release(version, actor)
-        if self._states.state(version) is State.PROMOTED:
-            self._states.move(version, State.PROMOTED, actor=actor, reason="promoted by operator")
+        if self._states.state(version) is VersionState.PROMOTED:
+            self._states.move(version, VersionState.PROMOTED, actor=actor, reason="promoted by operator")
         pointer.publish(version)
         return self._done("promote", version, pointer, actor)
 
@@ -290,7 +290,7 @@ class DraftDesk:
             self._store.manifest(bad)
         is_asked = self._noted("asked", actor, action="rollback", version=bad, reason=reason)
         if self._states.state(bad) is None:
-            self._states.move(bad, State.WRITTEN, actor=actor)
+            self._states.move(bad, VersionState.WRITTEN, actor=actor)
         self._states.bar(bad, actor=actor, reason=reason)
         if (pinned := pointer.pinned()) is not None and self._states.state(pinned) not in SERVABLE:
             pointer.unpin()
@@ -354,8 +354,8 @@ class DraftDesk:
     def _release(self, version: int, actor: str) -> None:
         """From wherever it stands to a state in which it may be served."""
         if self._states.state(version) in BARRED:
-            self._states.move(version, State.QUARANTINED, actor=actor)
-            self._states.move(version, State.SCORED, actor=actor, reason="released by operator")
+            self._states.move(version, VersionState.QUARANTINED, actor=actor)
+            self._states.move(version, VersionState.SCORED, actor=actor, reason="released by operator")
         else:
             fingerprint = self._store.manifest(version).target_fingerprint
             admit(

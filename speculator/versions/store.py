@@ -36,7 +36,7 @@ from speculator.draft.checkpoint import write_tensors
 from speculator.errors import DraftFileError, DraftMismatchError, UnknownDraftError, VersionTakenError
 from speculator.files import sync, write_synced
 from speculator.host import now_ms
-from speculator.versions.lifecycle import Lifecycle, State, store_errors
+from speculator.versions.lifecycle import Lifecycle, VersionState, store_errors
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _VERSION_NAME = re.compile(r"\d{6,}")
@@ -113,7 +113,7 @@ class DraftStore:
                     info=info,
                 )
                 manifest = self._commit(folder, manifest, number)
-        self.lifecycle.move(manifest.version, State.WRITTEN, actor=actor)
+        self.lifecycle.move(manifest.version, VersionState.WRITTEN, actor=actor)
         return manifest
 
     def manifest(self, version: int) -> Manifest:

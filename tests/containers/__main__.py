@@ -20,7 +20,7 @@ import httpx
 import typer
 
 from serving.local.kernels.build import available
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import RedisKeys
@@ -99,13 +99,13 @@ class Deployment:
     def secret(self, name: str) -> str:
         return (self.folder / "deploy" / "secrets" / name).read_text()
 
-    def gateway(self) -> Sample:
+    def gateway(self) -> Scrape:
         headers = {"authorization": f"Bearer {self.secret('gateway_metrics')}"}
-        return Sample.parse(0, httpx.get(f"{self._url}/metrics", headers=headers).text)
+        return Scrape.parse(0, httpx.get(f"{self._url}/metrics", headers=headers).text)
 
-    def trainer(self) -> Sample:
+    def trainer(self) -> Scrape:
         read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9101/metrics').read().decode())"
-        return Sample.parse(0, self.compose("exec", "-T", "trainer", "python", "-c", read))
+        return Scrape.parse(0, self.compose("exec", "-T", "trainer", "python", "-c", read))
 
     def num_traces(self) -> int:
         """In Redis."""

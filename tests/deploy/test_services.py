@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import RedisKeys
 from tests.deploy.compose import CPU
@@ -53,7 +53,7 @@ def test_a_request_is_answered_and_learnt_from(machine: Machine) -> None:
 
     def admitted() -> float:
         metrics = httpx.get(f"{machine.url(9101)}/metrics").text
-        return Sample.parse(0, metrics).total("slipstream_trainer_traces_total", outcome="admitted")
+        return Scrape.parse(0, metrics).total("slipstream_trainer_traces_total", outcome="admitted")
 
     wait_until(lambda: admitted() >= 1, timeout_s=60)
 

@@ -32,7 +32,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.keys import ApiKey, change_keys, digest
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
@@ -78,10 +78,10 @@ def full_app(folder: Path, client: redis.Redis, engine: DoubleEngine | None = No
             target_fingerprint=FINGERPRINT,
             info={},
         )
-    for state in (State.VALIDATED, State.SCORED, State.LIVE, State.PROMOTED):
+    for state in (VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED):
         store.lifecycle.move(1, state, actor="test")
-    store.lifecycle.move(2, State.VALIDATED, actor="test")
-    store.lifecycle.move(3, State.QUARANTINED, actor="test", reason="test")
+    store.lifecycle.move(2, VersionState.VALIDATED, actor="test")
+    store.lifecycle.move(3, VersionState.QUARANTINED, actor="test", reason="test")
     pointer = DraftPointer(client, "hostile")
     pointer.publish(1)
     desk = DraftDesk(store, lambda: pointer, target_fingerprint=FINGERPRINT)

@@ -28,7 +28,7 @@ from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
@@ -110,7 +110,7 @@ def opened(open_: Open) -> Iterator[Gateway]:
 def store(tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
     """Version 1 is good and in service, version 2 passed the gate."""
     store = DraftStore(tmp_path_factory.mktemp("drafts"))
-    good = (State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE, State.PROMOTED)
+    good = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED)
     for number, states in ((1, good), (2, good[:3])):
         version = store.write(
             draft_state(make_draft(number)),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 
 from serving.engine import Proposed, Stratum, Verification, WatchedRound
-from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
+from serving.hotswap.breaker import LiveWatch, TrialOutcome, Verdict
 
 CHAT, CODE = Stratum("chat", "t0.7"), Stratum("code", "greedy")
 DEPTH = 4
@@ -94,7 +94,7 @@ def try_out(
     for _ in range(0, most_rounds, look_every):
         take_in(watch, source, look_every)
         verdict = watch.judge()
-        if verdict.outcome is not Outcome.WATCHING:
-            watch.end(is_kept=verdict.outcome is Outcome.PROMOTED)
+        if verdict.outcome is not TrialOutcome.WATCHING:
+            watch.end(is_kept=verdict.outcome is TrialOutcome.PROMOTED)
             return verdict
     raise AssertionError(f"no verdict after {most_rounds} rounds: {verdict}")

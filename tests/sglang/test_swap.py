@@ -26,7 +26,7 @@ from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.upstream import Upstream
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import serve
@@ -139,7 +139,7 @@ def _forge(store: DraftStore, version: int, weights: dict[str, torch.Tensor], **
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     values |= {"version": forged, "weights_sha256": digest, **manifest}
     (folder / "manifest.json").write_text(json.dumps(values))
-    for state in (State.WRITTEN, State.VALIDATED, State.SCORED):
+    for state in (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED):
         store.lifecycle.move(forged, state, actor="test")
     return forged
 
@@ -179,7 +179,7 @@ def test_a_bad_version_is_refused_and_serving_goes_on(
     plugged.pointer.publish(bad)
     report = plugged.wait_for(lambda report: str(bad) in report["refused"].split(","))
     assert report["version"] == in_service
-    assert store.lifecycle.state(bad) is State.QUARANTINED
+    assert store.lifecycle.state(bad) is VersionState.QUARANTINED
     assert _ask(plugged, ASKED[1])["output_ids"] == plain[ASKED[1]]
     plugged.traces(1)
 

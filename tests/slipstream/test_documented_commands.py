@@ -19,12 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.docs.commands import Command, fenced, only_parses
@@ -72,7 +72,7 @@ def _answer(url: str) -> None:
         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
 
     def recorded() -> bool:
-        sample = Sample.parse(0, httpx.get(f"{url}/metrics").text)
+        sample = Scrape.parse(0, httpx.get(f"{url}/metrics").text)
         return sample.total("slipstream_traces_captured_total") == NUM_ANSWERS and not sample.total(
             "slipstream_traces_pending"
         )
@@ -95,7 +95,7 @@ def _write_versions(store: DraftStore, fingerprint: str) -> None:
         weights["fc.weight"] = weights["fc.weight"] + 0.01
         manifest = store.write(weights, store.config(parent), parent=parent, target_fingerprint=fingerprint, info={})
         admit(store, manifest.version, target_fingerprint=fingerprint, actor="trainer", reason="better")
-    for state in (State.LIVE, State.PROMOTED):
+    for state in (VersionState.LIVE, VersionState.PROMOTED):
         store.lifecycle.move(2, state, actor="engine", reason="as good")
 
 

@@ -38,7 +38,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
-from speculator.versions.lifecycle import ALLOWED, BARRED, State
+from speculator.versions.lifecycle import ALLOWED, BARRED, VersionState
 from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
@@ -55,10 +55,10 @@ FAVOURITE = 29
 """The token that their answers consist of."""
 OTHER_PROMPT = "what?"
 """Its answer is more of a text, and takes a draft longer to be known by."""
-SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)
-LIVE = (*SCORED, State.LIVE)
-PROMOTED = (*LIVE, State.PROMOTED)
-ROLLED_BACK = (*LIVE, State.ROLLED_BACK)
+SCORED = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
+LIVE = (*SCORED, VersionState.LIVE)
+PROMOTED = (*LIVE, VersionState.PROMOTED)
+ROLLED_BACK = (*LIVE, VersionState.ROLLED_BACK)
 
 FIRST_VERSION = ("stored 1", "written 1", "validated 1", "scored 1", "live 1", "promoted 1")
 TRIALS = {
@@ -150,7 +150,7 @@ class Place:
     def stream(self) -> TraceStream:
         return TraceStream(self.client, model_key(self.model_dir, self.fingerprint), max_bytes=10**8)
 
-    def state(self, version: int) -> State | None:
+    def state(self, version: int) -> VersionState | None:
         return self.store.lifecycle.state(version)
 
     def steps(self) -> list[str]:
@@ -178,7 +178,7 @@ class Place:
         assert life.status == (-signal.SIGKILL if dies else 0), log
         assert not dies or self.steps()[-1] == dies, log
 
-    def add(self, *states: State, is_good: bool = True) -> None:
+    def add(self, *states: VersionState, is_good: bool = True) -> None:
         """The next version: it proposes the favourite token, or anything at all."""
         draft = random_draft(self.model_dir, seed=9, draft_vocab_size=16, scale=0.0 if is_good else 1.0)
         draft.d2t.copy_(torch.full_like(draft.d2t, FAVOURITE))
@@ -219,7 +219,7 @@ class Place:
                 assert after in ALLOWED[before]
         told = [event for event in self.store.lifecycle.recent_events(999) if event.sequence]
         assert [event.sequence for event in told] == list(range(1, 1 + len(told))), "no death loses an event"
-        assert made == {event.sequence: (event.fields["version"], State(event.kind)) for event in told}
+        assert made == {event.sequence: (event.fields["version"], VersionState(event.kind)) for event in told}
         barred = set()
         for step in self.steps():
             match step.split():
@@ -234,7 +234,7 @@ class Place:
         newest = self.store.lifecycle.newest_servable()
         assert newest is not None
         version = version_to_serve(self.store, newest)
-        assert self.state(version) is State.PROMOTED
+        assert self.state(version) is VersionState.PROMOTED
         return version
 
 
@@ -294,8 +294,8 @@ def serve_until_settled(place: Place, texts: Texts, kind: str) -> None:
         def is_settled() -> bool:
             assert place.ask(life, *PROMPTS).items() < texts.items()
             if kind == "good":
-                return place.state(2) is State.PROMOTED
-            return place.state(2) is State.QUARANTINED and place.pointer.published() == 1
+                return place.state(2) is VersionState.PROMOTED
+            return place.state(2) is VersionState.QUARANTINED and place.pointer.published() == 1
 
         wait_until(is_settled)
         assert place.version_in_service(life) == place.pointer.desired() == (2 if kind == "good" else 1)
@@ -345,7 +345,7 @@ class Change(NamedTuple):
     path: str
     steps: tuple[str, ...]
     desired: int
-    third: tuple[State, ...] = SCORED
+    third: tuple[VersionState, ...] = SCORED
     """How version 3 came to where it is; versions 1 and 2 are good."""
     published: int | None = 2
     pinned: int | None = None
@@ -353,7 +353,9 @@ class Change(NamedTuple):
 
 
 CHANGES = {
-    "promote, never seen": Change("3/promote", ("validated 3", "scored 3", "publish 3"), 3, third=(State.WRITTEN,)),
+    "promote, never seen": Change(
+        "3/promote", ("validated 3", "scored 3", "publish 3"), 3, third=(VersionState.WRITTEN,)
+    ),
     "promote, barred": Change("3/promote", ("quarantined 3", "scored 3", "publish 3"), 3, third=ROLLED_BACK),
     "promote, good before": Change("1/promote", ("promoted 1", "publish 1"), 1),
     "rollback, on trial": Change(
@@ -435,7 +437,7 @@ def test_a_gateway_is_killed(place: Place, change: Change, dies: str) -> None:
         assert order(place, life, change) == (409 if dies == "after unpin" and change.path == "unpin" else 200)
     assert place.pointer.desired() == change.desired
     if follow(place) != change.desired:
-        assert place.state(change.desired) is State.SCORED, "it is tried first"
+        assert place.state(change.desired) is VersionState.SCORED, "it is tried first"
 
 
 # -- trainer ----------------------------------------------------------------------------------------------------------
@@ -489,7 +491,7 @@ def test_a_trainer_is_killed_with_a_version_on_trial(place: Place, traces: list[
     """Engines have rolled back two versions in a row: one may be published, and its trial is waited for."""
     place.add(*PROMOTED)
     for _ in range(2):
-        place.add(*ROLLED_BACK, State.QUARANTINED)
+        place.add(*ROLLED_BACK, VersionState.QUARANTINED)
     place.send(traces[:4])
     with place.start("train", dies=dies):
         pass
@@ -504,7 +506,7 @@ def publish_and_bar(place: Place, traces: list[Trace], *, dies: str = "") -> int
     published = publish_again(place, traces, newer_than=1)
     with place.start("train", dies=dies) as life:
         life.first_word()
-        for state in (State.LIVE, State.ROLLED_BACK, State.QUARANTINED):
+        for state in (VersionState.LIVE, VersionState.ROLLED_BACK, VersionState.QUARANTINED):
             place.store.lifecycle.move(published, state, actor="engine:test")
         if not dies:
             wait_until(lambda: life.steps()[1:] == moments(STARTING_OVER))
@@ -513,7 +515,7 @@ def publish_and_bar(place: Place, traces: list[Trace], *, dies: str = "") -> int
 
 def test_these_are_the_steps_of_a_trainer_that_starts_over(place: Place, traces: list[Trace]) -> None:
     published = publish_and_bar(place, traces[:4])
-    assert place.state(published) is State.QUARANTINED
+    assert place.state(published) is VersionState.QUARANTINED
 
 
 @pytest.mark.parametrize("dies", moments(STARTING_OVER))

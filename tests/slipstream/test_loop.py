@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
@@ -23,8 +23,8 @@ from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import WatchedDemo, service
 
 
-def _metrics(url: str) -> Sample:
-    return Sample.parse(0, httpx.get(f"{url}/metrics").text)
+def _metrics(url: str) -> Scrape:
+    return Scrape.parse(0, httpx.get(f"{url}/metrics").text)
 
 
 ADMIN_KEY = "xyzzy-canary-of-the-admin-key"

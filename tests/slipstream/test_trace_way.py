@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import service
@@ -38,7 +38,7 @@ def test_a_trace_enters_few_files(toy_model: Path, tmp_path: Path, capsys: pytes
                     for number in range(4):
                         body = {"model": "toy", "prompt": f"question {number}", "max_tokens": 24}
                         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
-                    return Sample.parse(0, httpx.get(f"{url}/metrics").text).total("slipstream_draft_version") >= 2
+                    return Scrape.parse(0, httpx.get(f"{url}/metrics").text).total("slipstream_draft_version") >= 2
 
                 wait_until(swapped, timeout_s=120)
     entered = {*engine.read_text().splitlines(), *trainer.read_text().splitlines()}

@@ -29,7 +29,7 @@ from speculator.errors import ConfigError, StoreError, StreamError
 from speculator.redis.control_plane import machine_id
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, decode_trace
-from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from speculator.versions.store import DraftStore
 from tests.trainer.examples import batch_of, config_for, promote
 from tests.trainer.reviewing import Pointer, accepted
@@ -133,7 +133,7 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     published = trainer.training.version
     weights = sums(trainer)
     if ranks.leads:
-        for state in (State.LIVE, State.ROLLED_BACK):
+        for state in (VersionState.LIVE, VersionState.ROLLED_BACK):
             DraftStore(config.store_dir).lifecycle.move(published, state, actor="engine:0")
     trainer.heed_rollbacks()
     trainer.close()
@@ -198,8 +198,8 @@ def left_alone(ranks: Ranks) -> dict[str, Any]:
 def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """A version that is ten per cent worse; traces come to both ranks, and to rank 1 fewer."""
     states, pointer, changes = Lifecycle(folder / "reviewed"), Pointer(), {1: 0.0, 2: -0.1}
-    way = (State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE)
-    for version, state in [*((1, one) for one in (*way, State.PROMOTED)), *((2, one) for one in way)]:
+    way = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE)
+    for version, state in [*((1, one) for one in (*way, VersionState.PROMOTED)), *((2, one) for one in way)]:
         ranks.lead(partial(states.move, version, state, actor="engine:0"))
     turns, decoded, versions = itertools.count(), [], []
 

@@ -15,7 +15,7 @@ from speculator.errors import StreamError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
@@ -37,7 +37,7 @@ def test_killed_right_after_publishing_it_knows_what_it_published(
     assert metric(killed, "published_version") == 2.0
     killed.close()
     states = DraftStore(tmp_path / "store").lifecycle
-    for state in (State.LIVE, State.ROLLED_BACK, State.QUARANTINED):
+    for state in (VersionState.LIVE, VersionState.ROLLED_BACK, VersionState.QUARANTINED):
         states.move(2, state, actor="engine:0")
     resumed = start(decide=promote)
     assert metric(resumed, "started_over_total") == 1.0, "its weights are those that were rolled back"
@@ -201,9 +201,9 @@ def test_an_operators_golden_traces_free_those_of_traffic(
 
 
 def roll_back(store: DraftStore, version: int) -> None:
-    store.lifecycle.move(version, State.LIVE, actor="engine:0")
-    store.lifecycle.move(version, State.ROLLED_BACK, actor="engine:0")
-    store.lifecycle.move(version, State.QUARANTINED, actor="engine:0")
+    store.lifecycle.move(version, VersionState.LIVE, actor="engine:0")
+    store.lifecycle.move(version, VersionState.ROLLED_BACK, actor="engine:0")
+    store.lifecycle.move(version, VersionState.QUARANTINED, actor="engine:0")
 
 
 def test_a_version_that_was_never_admitted_stays_out(
@@ -218,7 +218,7 @@ def test_a_version_that_was_never_admitted_stays_out(
     learn(trainer, 2)
     trainer.publish()
     assert (store.manifest(3).parent, store.manifest(3).info["gate"]["incumbent"]) == (1, 1)
-    assert store.lifecycle.state(2) is State.WRITTEN
+    assert store.lifecycle.state(2) is VersionState.WRITTEN
     trainer.close()
 
 
@@ -276,8 +276,8 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     trainer.step()
     trainer.heed_rollbacks()
     assert not trainer.candidates.due, "version 4 is on trial"
-    store.lifecycle.move(4, State.LIVE, actor="engine:0")
-    store.lifecycle.move(4, State.PROMOTED, actor="engine:0")
+    store.lifecycle.move(4, VersionState.LIVE, actor="engine:0")
+    store.lifecycle.move(4, VersionState.PROMOTED, actor="engine:0")
     now_s[0] += 10
     publish()
     assert store.latest() == 5

@@ -131,7 +131,7 @@ def _states_of(verdicts: Verdicts, batch: Batch, num_steps: int) -> Tensor:
     return states_NK
 
 
-def _judged_here(verdicts: Verdicts | None, proposals: Proposals, num_bases: int) -> tuple[Tensor, Verdicts]:
+def _judged_here(verdicts: Verdicts | None, proposals: UnrolledStep, num_bases: int) -> tuple[Tensor, Verdicts]:
     """([J] index into the step's states, the verdicts on proposals made there): recorded, or on the likeliest ones."""
     device = proposals.chains.device
     if verdicts is None:
@@ -158,7 +158,7 @@ _CHAINS, _CONTEXT, _KEYS = 64, 128, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposals:
+class UnrolledStep:
     """What S chains propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows; `logits`
     [S, D]; `hits` [S] bool, the likeliest proposal is the committed token; `own` [S] bool, the draft's own proposals
     have led here, not the text alone.
@@ -172,8 +172,10 @@ class Proposals:
     own: Tensor
 
 
-def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tensor | None = None) -> Iterator[Proposals]:
-    """Yield one `Proposals` a step, until `num_steps` or until no chain is alive.
+def unroll(
+    draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tensor | None = None
+) -> Iterator[UnrolledStep]:
+    """Yield one `UnrolledStep` a step, until `num_steps` or until no chain is alive.
 
     `wanted_NK` [N, num_steps] bool asks for states besides those that the draft's own chains reach: the chain of base n
     then goes on along the text until the last of them. Vocabulary-sized work is done only for states that are own or
@@ -206,13 +208,13 @@ def unroll(draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tenso
 
 def _propose(
     draft: Eagle3Draft, batch: Batch, step: int, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
-) -> Proposals:
+) -> UnrolledStep:
     label_rows_S = batch.rows[chains_S] + 1 + step
     logits_SD = draft.logits(_filled(feature_Sd))[: len(chains_S)]
     # A row's label is about the token of the next row.
     # In bfloat16 on a CPU `max` takes a sixth of `argmax`'s time.
     hits_S = logits_SD.detach().max(-1).indices == batch.draft_ids[label_rows_S + 1]
-    return Proposals(step=step, chains=chains_S, label_rows=label_rows_S, logits=logits_SD, hits=hits_S, own=own_S)
+    return UnrolledStep(step=step, chains=chains_S, label_rows=label_rows_S, logits=logits_SD, hits=hits_S, own=own_S)
 
 
 def _keep(

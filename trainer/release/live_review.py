@@ -47,7 +47,7 @@ import structlog
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import DraftError, LifecycleError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import BARRED, Lifecycle, Number, State, Transition
+from speculator.versions.lifecycle import BARRED, Lifecycle, Number, Transition, VersionState
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
@@ -55,7 +55,7 @@ from trainer.release.acceptance import Score, score
 from trainer.replay.memory import Provenance, Stored
 from trainer.statistics import Comparison, PairedScores, PromptScores, anytime_quantile, by_prompt, compare
 
-_IN_SERVICE = frozenset({State.LIVE, State.PROMOTED})
+_IN_SERVICE = frozenset({VersionState.LIVE, VersionState.PROMOTED})
 
 
 class Newcomer(NamedTuple):
@@ -73,7 +73,7 @@ def _is_gone(histories: Mapping[int, Sequence[Transition]], current: Newcomer) -
 
 
 def _came(history: Sequence[Transition]) -> int:
-    return max((one.sequence for one in history if one.state is State.LIVE), default=0)
+    return max((one.sequence for one in history if one.state is VersionState.LIVE), default=0)
 
 
 log = structlog.get_logger()
@@ -219,7 +219,7 @@ class Review:
         came = {version: _came(history) for version, history in histories.items() if history[-1].state in _IN_SERVICE}
         if self._settled is None:
             # Versions that were promoted before this process began are as good as they ever will be.
-            promoted = (came[one] for one in came if histories[one][-1].state is State.PROMOTED)
+            promoted = (came[one] for one in came if histories[one][-1].state is VersionState.PROMOTED)
             self._settled = max(promoted, default=0)
         version = max(came, key=came.__getitem__, default=None)
         if version is None or came[version] <= self._settled:
@@ -309,7 +309,7 @@ class Review:
 
 
 MAX_PAUSE_S = 24 * 3600.0
-_UNDECIDED = frozenset({State.SCORED, State.LIVE})
+_UNDECIDED = frozenset({VersionState.SCORED, VersionState.LIVE})
 
 
 def pause_s(num_rollbacks: int, first_pause_s: float) -> float:

@@ -60,7 +60,7 @@ async def _ignore(index: int, chunk: Chunk) -> None:
 
 
 @dataclass
-class Sample:
+class StreamedChoice:
     """What one engine stream has produced so far."""
 
     parts: list[str] = field(default_factory=list)
@@ -79,13 +79,13 @@ class Sample:
         self.finish_reason = chunk.finish_reason
 
 
-class Generation:
+class AnswerStreams:
     """`requests` of one HTTP request; `num_prompt_tokens` counts each prompt once, however many samples it has."""
 
     def __init__(
         self, gateway: Gateway, exchange: Exchange, requests: Sequence[GenerateRequest], *, num_prompt_tokens: int
     ) -> None:
-        self.samples = [Sample() for _ in requests]
+        self.samples = [StreamedChoice() for _ in requests]
         self._gateway, self._exchange, self._requests = gateway, exchange, requests
         self._num_prompt_tokens = num_prompt_tokens
         self._has_token = False
@@ -151,7 +151,7 @@ def plan(
     prompts: Sequence[Sequence[int]],
     *,
     prompt_param: str,
-) -> Generation:
+) -> AnswerStreams:
     """Turn token ids of the prompts into the requests of a generation, prompt by prompt, sample by sample.
 
     `prompt_param` names the body's field that holds the prompts, for errors. Raises RequestError where a prompt is
@@ -176,7 +176,7 @@ def plan(
             for sample in range(body.n)
         ]
     num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-    return Generation(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens)
+    return AnswerStreams(gateway, exchange, requests, num_prompt_tokens=num_prompt_tokens)
 
 
 def completion_tokens(

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from serving.engine import Chunk, Piece
 from serving.gateway.body import read_body, request_body
 from serving.gateway.errors import reply
-from serving.gateway.openai.generation import Gateway, Generation, Sample, check_limits, encode, plan
+from serving.gateway.openai.generation import AnswerStreams, Gateway, StreamedChoice, check_limits, encode, plan
 from serving.gateway.openai.schema import ChatBody, CompletionBody, GenerationBody
 from serving.gateway.openai.stream import DONE, Emit, EventStream, event, until_disconnect
 from serving.gateway.telemetry import Exchange, exchange_of
@@ -49,7 +49,9 @@ def completion_routes(gateway: Gateway) -> APIRouter:
     return router
 
 
-async def _respond(request: Request, body: GenerationBody, generation: Generation, writer: ResponseWriter) -> Response:
+async def _respond(
+    request: Request, body: GenerationBody, generation: AnswerStreams, writer: ResponseWriter
+) -> Response:
     """Run the generation and return its response; for a stream, return the response that will run it."""
     if not body.stream:
         await until_disconnect(request.receive, generation.run())
@@ -72,7 +74,7 @@ class ResponseWriter(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, generation: Generation, exchange: Exchange, body: GenerationBody) -> None:
+    def __init__(self, generation: AnswerStreams, exchange: Exchange, body: GenerationBody) -> None:
         self._generation, self._body = generation, body
         self._identity = {
             "id": f"{self.id_prefix}-{exchange.request_id}",
@@ -82,7 +84,7 @@ class ResponseWriter(ABC):
         self._opened: set[int] = set()
 
     @abstractmethod
-    def choice(self, index: int, sample: Sample) -> dict[str, Any]:
+    def choice(self, index: int, sample: StreamedChoice) -> dict[str, Any]:
         """A finished sample."""
 
     @abstractmethod
@@ -120,7 +122,7 @@ class ChatWriter(ResponseWriter):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, sample: Sample) -> dict[str, Any]:
+    def choice(self, index: int, sample: StreamedChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         return {"index": index, "message": message, "logprobs": None, "finish_reason": sample.finish_reason}
 
@@ -143,7 +145,7 @@ class TextWriter(ResponseWriter):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, sample: Sample | Chunk) -> dict[str, Any]:
+    def choice(self, index: int, sample: StreamedChoice | Chunk) -> dict[str, Any]:
         return {"index": index, "text": sample.text, "logprobs": None, "finish_reason": sample.finish_reason}
 
     def deltas(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:

@@ -190,7 +190,7 @@ class StreamOptions(Strict):
     """OpenAI's random padding of events; accepted so that clients may turn it off, and it is never added."""
 
 
-class Capture(Strict):
+class CaptureChoice(Strict):
     """How a request may be used for training."""
 
     capture: bool = True
@@ -202,7 +202,7 @@ class Capture(Strict):
         return CapturePolicy(capture=capture, tenant=exchange.tenant, group_id=group_id, domain=self.domain)
 
 
-class GroupCapture(Capture):
+class GroupCapture(CaptureChoice):
     """The `slipstream` object of a request that may belong to a prompt group."""
 
     group_id: str = Field(default="", max_length=256)

@@ -26,7 +26,7 @@ from serving.gateway.errors import ApiError
 from serving.rollout.driver import Driver
 from serving.rollout.engines import RolloutEngine
 from serving.rollout.order import ContextAware
-from serving.rollout.samples import EndReason, GroupWork, SampleResult, State
+from serving.rollout.samples import EndReason, GroupWork, SampleResult, SampleState
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineError, RequestError
 
@@ -150,7 +150,7 @@ class RolloutBook:
             rollout.num_readers -= 1
             rollout.seen_s = self.clock()
 
-    def counts_of(self, rollout: Rollout) -> Counter[State]:
+    def counts_of(self, rollout: Rollout) -> Counter[SampleState]:
         counts = Counter(rollout.ends.values())
         for work in rollout.groups.values():
             of_group = self.driver.counts_of(work.request.group_id)
@@ -243,7 +243,7 @@ class Rollout:
     """When a client last asked about it, on the book's clock."""
     lines: list[bytes] = field(default_factory=list)
     """Of the samples that have ended, encoded; the cursor of a client counts them."""
-    ends: dict[tuple[str, int], State] = field(default_factory=dict)
+    ends: dict[tuple[str, int], SampleState] = field(default_factory=dict)
     """How each of them ended, by group and number."""
     num_readers: int = 0
     is_cancelled: bool = False

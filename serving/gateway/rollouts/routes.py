@@ -28,7 +28,7 @@ from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
 from serving.gateway.rollouts.book import Rollout, RolloutBook
 from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
 from serving.gateway.telemetry import exchange_of
-from serving.rollout.samples import GroupRequest, GroupWork, State
+from serving.rollout.samples import GroupRequest, GroupWork, SampleState
 from speculator.errors import RequestError, StreamError
 from speculator.redis.trace_stream import GroupRewards
 
@@ -213,7 +213,7 @@ def rewards_of(rollout: Rollout, body: RewardsBody) -> list[GroupRewards]:
             message = "Nothing was recorded of this rollout, so rewards have no effect."
             raise ApiError(409, message, code="nothing_recorded", param=param)
         state = rollout.ends.get((one.group_id, one.sample))
-        if state not in (State.FINISHED, State.STALE):
+        if state not in (SampleState.FINISHED, SampleState.STALE):
             message = f"Sample {one.sample} of group {one.group_id} has not finished."
             raise ApiError(409, message, code="sample_not_finished", param=param)
         if one.sample in rewards[one.group_id]:

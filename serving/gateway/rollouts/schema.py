@@ -10,7 +10,7 @@ from serving.gateway.body import Strict, invalid
 from serving.gateway.openai.schema import (
     INT32_MAX,
     INT64_MAX,
-    Capture,
+    CaptureChoice,
     Message,
     OnePrompt,
     SamplingBody,
@@ -65,7 +65,7 @@ class RolloutBody(Strict):
     """By which it is asked about; default: one is made. One that is known already is refused: nothing runs twice."""
     groups: Annotated[list[GroupBody], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)]
     logprobs: bool = True
-    slipstream: Capture = Capture()
+    slipstream: CaptureChoice = CaptureChoice()
     """The groups say themselves what belongs together."""
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from serving.engine import Proposed, Stratum, Verification, WatchedRound
 from serving.local.decode.rounds import RoundReport
-from serving.local.request import Generation
+from serving.local.request import ActiveRequest
 from serving.metrics import EngineMetrics
 from serving.speedup import EstimatedSpeedup, HeadArm, SpeedupMeter
 from speculator.tracing import record
@@ -117,6 +117,6 @@ def _verifications(report: RoundReport) -> Iterator[Verification]:
         yield Verification(looked_at.request.request_id, stratum, accepted, 1)
 
 
-def _stratum(generation: Generation) -> Stratum:
+def _stratum(generation: ActiveRequest) -> Stratum:
     quarters = math.ceil(4 * generation.num_suffix_rounds / generation.num_rounds)
     return generation.stratum._replace(remembered=quarters)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from serving.local.draft import ServingDraft
-from serving.local.request import Generation
+from serving.local.request import ActiveRequest
 from serving.local.target.model import Target
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
@@ -69,7 +69,7 @@ class Proposals:
 class VerifiedProposal:
     """What verification said of one request's proposal."""
 
-    generation: Generation
+    generation: ActiveRequest
     proposal: Proposal
     from_head: bool
     """Whether the head was asked for it, which may have had nothing worth verifying."""
@@ -85,7 +85,7 @@ class Proposer:
     def __init__(self, draft: ServingDraft, reader: DraftReader, planner: RoundPlanner, *, suffix_depth: int) -> None:
         self._draft, self._reader, self._planner, self._suffix_depth = draft, reader, planner, suffix_depth
 
-    def propose(self, generations: Sequence[Generation], *, head_depth: int) -> Proposals:
+    def propose(self, generations: Sequence[ActiveRequest], *, head_depth: int) -> Proposals:
         """For the requests in slots 0…B−1; `head_depth` is the most tokens of the head's chains."""
         suffixes = [self._suffix(generation) for generation in generations]
         reaches = [suffix.reaches for suffix in suffixes]
@@ -134,20 +134,20 @@ class Proposer:
             )
         self._planner.observe_head(verdicts)
 
-    def rounds_saved(self, generation: Generation, tokens: Sequence[int]) -> float:
+    def rounds_saved(self, generation: ActiveRequest, tokens: Sequence[int]) -> float:
         """What it saves a request that the head proposed its next `tokens`; to be asked before they are committed."""
         if generation.suffix is None:
             return float(len(tokens))
         return generation.suffix.rounds_saved(tokens, self._suffix_depth)
 
-    def _suffix(self, generation: Generation) -> DraftTree:
+    def _suffix(self, generation: ActiveRequest) -> DraftTree:
         if generation.suffix is None:
             return NO_PROPOSALS
         # The last token of an answer is the target's own in any case.
         return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1)).tree
 
     def _with_look(
-        self, plan: Plan, suffixes: tuple[Proposal, ...], row: int, generations: Sequence[Generation]
+        self, plan: Plan, suffixes: tuple[Proposal, ...], row: int, generations: Sequence[ActiveRequest]
     ) -> Proposals:
         started_s = time.perf_counter()
         generation = generations[row]
@@ -165,7 +165,7 @@ class Proposer:
     def _with_head(
         self,
         plan: Plan,
-        generations: Sequence[Generation],
+        generations: Sequence[ActiveRequest],
         suffixes: Sequence[DraftTree],
         reaches: Sequence[Sequence[float]],
         head_depth: int,
@@ -188,7 +188,7 @@ class Proposer:
         return Proposals(plan, tuple(by_request), None, num_steps, num_pairs, seconds)
 
     def _head_steps(
-        self, plan: Plan, generations: Sequence[Generation], reaches: Sequence[Sequence[float]], head_depth: int
+        self, plan: Plan, generations: Sequence[ActiveRequest], reaches: Sequence[Sequence[float]], head_depth: int
     ) -> tuple[list[tuple[list[int], list[float]]], int, int]:
         """The steps that are worth verifying, (token ids, log-probabilities) by request; steps and pairs computed."""
         feature_Bd, num_pairs = self._reader.read_all(generations)
@@ -244,12 +244,12 @@ class DraftReader:
         self._draft.cache.move(source, destination, length)
         self._features[destination, :length] = self._features[source, :length]
 
-    def read(self, slot: int, generation: Generation, num_pairs: int) -> None:
+    def read(self, slot: int, generation: ActiveRequest, num_pairs: int) -> None:
         """Read up to `num_pairs` pairs of one request, where it has any that are unread."""
         if generation.num_pairs_unread:
             self._read(slot, [generation], num_pairs)
 
-    def read_all(self, generations: Sequence[Generation], *, first_slot: int = 0) -> tuple[Tensor, int]:
+    def read_all(self, generations: Sequence[ActiveRequest], *, first_slot: int = 0) -> tuple[Tensor, int]:
         """Read every pair that there is; the draft's output [B, d] at each request's newest pair, and how many."""
         num_pairs = sum(generation.num_pairs_unread for generation in generations)
         for slot, generation in enumerate(generations, first_slot):
@@ -257,7 +257,7 @@ class DraftReader:
                 self.read(slot, generation, _MAX_PAIRS_A_PASS)
         return self._read(first_slot, generations, _MAX_PAIRS_A_PASS), num_pairs
 
-    def _read(self, first_slot: int, generations: Sequence[Generation], num_pairs: int) -> Tensor:
+    def _read(self, first_slot: int, generations: Sequence[ActiveRequest], num_pairs: int) -> Tensor:
         """Up to `num_pairs` of each, at least one; returns the draft's output [B, d] at the last pair of each."""
         tokens, features, starts = [], [], []
         for slot, generation in enumerate(generations, first_slot):

@@ -16,7 +16,7 @@ from torch import Tensor
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.proposer import DraftReader, Proposal, Proposals, Proposer, VerifiedProposal
 from serving.local.draft import ServingDraft
-from serving.local.request import Generation, RoundRecord, TopK, shared_draws
+from serving.local.request import ActiveRequest, RoundRecord, TopK, shared_draws
 from serving.local.target.model import Target
 from speculator.draft.verification import emit, served_logprobs
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
@@ -54,10 +54,10 @@ class RoundReport:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """Tokens of a prompt that one pass reads, from position `start` on."""
 
-    generation: Generation
+    generation: ActiveRequest
     slot: int
     start: int
     tokens: list[int]
@@ -94,13 +94,13 @@ class RoundRunner:
         self._proposer = Proposer(draft, self._reader, planner, suffix_depth=config.suffix_depth)
         self.features = self._reader.features
 
-    def move_slot(self, source: int, destination: int, generation: Generation) -> None:
+    def move_slot(self, source: int, destination: int, generation: ActiveRequest) -> None:
         length = len(generation.tokens)
         self._target.cache.move(source, destination, length)
         self._reader.move_slot(source, destination, length)
 
     @torch.inference_mode()
-    def prefill(self, piece: Piece, *, drafting: bool) -> None:
+    def prefill(self, piece: PromptPiece, *, drafting: bool) -> None:
         """Read it in a pass of its own; after the prompt's last token, commit the answer's first."""
         hidden_Td, aux_Tw = self._target.forward([piece.tokens], first_slot=piece.slot, starts=[piece.start])
         logits_1V = self._target.logits(hidden_Td[-1:]) if piece.ends_prompt else None
@@ -108,7 +108,12 @@ class RoundRunner:
 
     @torch.inference_mode()
     def run(
-        self, generations: Sequence[Generation], depth: int, piece: Piece | None = None, *, may_ask_head: bool = True
+        self,
+        generations: Sequence[ActiveRequest],
+        depth: int,
+        piece: PromptPiece | None = None,
+        *,
+        may_ask_head: bool = True,
     ) -> RoundReport:
         """Propose, verify all proposals in one pass, commit what the target emits.
 
@@ -142,7 +147,7 @@ class RoundRunner:
         )
 
     def _verify(
-        self, generations: Sequence[Generation], proposals: Proposals, piece: Piece | None, *, drafting: bool
+        self, generations: Sequence[ActiveRequest], proposals: Proposals, piece: PromptPiece | None, *, drafting: bool
     ) -> tuple[tuple[VerifiedProposal, ...], int]:
         """Feed the pending tokens, the proposals and the piece, and commit; and how many tokens but the piece's."""
         trees = [proposal.tree for proposal in proposals.by_request]
@@ -193,7 +198,7 @@ class RoundRunner:
     def _commit(
         self,
         slot: int,
-        generation: Generation,
+        generation: ActiveRequest,
         proposal: Proposal,
         emitted: list[int],
         path: list[int],
@@ -220,7 +225,7 @@ class RoundRunner:
         generation.commit(emitted, len(path), "suffix" if proposal.is_suffix else "head", logprobs=logprobs)
 
     def _take_piece(
-        self, piece: Piece, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
+        self, piece: PromptPiece, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
     ) -> None:
         """Keep what the target computed of a piece; where that ends the prompt, commit the answer's first token, from
         the logits of the prompt's last one.
@@ -253,7 +258,7 @@ def _pad(rows: Sequence[list[int]], parents: Sequence[list[int] | None]) -> None
 
 
 def emitted_after(
-    generation: Generation, logits_TV: Tensor, likeliest_T: list[int], tree: DraftTree
+    generation: ActiveRequest, logits_TV: Tensor, likeliest_T: list[int], tree: DraftTree
 ) -> tuple[list[int], list[int]]:
     """What the target emits after the newest token and the proposals that it accepts, from the logits of their rows:
     as `DraftTree.walk` has it, the tokens and the nodes that proposed all but the last.
@@ -267,7 +272,7 @@ def emitted_after(
     return tree.walk(lambda row, depth: emit(logits_TV[row], sampling, shared_draws(seed, length + depth, size)))
 
 
-def logprobs_of(generation: Generation, logits_PV: Tensor, tokens: list[int]) -> list[float]:
+def logprobs_of(generation: ActiveRequest, logits_PV: Tensor, tokens: list[int]) -> list[float]:
     """Of P tokens that the target emitted, for a request that wants to know."""
     if not generation.request.logprobs:
         return []

@@ -99,7 +99,7 @@ class Draft(ctypes.Structure):
     _fields_ = (("embedding_norm", Norm), ("block", Block))
 
 
-class Window(ctypes.Structure):
+class KernelWindow(ctypes.Structure):
     """New tokens of a slot, the place of the first, and the parents of those of a tree (`parents_of`), or none: each
     then follows the one before it.
     """
@@ -113,13 +113,13 @@ class Window(ctypes.Structure):
 
 
 def parents_of(parents: Sequence[int]) -> Any:
-    """For a `Window`: of each token the place in it of the one that it follows, −1 for the first."""
+    """For a `KernelWindow`: of each token the place in it of the one that it follows, −1 for the first."""
     assert parents[0] == -1
     assert all(0 <= parent < place for place, parent in enumerate(parents[1:], 1))
     return (_number * len(parents))(*parents)
 
 
-_WINDOWS = (_number, ctypes.POINTER(Window), _pointer, _pointer)
+_WINDOWS = (_number, ctypes.POINTER(KernelWindow), _pointer, _pointer)
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "linear": (ctypes.POINTER(Layer), _number, _pointer, _pointer, _number),
     "attend": (ctypes.POINTER(Heads), *_WINDOWS, *(_pointer, _pointer, _number), *(_pointer, _number)),
@@ -150,7 +150,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         self.has_pairs = bool(_number.in_dll(library, "slipstream_has_pairs").value)
         """Whether it multiplies in pairs; a CPU may still lack the instruction."""
-        kinds = Model, Block, Draft, Window
+        kinds = Model, Block, Draft, KernelWindow
         sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
         assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
         for name, arguments in _FUNCTIONS.items():
@@ -167,7 +167,7 @@ class Kernels:
         return y
 
     def attend(
-        self, heads: Heads, windows: Sequence[Window], rotation: tuple[Tensor, Tensor], qkv: Tensor, cache: Tensor
+        self, heads: Heads, windows: Sequence[KernelWindow], rotation: tuple[Tensor, Tensor], qkv: Tensor, cache: Tensor
     ) -> Tensor:
         """Store keys and values of the windows' tokens in a layer's part of `PanelSlots.storage`, then attend to all up
         to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
@@ -180,7 +180,12 @@ class Kernels:
         return out
 
     def run(
-        self, model: Model, windows: Sequence[Window], rotation: tuple[Tensor, Tensor], x_Md: Tensor, storage: Tensor
+        self,
+        model: Model,
+        windows: Sequence[KernelWindow],
+        rotation: tuple[Tensor, Tensor],
+        x_Md: Tensor,
+        storage: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """A pass over embeddings [M, d], which are overwritten: final hidden states [M, d] and the inputs of the aux
         layers side by side.
@@ -194,7 +199,7 @@ class Kernels:
     def draft(
         self,
         draft: Draft,
-        windows: Sequence[Window],
+        windows: Sequence[KernelWindow],
         rotation: tuple[Tensor, Tensor],
         embeddings_Nd: Tensor,
         features_Nd: Tensor,
@@ -252,7 +257,7 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def _checked(
-    windows: Sequence[Window], rotation: tuple[Tensor, Tensor], rows: Tensor, cache: Tensor
+    windows: Sequence[KernelWindow], rotation: tuple[Tensor, Tensor], rows: Tensor, cache: Tensor
 ) -> tuple[Any, ...]:
     """Number and array of windows, cosine and sine [positions, h], where everything fits to everything else."""
     num_slots, _, _, room = cache.shape[-4:]
@@ -266,4 +271,4 @@ def _checked(
     assert all(0 <= window.slot < num_slots and window.start >= 0 and window.num_tokens > 0 for window in windows)
     assert len({window.slot for window in windows}) == len(windows)
     assert all(window.start + window.num_tokens <= longest for window in windows)
-    return len(windows), (Window * len(windows))(*windows), *rotation
+    return len(windows), (KernelWindow * len(windows))(*windows), *rotation

@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 
 from serving.engine import Chunk
-from serving.local.request import Generation
+from serving.local.request import ActiveRequest
 from speculator.errors import EngineBusyError, EngineDeadError, type_and_place
 
 log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ class Inbox:
         """More than `max_waiting` requests are refused with EngineBusyError."""
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
-        self._waiting: deque[Generation] = deque()
+        self._waiting: deque[ActiveRequest] = deque()
         self._tasks: deque[tuple[Callable[[], object], Future[object]]] = deque()
         self.is_closed = False
 
@@ -48,7 +48,7 @@ class Inbox:
     def is_full(self) -> bool:
         return len(self._waiting) >= self._max_waiting
 
-    def submit(self, generation: Generation) -> None:
+    def submit(self, generation: ActiveRequest) -> None:
         with self._changed:
             self._refuse_if_closed()
             if self.is_full:
@@ -84,7 +84,7 @@ class Inbox:
                 self._changed.wait()
             return not self.is_closed
 
-    def next_request(self) -> Generation | None:
+    def next_request(self) -> ActiveRequest | None:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
 

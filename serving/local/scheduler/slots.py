@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serving.local.decode.rounds import RoundRunner
-from serving.local.request import Generation
+from serving.local.request import ActiveRequest
 
 
 class Slots:
@@ -16,11 +16,11 @@ class Slots:
 
     def __init__(self, runner: RoundRunner, *, num_slots: int, prompt_labels: int) -> None:
         self._runner, self._num_slots, self._prompt_labels = runner, num_slots, prompt_labels
-        self.running: list[Generation] = []
-        self.prefilling: Generation | None = None
+        self.running: list[ActiveRequest] = []
+        self.prefilling: ActiveRequest | None = None
 
     @property
-    def everybody(self) -> list[Generation]:
+    def everybody(self) -> list[ActiveRequest]:
         return [*self.running, *([self.prefilling] if self.prefilling else [])]
 
     @property
@@ -28,14 +28,14 @@ class Slots:
         """One prompt is read at a time."""
         return self.prefilling is None and len(self.running) < self._num_slots
 
-    def admit(self, generation: Generation) -> None:
+    def admit(self, generation: ActiveRequest) -> None:
         """Its prompt is read next, but for what a running sample of the same group has read of it."""
         self.prefilling = generation
         slot, length = longest_prefix(generation, self.running, prompt_labels=self._prompt_labels)
         if length > 0:
             self._copy_prefix(generation, slot, length)
 
-    def _copy_prefix(self, generation: Generation, slot: int, length: int) -> None:
+    def _copy_prefix(self, generation: ActiveRequest, slot: int, length: int) -> None:
         """Where the whole prompt is there, its last token is pending and the sample decodes."""
         sibling, last = self.running[slot], generation.num_prompt_tokens - 1
         self._runner.move_slot(slot, len(self.running), generation)
@@ -53,7 +53,7 @@ class Slots:
             self.running.append(self.prefilling)
             self.prefilling = None
 
-    def free(self, generation: Generation) -> None:
+    def free(self, generation: ActiveRequest) -> None:
         """Close the gap: the last running request moves into the freed slot, the prefilling one follows."""
         slot, last = self.running.index(generation), len(self.running) - 1
         if slot != last:
@@ -74,7 +74,9 @@ class Slots:
         return len(gone)
 
 
-def longest_prefix(generation: Generation, running: Sequence[Generation], *, prompt_labels: int) -> tuple[int, int]:
+def longest_prefix(
+    generation: ActiveRequest, running: Sequence[ActiveRequest], *, prompt_labels: int
+) -> tuple[int, int]:
     """The slot of the running sibling that has read most of the prompt, and how much: all but the last token counts."""
     policy, best = generation.request.policy, (0, 0)
     # Who opts out of capture leaves nothing for other requests.
@@ -87,7 +89,7 @@ def longest_prefix(generation: Generation, running: Sequence[Generation], *, pro
     return best
 
 
-def _common(generation: Generation, sibling: Generation, prompt_labels: int) -> int:
+def _common(generation: ActiveRequest, sibling: ActiveRequest, prompt_labels: int) -> int:
     prompt = generation.tokens
     most = min(len(prompt), len(sibling.tokens)) - 1
     if generation.capture and sibling.request.prompt_token_ids != generation.request.prompt_token_ids:

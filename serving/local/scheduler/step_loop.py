@@ -9,12 +9,12 @@ import time
 from functools import partial
 
 from serving.engine import SwapReport, TargetReport
-from serving.local.capture import Capture
+from serving.local.capture import LocalCapture
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.observers import RoundObserver
-from serving.local.decode.rounds import Piece, RoundRunner
-from serving.local.draft import ServingDraft, StagedDraft
-from serving.local.request import Generation
+from serving.local.decode.rounds import PromptPiece, RoundRunner
+from serving.local.draft import ServingDraft, StagedWeights
+from serving.local.request import ActiveRequest
 from serving.local.scheduler.inbox import Inbox
 from serving.local.scheduler.slots import Slots
 from serving.local.suffix_text import RecentTexts
@@ -48,7 +48,7 @@ class DecodeLoop:
         planner: RoundPlanner,
         texts: RecentTexts,
         runner: RoundRunner,
-        capture: Capture,
+        capture: LocalCapture,
         observer: RoundObserver,
         metrics: EngineMetrics,
         load: EngineLoad,
@@ -90,7 +90,7 @@ class DecodeLoop:
         for generation in self._slots.everybody:
             generation.abort()
 
-    def install_draft(self, staged: StagedDraft) -> SwapReport:
+    def install_draft(self, staged: StagedWeights) -> SwapReport:
         """Between two steps. What fails leaves the version in service as it was."""
         previous, started = self._draft.version, time.perf_counter()
         self._draft.install(staged)
@@ -131,14 +131,14 @@ class DecodeLoop:
             self._slots.admit(generation)
             generation.suffix = self._texts.begin(generation.request)
 
-    def _next_piece(self) -> Piece | None:
+    def _next_piece(self) -> PromptPiece | None:
         if (generation := self._slots.prefilling) is None:
             return None
         start = generation.num_prefilled
         end = min(start + self._prefill_chunk, generation.num_prompt_tokens)
-        return Piece(generation, self.num_running, start, generation.tokens[start:end])
+        return PromptPiece(generation, self.num_running, start, generation.tokens[start:end])
 
-    def _reads_in_round(self, piece: Piece) -> bool:
+    def _reads_in_round(self, piece: PromptPiece) -> bool:
         """Whether it is read in a round's pass, where the weights are read once for both. Not one in eight, nor where a
         control round is due, if the prompt goes on: or nothing would say what rounds take while prompts keep coming.
         """
@@ -150,13 +150,13 @@ class DecodeLoop:
         self._num_shareable += 1
         return self._num_shareable % _ALONE_EVERY > 0
 
-    def _prefill(self, piece: Piece) -> None:
+    def _prefill(self, piece: PromptPiece) -> None:
         started = time.perf_counter()
         self._runner.prefill(piece, drafting=self.depth > 0)
         self._end_piece(piece, time.perf_counter() - started, in_round=False)
         self._finish_done()
 
-    def _decode(self, piece: Piece | None) -> None:
+    def _decode(self, piece: PromptPiece | None) -> None:
         running = self._slots.running
         is_put_off = piece is not None and self._control.is_due(len(running))
         is_control = not is_put_off and self._control.is_control(len(running))
@@ -168,7 +168,7 @@ class DecodeLoop:
             self._end_piece(piece, report.seconds, in_round=True)
         self._finish_done()
 
-    def _end_piece(self, piece: Piece, seconds: float, *, in_round: bool) -> None:
+    def _end_piece(self, piece: PromptPiece, seconds: float, *, in_round: bool) -> None:
         """It has been read: tell of it, and let its request decode where that was the prompt's last."""
         record(piece.generation.parent, "prefill", seconds, tokens=len(piece.tokens), in_round=in_round)
         if piece.ends_prompt:
@@ -180,6 +180,6 @@ class DecodeLoop:
             self._slots.free(generation)
             self._texts.count()
 
-    def _hand_over(self, slot: int, generation: Generation) -> None:
+    def _hand_over(self, slot: int, generation: ActiveRequest) -> None:
         features = partial(self._runner.features, slot)
         self._capture.hand_over(generation, features, target_version=self.target_version)

@@ -24,10 +24,10 @@ from serving.local.kernels.library import (
     Block,
     Heads,
     Kernels,
+    KernelWindow,
     Layer,
     Model,
     Norm,
-    Window,
     can_compute,
     parents_of,
     pointer,
@@ -257,7 +257,7 @@ class KernelDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Returns the final hidden states [M, d] and the inputs of the aux layers side by side [M, 3d]."""
         windows = [
-            Window(slot, start, len(row), None if of_row is None else parents_of(of_row))
+            KernelWindow(slot, start, len(row), None if of_row is None else parents_of(of_row))
             for slot, (row, start, of_row) in enumerate(zip(rows, starts, parents, strict=True), first_slot)
         ]
         x_Md = F.embedding(torch.tensor([token for row in rows for token in row]), self._embed)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from serving.sglang.capture.device_reads import HostCopy
-from serving.sglang.capture.request import InconsistentSpanError, Round, Rows, Span, Ticket
+from serving.sglang.capture.request import InconsistentSpanError, RequestSpan, Round, Rows, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.settings import PluginSettings
 from speculator.errors import type_and_place
@@ -54,7 +54,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Verification:
+class CopiedVerification:
     copy: HostCopy
     """As `committed` reads it, or with logits instead of the top tokens; those of some `nodes`, or of all."""
     tickets: tuple[Ticket, ...]
@@ -74,7 +74,7 @@ class _End:
     tokens: list[int]
 
 
-_Event = Prefill | Verification | _End | None
+_Event = Prefill | CopiedVerification | _End | None
 """None: the assembler itself is to end."""
 
 
@@ -119,7 +119,7 @@ class TraceAssembler:
         """Whether logits are better reduced before they are handed over, whatever the device."""
         return self.queued_bytes > self._gathering.behind_bytes
 
-    def hand_over(self, step: Prefill | Verification) -> None:
+    def hand_over(self, step: Prefill | CopiedVerification) -> None:
         """Count what was copied of a step as held, and queue it."""
         with self._lock:
             self.held_bytes += step.copy.num_bytes
@@ -163,7 +163,7 @@ class TraceAssembler:
         """False where None is among them."""
         for kind, alike in itertools.groupby(gathered, _kind_of):
             if kind is not None:
-                self._take_verifications([event for event in alike if isinstance(event, Verification)])
+                self._take_verifications([event for event in alike if isinstance(event, CopiedVerification)])
                 continue
             for event in alike:
                 match event:
@@ -180,7 +180,7 @@ class TraceAssembler:
         with self._failing([ticket for ticket, _, _ in prefill.rows]):
             self._grow(list(prefilled(self._arrived([prefill]), prefill.rows)))
 
-    def _take_verifications(self, alike: Sequence[Verification]) -> None:
+    def _take_verifications(self, alike: Sequence[CopiedVerification]) -> None:
         """Those of one kind, one after another."""
         tickets = [ticket for verification in alike for ticket in verification.tickets]
         with self._failing(tickets):
@@ -197,7 +197,7 @@ class TraceAssembler:
             for ticket in tickets:
                 self._fail(ticket, error)
 
-    def _arrived(self, steps: Sequence[Prefill | Verification]) -> Mapping[str, Tensor]:
+    def _arrived(self, steps: Sequence[Prefill | CopiedVerification]) -> Mapping[str, Tensor]:
         """What was copied, as one, the logits reduced. What is kept of it counts as its spans'."""
         try:
             return joined([reduced(step.copy.wait(), self._top_tokens) for step in steps])
@@ -240,7 +240,7 @@ class TraceAssembler:
         if not ticket.dropped:
             self._build(ticket, span, end.tokens)
 
-    def _build(self, ticket: Ticket, span: Span, tokens: list[int]) -> None:
+    def _build(self, ticket: Ticket, span: RequestSpan, tokens: list[int]) -> None:
         started_s = time.perf_counter()
         trace = span.trace(tokens, engine_id=self._engine_id, target_fingerprint=self._fingerprint)
         if trace is None:
@@ -255,4 +255,4 @@ class TraceAssembler:
 
 
 def _kind_of(event: _Event) -> tuple[int, int, bool] | None:
-    return event.kind if isinstance(event, Verification) else None
+    return event.kind if isinstance(event, CopiedVerification) else None

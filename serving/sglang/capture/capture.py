@@ -26,10 +26,10 @@ from torch import Tensor
 from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
-from serving.sglang.capture.assembler import Prefill, TraceAssembler, Verification
+from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
 from serving.sglang.capture.device_reads import DraftProbe, HostCopier
 from serving.sglang.capture.request import (
-    Span,
+    RequestSpan,
     SpanRequest,
     Ticket,
     came_ms,
@@ -69,7 +69,7 @@ class ByteBudget:
 _ATTRIBUTE = "_slipstream_ticket"
 
 
-class Capture:
+class StepCapture:
     """Captures the requests of one scheduler."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Capture:
             logits, chosen = logits.flatten(0, 1), index[index >= 0]
         own |= self._of_logits(logits, chosen)
         self.assembler.hand_over(
-            Verification(
+            CopiedVerification(
                 self._copier.start(shared, own),
                 tuple(tickets.values()),
                 num_nodes,
@@ -213,7 +213,7 @@ class Capture:
                 self._open_tickets.add(ticket)
         return ticket
 
-    def open_span(self, request: Any) -> Span | None:
+    def open_span(self, request: Any) -> RequestSpan | None:
         """Where what is captured of a request goes; None where it is not captured."""
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
@@ -223,7 +223,7 @@ class Capture:
         if reason is not None:
             self.refused[reason] += 1
             return None
-        return Span(
+        return RequestSpan(
             SpanRequest(
                 request_id=request.rid,
                 num_prompt_tokens=len(request.origin_input_ids),
@@ -293,7 +293,9 @@ class TracePipeline:
             device=device,
             on_trace=self._recorder.submit,
         )
-        self.capture = Capture(settings, self._assembler, device=device, probe=probe, budget=budget, sampler=sampler)
+        self.capture = StepCapture(
+            settings, self._assembler, device=device, probe=probe, budget=budget, sampler=sampler
+        )
 
     def target_renewed(self, version: int) -> None:
         """A new target is announced: what was begun under another is not recorded."""

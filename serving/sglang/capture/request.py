@@ -1,8 +1,8 @@
 """One captured request: what it says that a trace must know, what is captured of it, and the trace that this makes.
 
-A `Span` begins with a prefill and grows by verify rounds. Positions are absolute, so chunks of a prompt, a prefix that
-the radix cache already had, and rounds of any depth fall into place. The features of position t exist once the target
-has read token t, so the last committed token of an answer has none and stays outside.
+A `RequestSpan` begins with a prefill and grows by verify rounds. Positions are absolute, so chunks of a prompt, a
+prefix that the radix cache already had, and rounds of any depth fall into place. The features of position t exist
+once the target has read token t, so the last committed token of an answer has none and stays outside.
 
 Shape letters: n rows, w = 3d feature width, K kept tokens, N nodes of a verification (the last committed token first,
 then the proposals), P = N − 1 proposals.
@@ -151,7 +151,7 @@ class Round:
 
 
 @dataclass
-class Span:
+class RequestSpan:
     """Owned by the thread that assembles traces."""
 
     request: SpanRequest
@@ -255,7 +255,7 @@ class Span:
 class Ticket:
     """What hangs on a running request."""
 
-    span: Span | None
+    span: RequestSpan | None
     """None where the request is not captured, and once its trace is built or dropped."""
     parent: Parent | None = None
     """What the assembling's span is put under."""
@@ -263,6 +263,6 @@ class Ticket:
     """Why its trace will not be made; set by either thread, counted by the one that assembles."""
 
     @property
-    def growing(self) -> Span | None:
+    def growing(self) -> RequestSpan | None:
         """The span, where more of it is wanted."""
         return None if self.dropped else self.span

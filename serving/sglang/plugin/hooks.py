@@ -1,8 +1,8 @@
 """The plugin's hooks into SGLang: which functions, what each hook does, and the check that they still fit.
 
 SGLang calls `register` early in each of its processes. Without SLIPSTREAM_ENABLED=1 nothing happens. With it, either
-all hooks are in place or the server does not start. SGLang only logs a hook that it cannot apply, so `check_targets`
-runs before and raises.
+all hooks are in place or the server does not start. SGLang only logs a hook that it cannot apply, so
+`check_sglang_functions` runs before and raises.
 """
 
 from __future__ import annotations
@@ -37,48 +37,54 @@ Kind = Literal["before", "after", "around"]
 
 
 @dataclass(frozen=True)
-class Target:
+class SglangFunction:
     """A function of SGLang and the parameters, in order, that a hook relies on."""
 
     path: str
     parameters: tuple[str, ...]
 
 
-CHECK_ARGS = Target("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
-SPECULATIVE_ARGS = Target("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",))
-ATTACH = Target(f"{_EAGLE}.init_cuda_graphs", ("self",))
-STEP = Target(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
-SAMPLE = Target("sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch"))
+CHECK_ARGS = SglangFunction("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
+SPECULATIVE_ARGS = SglangFunction(
+    "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)
+)
+ATTACH = SglangFunction(f"{_EAGLE}.init_cuda_graphs", ("self",))
+STEP = SglangFunction(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
+SAMPLE = SglangFunction(
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch")
+)
 """After a prefill; it works in the memory of the logits."""
-VERIFY = Target(f"{_EAGLE}.verify", ("self", "batch"))
-VERIFIED = Target(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
-DRAFT = Target(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
-EXTEND_PREFILL = Target(
+VERIFY = SglangFunction(f"{_EAGLE}.verify", ("self", "batch"))
+VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
+DRAFT = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
+EXTEND_PREFILL = SglangFunction(
     f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
 )
-EXTEND_DECODE = Target(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
-SKIP_EXTEND = Target(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
+EXTEND_DECODE = SglangFunction(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
+SKIP_EXTEND = SglangFunction(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
 """Called, not hooked: what SGLang puts in the place of the draft's reading."""
-TREE = Target(f"{_WORKER}.organize_draft_results", ("score_list",))
-EXTEND_GRAPH = Target(
+TREE = SglangFunction(f"{_WORKER}.organize_draft_results", ("score_list",))
+EXTEND_GRAPH = SglangFunction(
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
     ("self", "forward_batch"),
 )
-RELEASE = Target("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
-STEPS = Target(
+RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
+STEPS = SglangFunction(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
 )
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 _ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
-CPU_PLAN = Target(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
-CPU_EXTEND = Target(f"{_AMX}.forward_extend", _ATTEND)
-CPU_DECODE = Target(f"{_AMX}.forward_decode", _ATTEND)
+CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
+CPU_EXTEND = SglangFunction(f"{_AMX}.forward_extend", _ATTEND)
+CPU_DECODE = SglangFunction(f"{_AMX}.forward_decode", _ATTEND)
 """Called, not hooked."""
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CONVERTED = ("self", "request", "raw_request")
-CHAT = Target(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
-COMPLETION = Target(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED)
-TARGETS = (
+CHAT = SglangFunction(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
+COMPLETION = SglangFunction(
+    f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED
+)
+SGLANG_FUNCTIONS = (
     CHECK_ARGS,
     SPECULATIVE_ARGS,
     ATTACH,
@@ -102,34 +108,34 @@ TARGETS = (
 )
 
 
-def check_targets(sglang_version: str) -> None:
-    """Raises ConfigError, naming the first target that is gone or takes other parameters."""
-    for target in TARGETS:
+def check_sglang_functions(sglang_version: str) -> None:
+    """Raises ConfigError, naming the first function of SGLang that is gone or takes other parameters."""
+    for used in SGLANG_FUNCTIONS:
         try:
-            function = pkgutil.resolve_name(target.path)
-            parameters = tuple(inspect.signature(function).parameters)[: len(target.parameters)]
+            function = pkgutil.resolve_name(used.path)
+            parameters = tuple(inspect.signature(function).parameters)[: len(used.parameters)]
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"SGLang {sglang_version} has no usable {target.path} ({error}): install sglang==0.5.23"
+                f"SGLang {sglang_version} has no usable {used.path} ({error}): install sglang==0.5.23"
             ) from error
-        if parameters != target.parameters:
+        if parameters != used.parameters:
             raise ConfigError(
-                f"SGLang {sglang_version}: {target.path} takes {', '.join(parameters)}, expected "
-                f"{', '.join(target.parameters)}: install sglang==0.5.23"
+                f"SGLang {sglang_version}: {used.path} takes {', '.join(parameters)}, expected "
+                f"{', '.join(used.parameters)}: install sglang==0.5.23"
             )
 
 
 def check_not_hooked(registry: Any) -> None:
-    """Raises ConfigError where another plugin, or this one a second time, has hooked one of the targets."""
-    for target in TARGETS:
-        if registry._hooks.get(target.path):
-            raise ConfigError(f"another SGLang plugin hooks {target.path}: run one of them, see SGLANG_PLUGINS")
+    """Raises ConfigError where another plugin, or this one a second time, has hooked one of these functions."""
+    for used in SGLANG_FUNCTIONS:
+        if registry._hooks.get(used.path):
+            raise ConfigError(f"another SGLang plugin hooks {used.path}: run one of them, see SGLANG_PLUGINS")
 
 
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
 _registered = False
-_target = ""
+_target_fingerprint = ""
 """The fingerprint of the target; empty in a process that has not seen the server's arguments."""
 
 
@@ -164,7 +170,7 @@ def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
 def _check_and_hook(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    check_targets(sglang_version())
+    check_sglang_functions(sglang_version())
     check_not_hooked(HookRegistry)
     add_hooks(settings, HookRegistry, HookType)
 
@@ -172,7 +178,7 @@ def _check_and_hook(settings: PluginSettings) -> None:
 def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     """Register every hook in SGLang's registry."""
 
-    def add(target: Target, hook: Any, kind: Kind) -> None:
+    def add(target: SglangFunction, hook: Any, kind: Kind) -> None:
         registry.register(target.path, hook, hook_type[kind.upper()])
 
     add(CHECK_ARGS, lambda _, args: _check(args, settings), "after")
@@ -196,9 +202,9 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
 
 
 def _check(args: Any, settings: PluginSettings) -> None:
-    global _target
+    global _target_fingerprint
     decided = refusing(resolved, args)
-    _target = refusing(check_server, decided, settings)
+    _target_fingerprint = refusing(check_server, decided, settings)
     refusing(check_draft_options, decided, settings)
 
 
@@ -286,7 +292,7 @@ def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> N
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         mark(request, header)
     # A router may have lost the header; the body has the same.
-    if is_for_another_target(getattr(request, "custom_params", None), _target):
+    if is_for_another_target(getattr(request, "custom_params", None), _target_fingerprint):
         from fastapi import HTTPException
 
         raise HTTPException(503, OTHER_TARGET)

@@ -33,7 +33,7 @@ from speculator.errors import (
     UnknownDraftError,
 )
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
@@ -182,7 +182,7 @@ def test_the_real_desk_answers_in_json(tmp_path: Path, redis_client: redis.Redis
         version = store.write(
             draft_state(make_draft()), draft_config_json(CONFIG), parent=None, target_fingerprint="a" * 64, info={}
         ).version
-        for state in (State.VALIDATED, State.SCORED, State.LIVE, State.PROMOTED):
+        for state in (VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED):
             store.lifecycle.move(version, state, actor="test")
     desk = DraftDesk(store, lambda: pointer, target_fingerprint="a" * 64)
     settings = GatewaySettings(admin_key=SecretStr(KEY))

@@ -15,7 +15,7 @@ from serving.gateway.openai import generation
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, gateway, serve
 
-KINDS = (telemetry.Exchange, generation.Generation, asyncio.Task, asyncio.Timeout, types.CoroutineType)
+KINDS = (telemetry.Exchange, generation.AnswerStreams, asyncio.Task, asyncio.Timeout, types.CoroutineType)
 BODY: dict[str, Any] = {"model": "double", "messages": HELLO, "max_tokens": 20}
 
 

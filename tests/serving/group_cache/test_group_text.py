@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.engine import CapturePolicy
 from serving.group_cache.sync import FollowedGroup, GroupSharing
-from serving.group_cache.texts import GroupKey, GroupTexts, Piece, encode_piece
+from serving.group_cache.texts import GroupKey, GroupTextPiece, GroupTexts, encode_piece
 from serving.metrics import GroupTextMetrics
 from speculator.host import now_ms
 from speculator.proposals.suffix_index import SuffixIndex
@@ -144,7 +144,7 @@ def test_a_group_that_never_ends_remembers_so_many_texts_and_no_more() -> None:
 
     def take(text: int, start: int, tokens: list[int]) -> int:
         return group.take(
-            Piece(source=1, text=text, start=start, target_version=0, at_ms=now_ms(), tokens=tokens),
+            GroupTextPiece(source=1, text=text, start=start, target_version=0, at_ms=now_ms(), tokens=tokens),
         )
 
     for text in range(10):
@@ -218,13 +218,15 @@ def test_text_of_old_targets_ages_out(one: Peer, redis_client: redis.Redis) -> N
 
 def test_text_that_is_none_of_ours_is_not_read_on(one: Peer, redis_client: redis.Redis) -> None:
     texts = GroupTexts(redis_client, "m")
-    good = Piece(1, 1, 0, 0, now_ms(), TEXT)
-    texts.append({GROUP: encode_piece(good) + encode_piece(Piece(1, 1, 0, 0, now_ms(), [5000])) + encode_piece(good)})
+    good = GroupTextPiece(1, 1, 0, 0, now_ms(), TEXT)
+    texts.append(
+        {GROUP: encode_piece(good) + encode_piece(GroupTextPiece(1, 1, 0, 0, now_ms(), [5000])) + encode_piece(good)}
+    )
     index = follow(one)
     wait_until(lambda: one.registry.get_sample_value("slipstream_group_texts_unreadable_total") == 1)
     wait_until(lambda: one.sees(index, TEXT))
     texts.drop([GROUP])
-    texts.append({GROUP: encode_piece(Piece(1, 2, 0, 0, now_ms(), [21, 22, 23]))})
+    texts.append({GROUP: encode_piece(GroupTextPiece(1, 2, 0, 0, now_ms(), [21, 22, 23]))})
     index = follow(one)
     wait_until(lambda: one.sees(index, [21, 22, 23]))
 

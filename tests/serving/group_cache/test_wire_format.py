@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from serving.group_cache.texts import (
     MAX_PIECE_TOKENS,
     GroupKey,
+    GroupTextPiece,
     GroupTexts,
-    Piece,
     Place,
     decode_pieces,
     encode_piece,
@@ -27,7 +27,7 @@ KEYS = RedisKeys(model_key="m")
 ANNA, BO = GroupKey("anna", "g"), GroupKey("bo", "g")
 
 pieces = st.builds(
-    Piece,
+    GroupTextPiece,
     source=st.integers(0, 2**64 - 1),
     text=st.integers(0, 2**32 - 1),
     start=st.integers(0, 2**32 - 1),
@@ -38,7 +38,7 @@ pieces = st.builds(
 
 
 @given(st.lists(pieces, max_size=5), st.integers(0, 10_000))
-def test_pieces_come_back_whole_up_to_wherever_the_bytes_end(written: list[Piece], end: int) -> None:
+def test_pieces_come_back_whole_up_to_wherever_the_bytes_end(written: list[GroupTextPiece], end: int) -> None:
     ends, data = [], b""
     for piece in written:
         data += encode_piece(piece)
@@ -59,7 +59,7 @@ def test_bytes_of_somebody_else_are_refused_or_end_early(data: bytes) -> None:
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
-    data = encode_piece(Piece(1, 1, 0, 0, 0, [5, token]))
+    data = encode_piece(GroupTextPiece(1, 1, 0, 0, 0, [5, token]))
     with pytest.raises(GroupTextError):
         list(decode_pieces(data, vocab_size=VOCAB))
 

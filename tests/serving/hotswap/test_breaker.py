@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
-from serving.hotswap.breaker import LiveWatch, Outcome, Verdict
+from serving.hotswap.breaker import LiveWatch, TrialOutcome, Verdict
 from speculator.draft.sampling_params import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, take_in, try_out
 
@@ -35,12 +35,12 @@ def _trial(
 def test_an_equal_version_is_kept(batch: int, luck: float) -> None:
     """Also where the incumbent's record flatters it. One request at a time, all of the first may be hard ones."""
     verdicts = [_trial(seed, 0.0, batch=batch, luck=luck) for seed in range(60)]
-    assert sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts) <= 1
+    assert sum(verdict.outcome is TrialOutcome.ROLLED_BACK for verdict in verdicts) <= 1
 
 
 def test_a_better_version_is_kept() -> None:
     verdicts = [_trial(seed, 0.1) for seed in range(40)]
-    assert all(verdict.outcome is Outcome.PROMOTED for verdict in verdicts)
+    assert all(verdict.outcome is TrialOutcome.PROMOTED for verdict in verdicts)
 
 
 @pytest.mark.parametrize(("length", "change", "batch"), [(1.7, -0.3, 4), (1.7, -0.35, 1), (3.0, -0.5, 1)])
@@ -48,7 +48,7 @@ def test_a_version_that_accepts_a_third_of_the_incumbents_proposals_is_taken_bac
     length: float, change: float, batch: int
 ) -> None:
     verdicts = [_trial(seed, change, length=length, batch=batch) for seed in range(30)]
-    assert all(verdict.outcome is Outcome.ROLLED_BACK for verdict in verdicts)
+    assert all(verdict.outcome is TrialOutcome.ROLLED_BACK for verdict in verdicts)
     assert all(verdict.reason == "accepts less than the incumbent" for verdict in verdicts)
     taken = sorted(float(verdict.numbers["rounds"] or 0) for verdict in verdicts)
     assert taken[15] <= 700
@@ -65,9 +65,9 @@ def _looks(rng: random.Random, version: int, rate: float) -> Iterator[WatchedRou
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(
     ("looks_before", "rate", "outcome"),
-    [(200, 0.3, Outcome.PROMOTED), (200, 0.02, Outcome.ROLLED_BACK), (0, 0.3, Outcome.PROMOTED)],
+    [(200, 0.3, TrialOutcome.PROMOTED), (200, 0.02, TrialOutcome.ROLLED_BACK), (0, 0.3, TrialOutcome.PROMOTED)],
 )
-def test_looks_are_compared_with_looks_only(seed: int, looks_before: int, rate: float, outcome: Outcome) -> None:
+def test_looks_are_compared_with_looks_only(seed: int, looks_before: int, rate: float, outcome: TrialOutcome) -> None:
     """In rounds that ask it the head is right six times in ten, where it is looked at three times."""
     rng, watch = random.Random(seed), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 1 + 0.6 + 0.36 + 0.22 + 0.13}), 1000)
@@ -83,7 +83,7 @@ def test_a_useless_version_is_caught_within_fifty_rounds_or_five_seconds(batch: 
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.8}, batch=batch, spread=0.02), 2000)
         verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, batch=batch), look_every=10, most_rounds=most_rounds)
-        assert verdict.outcome is Outcome.ROLLED_BACK
+        assert verdict.outcome is TrialOutcome.ROLLED_BACK
 
 
 def test_another_mix_of_requests_is_no_other_draft() -> None:
@@ -92,7 +92,7 @@ def test_another_mix_of_requests_is_no_other_draft() -> None:
         lengths = {CHAT: 1.3, CODE: 2.4}
         take_in(watch, rounds(rng, 1, lengths, mix={CHAT: 0.3, CODE: 0.7}), 3000)
         verdict = try_out(watch, 2, rounds(rng, 2, lengths, mix={CHAT: 0.95, CODE: 0.05}))
-        assert verdict.outcome is Outcome.PROMOTED
+        assert verdict.outcome is TrialOutcome.PROMOTED
         assert float(verdict.numbers["accept_length"] or 0) < 1.5 < 2.0
 
 
@@ -105,7 +105,7 @@ def test_harder_requests_do_not_make_a_draft_slow() -> None:
             take_in(watch, rounds(rng, 1, lengths, mix=mix, control_share=0.05), 2000)
             harder = rounds(rng, 2, lengths, mix={CHAT: 1.0, CODE: 0.0}, control_share=0.05)
             verdict = try_out(watch, 2, harder, look_every=1000)
-            assert verdict.outcome is Outcome.PROMOTED
+            assert verdict.outcome is TrialOutcome.PROMOTED
             assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.0, abs=0.1)
 
 
@@ -114,7 +114,7 @@ def test_drafting_is_not_slower_than_an_incumbent_that_does_not_draft() -> None:
     for turn in range(2000):
         watch.observe(WatchedRound(1, 1, turn % 20 > 0, 0.03 * rng.uniform(0.9, 1.1), 1, ()))
     verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, control_share=0.05, round_s=0.06))
-    assert verdict.outcome is Outcome.PROMOTED
+    assert verdict.outcome is TrialOutcome.PROMOTED
     assert "time_change" not in verdict.numbers, "none of its rounds has a like"
 
 
@@ -180,7 +180,7 @@ def test_traffic_that_repeats_more_or_less_of_earlier_text_is_no_fault_of_a_bett
             rng, watch = random.Random(seed), LiveWatch(1)
             take_in(watch, mixed(rng, 1, incumbent, **before), 3000)  # type: ignore[arg-type]
             verdict = try_out(watch, 2, mixed(rng, 2, version, **now), look_every=100)  # type: ignore[arg-type]
-            assert verdict.outcome is Outcome.PROMOTED, verdict
+            assert verdict.outcome is TrialOutcome.PROMOTED, verdict
 
 
 def test_a_slower_draft_is_found_out_where_it_takes_part_whatever_earlier_text_does() -> None:
@@ -189,7 +189,7 @@ def test_a_slower_draft_is_found_out_where_it_takes_part_whatever_earlier_text_d
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, mixed(rng, 1, 1.7, asked=0.5), 3000)
         verdict = try_out(watch, 2, mixed(rng, 2, 1.7, asked=0.5, draft_s=0.056))
-        assert (verdict.outcome, verdict.reason) == (Outcome.ROLLED_BACK, "slower a token than the incumbent")
+        assert (verdict.outcome, verdict.reason) == (TrialOutcome.ROLLED_BACK, "slower a token than the incumbent")
 
 
 def test_deeper_chains_pay_for_themselves() -> None:
@@ -197,7 +197,7 @@ def test_deeper_chains_pay_for_themselves() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 3.0}, depth=2, control_share=0.05), 3000)
     verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 3.0}, control_share=0.05, round_s=0.048))
-    assert verdict.outcome is Outcome.PROMOTED
+    assert verdict.outcome is TrialOutcome.PROMOTED
 
 
 def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
@@ -205,7 +205,7 @@ def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
         verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05, round_s=0.056))
-        assert verdict.outcome is Outcome.ROLLED_BACK
+        assert verdict.outcome is TrialOutcome.ROLLED_BACK
         assert verdict.reason == "slower a token than the incumbent"
         assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.4, abs=0.1)
 
@@ -216,14 +216,14 @@ def test_a_machine_that_becomes_busy_is_not_the_drafts_fault(control_share: floa
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=control_share), 3000)
         busy = rounds(rng, 2, {CHAT: 1.7}, control_share=control_share, round_s=0.08, plain_s=0.06)
-        assert try_out(watch, 2, busy).outcome is Outcome.PROMOTED
+        assert try_out(watch, 2, busy).outcome is TrialOutcome.PROMOTED
 
 
 def test_an_incumbent_that_never_went_so_deep_is_compared_at_its_depth() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 1.7}, depth=1), 2000)
     verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}))
-    assert verdict.outcome is Outcome.PROMOTED
+    assert verdict.outcome is TrialOutcome.PROMOTED
     # Deeper chains accept a fifth more, and that is not the draft's merit.
     assert float(verdict.numbers["accept_change"] or 0) < 0.1
 
@@ -232,7 +232,7 @@ def test_unknown_strata_are_counted_and_compared_with_nothing() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 2.0}), 2000)
     verdict = try_out(watch, 2, rounds(rng, 2, {CODE: 1.0}))
-    assert (verdict.outcome, verdict.reason) == (Outcome.PROMOTED, "nothing to compare its accept length with")
+    assert (verdict.outcome, verdict.reason) == (TrialOutcome.PROMOTED, "nothing to compare its accept length with")
     assert verdict.numbers["compared"] == 0
     # From now on they are known.
     assert try_out(watch, 3, rounds(rng, 3, {CODE: 1.5})).numbers["compared"]
@@ -258,7 +258,7 @@ def test_a_version_that_looks_no_worse_makes_room_for_a_newer_one(length: float,
         watch.begin(2)
         take_in(watch, rounds(rng, 2, {CHAT: length}), 600)
         if is_kept:
-            assert watch.judge().outcome is Outcome.WATCHING, "nobody waits for it"
+            assert watch.judge().outcome is TrialOutcome.WATCHING, "nobody waits for it"
         verdict = watch.judge(is_successor_waiting=True)
         assert (verdict.reason == "looks no worse, and a newer version waits") == is_kept
 
@@ -271,9 +271,9 @@ def test_a_version_that_is_never_asked_is_neither_taken_back_nor_found_as_good()
         for turn in range(1000):
             watch.observe(WatchedRound(2, 1, turn % 20 > 0, 0.06, 1, ()))
         watch.update()
-        assert watch.judge().outcome is Outcome.WATCHING
+        assert watch.judge().outcome is TrialOutcome.WATCHING
     verdict = watch.judge(is_successor_waiting=True)
-    assert verdict.outcome is Outcome.WITHDRAWN, "there is no use for more of its time, and nothing confirms it"
+    assert verdict.outcome is TrialOutcome.WITHDRAWN, "there is no use for more of its time, and nothing confirms it"
 
 
 def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]:
@@ -289,9 +289,9 @@ def test_versions_that_are_hardly_used_do_not_hold_up_the_next() -> None:
     assert watch.is_ready()
     watch.begin(2)
     take_in(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 400)
-    assert watch.judge(is_successor_waiting=True).outcome is Outcome.WATCHING
+    assert watch.judge(is_successor_waiting=True).outcome is TrialOutcome.WATCHING
     take_in(watch, rarely(rounds(rng, 2, {CHAT: 1.1}), 10), 200)
-    assert watch.judge(is_successor_waiting=True).outcome is Outcome.PROMOTED
+    assert watch.judge(is_successor_waiting=True).outcome is TrialOutcome.PROMOTED
 
 
 def test_a_useless_version_is_found_out_though_it_is_hardly_used() -> None:
@@ -304,7 +304,7 @@ def test_a_useless_version_is_found_out_though_it_is_hardly_used() -> None:
             itertools.chain(itertools.islice(rounds(rng, 2, {CHAT: 1.0}), 50), rarely(rounds(rng, 2, {CHAT: 1.0}), 50)),
             look_every=10,
         )
-        assert verdict.outcome is Outcome.ROLLED_BACK
+        assert verdict.outcome is TrialOutcome.ROLLED_BACK
 
 
 def test_rounds_of_other_versions_say_nothing() -> None:

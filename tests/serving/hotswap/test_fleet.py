@@ -18,7 +18,7 @@ from serving.hotswap.follower import DraftFollower
 from speculator.errors import EngineBusyError, StoreError, StreamError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.hotswap.test_hotswap import WAY, FullStore
 from tests.serving.watching import CHAT, rounds, serve
@@ -119,7 +119,7 @@ class Scene:
         self.now_s, self.bad = 1000.0, set[int]()
         for version in (1, 2, 3, 4):
             self.add(version)
-        for state in (State.LIVE, State.PROMOTED):
+        for state in (VersionState.LIVE, VersionState.PROMOTED):
             self.states.move(1, state, actor="test")
         self.pointer.publish(1)
         self.members: list[Member] = []
@@ -179,7 +179,7 @@ def test_a_good_version_goes_from_the_canary_to_all(scene: Scene) -> None:
     assert scene.drafts == [2, 2, 2, 2]
     assert [member.role for member in scene.members] == ["settled"] * 4
     last = scene.states.history(2)[-1]
-    assert (last.state, last.actor) == (State.PROMOTED, "engine:a")
+    assert (last.state, last.actor) == (VersionState.PROMOTED, "engine:a")
     assert [member.follower.log.verdicts["promoted"] for member in scene.members] == [1, 0, 0, 0]
     assert scene.canary is None
 
@@ -193,7 +193,7 @@ def test_a_bad_version_never_leaves_the_canary(scene: Scene) -> None:
         member.serve(300)
     scene.follow(3)
     assert scene.drafts == [1, 1, 1, 1]
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
     assert [member.installed for member in scene.members[1:]] == [[], [], []]
     assert scene.pointer.desired() == 1
     scene.pointer.publish(3)
@@ -235,7 +235,7 @@ def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:
     a.serve(1000)
     b.follower.follow()
     scene.follow()
-    assert scene.states.state(2) is State.PROMOTED
+    assert scene.states.state(2) is VersionState.PROMOTED
     a.serve(600)
     scene.follow(2)
     assert scene.drafts == [3, 2], "the other one has what was confirmed meanwhile"
@@ -281,7 +281,7 @@ def test_a_dead_canary_makes_room_for_another(scene: Scene) -> None:
     assert scene.drafts == [2, 1]
     b.serve(1000)
     scene.follow(2)
-    assert (c.draft, scene.states.state(2)) == (2, State.PROMOTED)
+    assert (c.draft, scene.states.state(2)) == (2, VersionState.PROMOTED)
     (again,) = scene.start("a")
     assert again.draft == 2, "it begins with what was promoted last"
 
@@ -313,7 +313,7 @@ def test_a_version_that_ends_its_engines_is_tried_twice_and_barred(scene: Scene,
     scene.follow(2)
     assert (third.draft, third.installed) == (1, [])
     last = scene.states.history(2)[-1]
-    assert (last.state, last.actor) == (State.QUARANTINED, f"engine:{names[2]}")
+    assert (last.state, last.actor) == (VersionState.QUARANTINED, f"engine:{names[2]}")
     assert (last.reason, last.numbers["engines_that_ended"]) == ("engines ended as they tried it", 2)
     assert scene.pointer.desired() == 1
     scene.pointer.publish(3)
@@ -332,7 +332,7 @@ def test_an_engine_that_fails_as_it_tries_a_version_has_not_stopped_in_order(sce
         scene.die(alone)
     (third,) = scene.start("c")
     scene.follow(2)
-    assert (third.draft, scene.states.state(2)) == (1, State.QUARANTINED)
+    assert (third.draft, scene.states.state(2)) == (1, VersionState.QUARANTINED)
 
 
 def test_an_engine_that_only_follows_goes_back_to_the_version_before(scene: Scene) -> None:
@@ -371,7 +371,7 @@ def test_the_count_of_ends_outlives_who_could_not_write_it_down(scene: Scene) ->
     (fourth,) = scene.start("d")
     scene.follow(2)
     assert (fourth.draft, fourth.installed) == (1, [])
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
 
 
 @pytest.mark.parametrize("is_full_first", [True, False])
@@ -385,8 +385,8 @@ def test_a_version_that_an_operator_releases_is_tried_again(scene: Scene, is_ful
             third.follower.follow()
     scene.states.is_full = False
     third.follower.follow()
-    assert scene.states.state(2) is State.QUARANTINED
-    scene.states.move(2, State.SCORED, actor="operator:test")
+    assert scene.states.state(2) is VersionState.QUARANTINED
+    scene.states.move(2, VersionState.SCORED, actor="operator:test")
     scene.pointer.publish(2)
     third.follower.follow()
     assert third.draft == 2
@@ -402,7 +402,7 @@ def test_engines_that_stop_in_order_are_not_held_against_the_version(scene: Scen
         alone.follower.stop()
         assert scene.canary is None
         scene.die(alone)
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
 
 
 def test_an_engine_that_ends_after_its_probation_is_not_held_against_the_version(scene: Scene) -> None:
@@ -414,7 +414,7 @@ def test_an_engine_that_ends_after_its_probation_is_not_held_against_the_version
         scene.now_s += PROBATION_S
         scene.follow()
         scene.die(alone)
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
 
 
 def test_an_idle_canary_gives_its_place_on(scene: Scene) -> None:
@@ -537,7 +537,7 @@ def test_what_redis_loses_leaves_known_versions_and_converges(scene: Scene) -> N
     a.serve(1000)
     scene.follow(2)
     assert scene.drafts == [2, 2, 2]
-    assert scene.states.state(2) is State.PROMOTED
+    assert scene.states.state(2) is VersionState.PROMOTED
 
 
 @pytest.mark.parametrize("is_bad", [True, False])
@@ -550,7 +550,7 @@ def test_a_verdict_does_not_wait_for_redis(scene: Scene, is_bad: bool) -> None:
     a.serve(1000)
     with pytest.raises(StreamError):
         a.follower.follow()
-    assert scene.states.state(2) is (State.QUARANTINED if is_bad else State.PROMOTED)
+    assert scene.states.state(2) is (VersionState.QUARANTINED if is_bad else VersionState.PROMOTED)
     b.follower.follow()
     assert scene.drafts == ([1, 1] if is_bad else [2, 2])
     a.line.is_cut = False
@@ -568,8 +568,8 @@ def test_an_operator_who_publishes_a_version_again_has_the_last_word(scene: Scen
     a.serve(300)
     with pytest.raises(StreamError):
         a.follower.follow()
-    assert (a.draft, scene.states.state(2)) == (1, State.QUARANTINED)
-    scene.states.move(2, State.SCORED, actor="operator:o")
+    assert (a.draft, scene.states.state(2)) == (1, VersionState.QUARANTINED)
+    scene.states.move(2, VersionState.SCORED, actor="operator:o")
     scene.pointer.publish(2)
     a.line.is_cut = False
     a.follower.follow()
@@ -623,7 +623,7 @@ def test_whatever_happens_a_bad_version_stays_on_its_canary_and_engines_converge
                 rng.choice(scene.members).follower.follow()
         for version in scene.bad:
             assert scene.drafts.count(version) <= 1
-            assert scene.states.state(version) is not State.PROMOTED
+            assert scene.states.state(version) is not VersionState.PROMOTED
     if not scene.members:
         scene.start("a")
     for _ in range(12):
@@ -633,4 +633,4 @@ def test_whatever_happens_a_bad_version_stays_on_its_canary_and_engines_converge
         scene.follow(2)
     settled = scene.states.last_good()
     assert set(scene.drafts) == {settled} == {scene.pointer.desired()}
-    assert not any(scene.states.state(version) is State.PROMOTED for version in scene.bad)
+    assert not any(scene.states.state(version) is VersionState.PROMOTED for version in scene.bad)

@@ -15,12 +15,12 @@ from serving.hotswap.follower import DraftFollower
 from serving.sglang.report import of_swaps
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
-from speculator.versions.lifecycle import Lifecycle, Number, State
+from speculator.versions.lifecycle import Lifecycle, Number, VersionState
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.waiting import wait_until
 from tests.serving.watching import CHAT, rounds, serve
 
-WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
+WAY = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
 
 
 class FullStore(Lifecycle):
@@ -178,7 +178,7 @@ class Scene:
         for version in (1, 2, 3):
             for state in WAY:
                 self.states.move(version, state, actor="test")
-        for state in (State.LIVE, State.PROMOTED):
+        for state in (VersionState.LIVE, VersionState.PROMOTED):
             self.states.move(1, state, actor="test")
         self._rng, self.now_s = random.Random(0), 0.0
         self.start()
@@ -224,7 +224,7 @@ def test_a_version_waits_until_the_incumbent_is_known(scene: Scene) -> None:
     scene.serve()
     scene.follower.follow()
     assert scene.engine.asked == [2]
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
     assert scene.pointer.status["watched"] == 2
 
 
@@ -233,7 +233,11 @@ def test_a_good_version_is_promoted(scene: Scene) -> None:
     scene.serve(2.4, 1000)
     scene.follower.follow()
     last = scene.states.history(2)[-1]
-    assert (last.state, last.actor, last.reason) == (State.PROMOTED, "engine:e", "not found worse than the incumbent")
+    assert (last.state, last.actor, last.reason) == (
+        VersionState.PROMOTED,
+        "engine:e",
+        "not found worse than the incumbent",
+    )
     assert float(last.numbers["accept_change"] or 0) == pytest.approx(0.2, abs=0.08)
     assert scene.follower.log.verdicts == {"promoted": 1, "rolled_back": 0, "withdrawn": 0}
     assert scene.states.last_good() == 2
@@ -243,7 +247,7 @@ def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:
     scene.roll_back()
     assert scene.engine.asked == [2, 1]
     states = [transition.state for transition in scene.states.history(2)]
-    assert states == [*WAY, State.LIVE, State.ROLLED_BACK, State.QUARANTINED]
+    assert states == [*WAY, VersionState.LIVE, VersionState.ROLLED_BACK, VersionState.QUARANTINED]
     numbers = scene.states.history(2)[-1].numbers
     assert numbers["back_to"] == 1
     assert float(numbers["accept_change"] or 0) < -0.3
@@ -269,7 +273,7 @@ def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
     assert scene.watch.watched == 3
     scene.serve(1.0, 1000, target_version=1)
     scene.follower.follow()
-    assert scene.states.state(3) is State.PROMOTED, "as good as the one before it, on this target"
+    assert scene.states.state(3) is VersionState.PROMOTED, "as good as the one before it, on this target"
 
 
 def test_an_incumbent_that_a_moving_target_keeps_unknown_is_not_waited_for_for_ever(scene: Scene) -> None:
@@ -292,10 +296,10 @@ def test_the_rollback_waits_for_nothing(scene: Scene) -> None:
     with pytest.raises(StreamError):
         scene.follower.follow()
     assert scene.engine.draft_version == 1
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
     scene.pointer.away = scene.states.is_full = False
     scene.follower.follow()
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
     assert scene.pointer.version == 1
     assert scene.engine.asked == [2, 1]
 
@@ -307,14 +311,14 @@ def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
     with pytest.raises(EngineBusyError):
         scene.follower.follow()
     assert scene.engine.draft_version == 2
-    assert scene.states.state(2) is State.QUARANTINED, "so that no other engine tries it"
+    assert scene.states.state(2) is VersionState.QUARANTINED, "so that no other engine tries it"
     assert scene.pointer.version == 1
     with pytest.raises(EngineBusyError):
         scene.follower.follow()
     scene.engine.refusal = None
     scene.follower.follow()
     assert scene.engine.draft_version == 1
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
 
 
 def test_a_pinned_version_comes_at_once_and_is_not_tried(scene: Scene) -> None:
@@ -326,7 +330,7 @@ def test_a_pinned_version_comes_at_once_and_is_not_tried(scene: Scene) -> None:
     scene.serve(1.0)
     scene.follower.follow()
     assert scene.engine.draft_version == 3
-    assert scene.states.state(2) is State.LIVE, "nobody has judged it"
+    assert scene.states.state(2) is VersionState.LIVE, "nobody has judged it"
 
 
 def test_a_version_that_is_pinned_during_its_trial_stays(scene: Scene) -> None:
@@ -340,7 +344,7 @@ def test_a_version_that_is_pinned_during_its_trial_stays(scene: Scene) -> None:
 
 def test_a_promoted_version_comes_at_once(scene: Scene) -> None:
     """The operator, or another engine, has gone back to it."""
-    for state in (State.LIVE, State.PROMOTED):
+    for state in (VersionState.LIVE, VersionState.PROMOTED):
         scene.states.move(3, state, actor="operator:o")
     scene.pointer.version = 3
     scene.follower.follow()
@@ -363,7 +367,7 @@ def test_what_is_known_of_the_incumbent_outlasts_a_trial_that_others_ended(scene
 
 
 def test_a_barred_version_is_not_taken(scene: Scene) -> None:
-    scene.states.move(2, State.QUARANTINED, actor="operator:o")
+    scene.states.move(2, VersionState.QUARANTINED, actor="operator:o")
     scene.serve()
     scene.pointer.version = 2
     scene.follower.follow()
@@ -376,15 +380,15 @@ def test_a_damaged_version_is_quarantined(scene: Scene) -> None:
     scene.pointer.version, scene.engine.refusal = 2, DraftFileError("fc.weight is not finite")
     scene.follower.follow()
     last = scene.states.history(2)[-1]
-    assert (last.state, last.reason) == (State.QUARANTINED, "fc.weight is not finite")
+    assert (last.state, last.reason) == (VersionState.QUARANTINED, "fc.weight is not finite")
     assert scene.pointer.version == 1
     assert scene.engine.draft_version == 1
     scene.follower.follow()
     assert scene.engine.asked == [2]
 
 
-@pytest.mark.parametrize("written", [(), (State.LIVE,), (State.LIVE, State.ROLLED_BACK)])
-def test_after_a_crash_it_goes_on_from_what_was_written(scene: Scene, written: tuple[State, ...]) -> None:
+@pytest.mark.parametrize("written", [(), (VersionState.LIVE,), (VersionState.LIVE, VersionState.ROLLED_BACK)])
+def test_after_a_crash_it_goes_on_from_what_was_written(scene: Scene, written: tuple[VersionState, ...]) -> None:
     """Killed after the install and any number of the writes that follow it."""
     scene.pointer.version = 2
     for state in written:
@@ -393,16 +397,16 @@ def test_after_a_crash_it_goes_on_from_what_was_written(scene: Scene, written: t
     assert scene.engine.draft_version == 1
     scene.serve()
     scene.follower.follow()
-    if State.ROLLED_BACK in written:
-        assert scene.states.state(2) is State.QUARANTINED
+    if VersionState.ROLLED_BACK in written:
+        assert scene.states.state(2) is VersionState.QUARANTINED
         assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
     else:
-        assert scene.states.state(2) is State.LIVE
+        assert scene.states.state(2) is VersionState.LIVE
         assert scene.watch.watched == 2
 
 
 @pytest.mark.parametrize("states", [(), WAY[:2]])
-def test_a_version_that_nobody_has_scored_is_not_taken(scene: Scene, states: tuple[State, ...]) -> None:
+def test_a_version_that_nobody_has_scored_is_not_taken(scene: Scene, states: tuple[VersionState, ...]) -> None:
     scene.serve()
     for state in states:
         scene.states.move(9, state, actor="test")

@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from serving.local.capture import MOST_WAITING, Capture
+from serving.local.capture import MOST_WAITING, LocalCapture
 from serving.local.config import LocalEngineConfig
 from serving.local.request import TopK
 from serving.local.target.model import Ranking
@@ -44,7 +44,7 @@ class Scene:
         target: Any = self.head
         config = LocalEngineConfig(model_dir=Path(), model_name="toy")
         metrics = EngineMetrics(self.registry)
-        self.capture = Capture(config, target, self.traces.append, target_fingerprint="", metrics=metrics)
+        self.capture = LocalCapture(config, target, self.traces.append, target_fingerprint="", metrics=metrics)
 
     def label(self) -> tuple[TopK, Tensor]:
         unknown, hidden = TopK.unknown(7, 2, KEPT), torch.randn(2, 3)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft import FusedDraft, KernelDraft, ServingDraft, StagedDraft
+from serving.local.draft import FusedDraft, KernelDraft, ServingDraft, StagedWeights
 from serving.local.kernels.build import found_kernels
 from serving.local.request import DraftSource, shared_draws
 from speculator.draft.checkpoint import apply_state, draft_state
@@ -194,7 +194,7 @@ def test_a_swap_that_fails_half_way_puts_the_previous_weights_back(draft: Eagle3
     before = {name: (place.data_ptr(), place.clone()) for name, place in serving.storage.items()}
     staged = serving.stage(2, draft_state(other))
     *_, last = before
-    broken = StagedDraft(2, {**staged.tensors, last: torch.zeros(3, 5, 7)})
+    broken = StagedWeights(2, {**staged.tensors, last: torch.zeros(3, 5, 7)})
     with pytest.raises(RuntimeError):
         serving.install(broken)
     assert serving.version == 1

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.engine import CapturePolicy, Chunk, Verification
-from serving.local.request import Generation, TopK
+from serving.local.request import ActiveRequest, TopK
 from serving.local.target.layers import can_pack, pack, pack_linears
 from speculator.draft.checkpoint import apply_state, draft_state
 from speculator.draft.eagle3 import aux_layer_ids
@@ -509,14 +509,14 @@ def test_answers_that_have_ended_leave_nothing(harness: Harness) -> None:
         gc.collect()
         return Counter(kind for each in gc.get_objects() if (kind := type(each)) in kinds)
 
-    kinds = (Generation, SuffixRequest, TopK, asyncio.Queue, types.CoroutineType)
+    kinds = (ActiveRequest, SuffixRequest, TopK, asyncio.Queue, types.CoroutineType)
     seen = []
     for _ in range(2):
         for number in range(8):
             harness.ask(*(harness.request(f"question {number} {other}", max_tokens=12) for other in range(2)))
         seen.append(census())
     assert (seen[1] - seen[0]).total() == 0
-    assert seen[1][Generation] <= 2
+    assert seen[1][ActiveRequest] <= 2
 
 
 def test_the_engine_reports_how_busy_it_is(model_dir: Path) -> None:

@@ -11,14 +11,14 @@ from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from tests.fixtures.toy import make_toy_model, random_draft
 from tests.serving.local.harness import fixed_engine
 
 PROMPTS = ["a", "7", "what?", "6"]
 FAVOURITE = 29
 """The token that most of their answers consist of."""
-WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
+WAY = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
 
 
 def _draft(model_dir: Path, *, scale: float) -> Eagle3Draft:
@@ -37,7 +37,7 @@ def test_a_useless_draft_is_taken_back_under_load(tmp_path: Path, redis_client: 
     for version in (1, 2):
         for state in WAY:
             states.move(version, state, actor="test")
-    for state in (State.LIVE, State.PROMOTED):
+    for state in (VersionState.LIVE, VersionState.PROMOTED):
         states.move(1, state, actor="test")
     pointer.publish(2)
 
@@ -49,12 +49,12 @@ def test_a_useless_draft_is_taken_back_under_load(tmp_path: Path, redis_client: 
             answers = harness.ask(*requests, on_chunk=lambda index, _: follower.follow() if index == 0 else None)
             assert [answer.token_ids for answer in answers] == plain
             assert all(answer.finish_reason == "length" for answer in answers)
-            if states.state(2) is State.QUARANTINED:
+            if states.state(2) is VersionState.QUARANTINED:
                 break
         assert harness.engine.draft_version == 1
         assert [report.version for _, report in follower.log.installed] == [2, 1]
     last = states.history(2)[-1]
-    assert (last.state, last.reason) == (State.QUARANTINED, "accepts less than the incumbent")
+    assert (last.state, last.reason) == (VersionState.QUARANTINED, "accepts less than the incumbent")
     assert int(last.numbers["rounds"] or 0) <= 50
     assert float(last.numbers["incumbent_accept_length"] or 0) > 1.5
     assert pointer.published() == 1

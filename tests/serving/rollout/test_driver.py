@@ -9,7 +9,7 @@ import pytest
 
 from serving.rollout.driver import MAX_FAILURES, Driver
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.samples import State
+from serving.rollout.samples import SampleState
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineBusyError, EngineError, RequestError
 from tests.serving.rollout.engines import Results, SeededEngine, check_whole, until, work
@@ -59,7 +59,7 @@ def test_every_policy_gives_the_samples_that_one_request_each_would_give(policy:
         assert driver.num_tokens == sum(len(result.tokens) for result in results.by_sample.values())
 
     for result in drive(talk, *engines, policy=policy).by_sample.values():
-        assert result.state is State.FINISHED
+        assert result.state is SampleState.FINISHED
         check_whole(result, limit=LIMIT)
     assert [engine.most_open for engine in engines] == [3, 2], "a slot idled, or there was one too many"
     assert [len(engine.dropped) for engine in engines] == [3, 3], "each group's text is dropped once, everywhere"
@@ -73,7 +73,7 @@ def test_an_engine_that_dies_with_twenty_samples_on_it() -> None:
         driver.submit([work("a", samples=20, max_tokens=LIMIT)])
         await until(lambda: driver.num_lost)
         assert driver.num_lost == 20 - len(results.by_sample)
-        assert driver.counts[State.PAUSED] == driver.num_lost, "it has no engine now, and nothing is forgotten"
+        assert driver.counts[SampleState.PAUSED] == driver.num_lost, "it has no engine now, and nothing is forgotten"
         driver.check()
         other.num_slots = 3
         driver.tick()
@@ -102,7 +102,7 @@ def test_what_an_engine_says_of_a_lease_that_is_over_counts_for_nothing() -> Non
         assert driver.num_tokens == 6
 
     for result in drive(talk, engine).by_sample.values():
-        assert (result.state, result.reason, len(result.tokens)) == (State.ABORTED, "cancelled", 3)
+        assert (result.state, result.reason, len(result.tokens)) == (SampleState.ABORTED, "cancelled", 3)
 
 
 def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
@@ -113,7 +113,7 @@ def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
         await until(lambda: engine.num_chunks >= 8)
         engine.num_slots = 1
         driver.wake()
-        assert (driver.counts[State.RUNNING], driver.counts[State.PAUSED]) == (1, 3)
+        assert (driver.counts[SampleState.RUNNING], driver.counts[SampleState.PAUSED]) == (1, 3)
         await until(lambda: engine.num_open <= 1)
         engine.num_slots, engine.holds_after = 4, None
         engine.release.set()
@@ -130,7 +130,7 @@ def test_a_busy_engine_is_asked_again_at_the_next_tick() -> None:
     async def talk(driver: Driver, results: Results) -> None:
         driver.submit([work("a", samples=1, max_tokens=LIMIT)])
         for tick in range(1, MAX_FAILURES + 2):
-            await until(lambda: driver.counts[State.WAITING])
+            await until(lambda: driver.counts[SampleState.WAITING])
             assert len(engine.requests) == tick, "not again and again without a pause"
             driver.tick()
         await results.wait_for(1)
@@ -161,7 +161,7 @@ def test_a_group_that_an_engine_refuses_ends_with_the_reason() -> None:
         await results.wait_for(4)
 
     results = drive(talk, SeededEngine("y", num_slots=0), engine)
-    refused = [result for result in results.by_sample.values() if result.state is State.ABORTED]
+    refused = [result for result in results.by_sample.values() if result.state is SampleState.ABORTED]
     assert {(result.reason, result.detail) for result in refused} == {("refused", "token 9999 is unknown")}
 
 
@@ -200,8 +200,8 @@ def test_a_new_target_ends_what_is_too_old_and_stops_the_engine_on_it() -> None:
 
     results = drive(talk, engine).by_sample
     told = {name: (result.state, len(result.tokens), result.target_version) for name, result in results.items()}
-    assert (told["a0"], told["b0"]) == ((State.STALE, 3, 0), (State.ABORTED, 0, 0))
-    assert (told["c0"][0], told["c0"][2], told["d0"][2]) == (State.FINISHED, 0, 1)
+    assert (told["a0"], told["b0"]) == ((SampleState.STALE, 3, 0), (SampleState.ABORTED, 0, 0))
+    assert (told["c0"][0], told["c0"][2], told["d0"][2]) == (SampleState.FINISHED, 0, 1)
 
 
 def test_a_target_that_moves_before_it_is_announced_mixes_nothing() -> None:
@@ -218,7 +218,11 @@ def test_a_target_that_moves_before_it_is_announced_mixes_nothing() -> None:
 
     results = drive(talk, engine).by_sample
     told = {name: (result.state, len(result.tokens), result.target_version) for name, result in results.items()}
-    assert told == {"a0": (State.STALE, 3, 0), "b0": (State.STALE, 3, 0), "c0": (State.FINISHED, 3, 1)}
+    assert told == {
+        "a0": (SampleState.STALE, 3, 0),
+        "b0": (SampleState.STALE, 3, 0),
+        "c0": (SampleState.FINISHED, 3, 1),
+    }
 
 
 def test_a_deadline_ends_what_is_late_with_the_tokens_that_it_has() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.rollout.order import ContextAware, Fifo, Order
-from serving.rollout.samples import MAX_SAMPLES, State
+from serving.rollout.samples import MAX_SAMPLES, SampleState
 from serving.rollout.scheduler import Policy, Scheduler
 from speculator.errors import RequestError
 from tests.serving.rollout.groups import names, request, sample
@@ -57,7 +57,7 @@ def test_memory_is_promised_by_the_chunk() -> None:
     assert scheduler.promised_tokens("x") == 60
     scheduler.next_for("x", 2, 10)
     assert scheduler.progressed(leases[0], (0,) * 20) == "stop"  # 20 more do not fit into 10
-    assert sample(scheduler, "a0").state is State.PAUSED
+    assert sample(scheduler, "a0").state is SampleState.PAUSED
 
 
 def test_what_is_known_to_be_short_starts_where_the_unknown_would_not() -> None:
@@ -127,8 +127,8 @@ def test_samples_that_are_too_old_are_returned_or_aborted_as_asked() -> None:
     scheduler.submit(request("d", samples=1, max_staleness=0))
     ended = {one.sample_id.group_id: one for one in scheduler.announce_target(2)}
     assert {name: (one.state, one.reason) for name, one in ended.items()} == {
-        "a": (State.STALE, "stale"),
-        "b": (State.ABORTED, "stale"),
+        "a": (SampleState.STALE, "stale"),
+        "b": (SampleState.ABORTED, "stale"),
     }
     assert ended["a"].stop == ("x", leases[0].number)
     assert sample(scheduler, "a0").tokens == [1, 2]
@@ -165,7 +165,7 @@ def test_deadlines_and_cancelling_end_samples_wherever_they_are() -> None:
     assert scheduler.expire(9.0) == []
     assert [(one.reason, one.stop) for one in scheduler.expire(10.0)] == [("deadline", ("x", 1)), ("deadline", None)]
     assert [one.reason for one in scheduler.cancel("b")] == ["cancelled", "cancelled"]
-    assert scheduler.counts() == {State.ABORTED: 4}
+    assert scheduler.counts() == {SampleState.ABORTED: 4}
     assert scheduler.next_for("x", 9, ROOMY) == []
     scheduler.check()
 
@@ -176,7 +176,7 @@ def test_a_group_is_forgotten_when_it_has_ended_and_its_name_is_free_again() -> 
     scheduler.cancel("a")
     scheduler.forget("a")
     scheduler.submit(request("a", samples=1))
-    assert scheduler.counts() == {State.WAITING: 1}
+    assert scheduler.counts() == {SampleState.WAITING: 1}
 
 
 @pytest.mark.parametrize(

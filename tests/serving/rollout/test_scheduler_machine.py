@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.samples import Ended, GroupRequest, Lease, SampleId, State
+from serving.rollout.samples import Ended, GroupRequest, Lease, SampleId, SampleState
 from serving.rollout.scheduler import Policy, Scheduler
 
 ENGINES = ("x", "y", "z")
@@ -162,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert one.sample_id not in self.ended, "it ended twice"
             self.ended[one.sample_id] = one
             lease = self.running.pop(one.sample_id, None)
-            if one.state is not State.FINISHED:
+            if one.state is not SampleState.FINISHED:
                 assert one.stop == (None if lease is None else (lease.engine, lease.number))
 
     # -- what holds at any time ---------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sample_id, tokens in self.reported.items():
             sample = self.scheduler.sample(sample_id)
             assert sample.tokens == tokens
-            assert (sample.state is State.RUNNING) == (sample_id in self.running)
+            assert (sample.state is SampleState.RUNNING) == (sample_id in self.running)
             assert sample.state.has_ended == (sample_id in self.ended)
         for engine in {lease.engine for lease in self.running.values()}:
             assert self.scheduler.free_tokens(engine) + self.scheduler.promised_tokens(engine) == MEMORY

@@ -10,7 +10,7 @@ import torch
 
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Gathering, TraceAssembler
-from serving.sglang.capture.capture import ByteBudget, Capture
+from serving.sglang.capture.capture import ByteBudget, StepCapture
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.settings import PluginSettings
 from speculator.trace import Trace
@@ -64,7 +64,7 @@ def make_capture(
     sampler: CaptureSampler | None = None,
     gathering: Gathering = Gathering(),  # noqa: B008 - frozen
     **settings: Any,
-) -> Capture:
+) -> StepCapture:
     """With an assembler of its own, which hands its traces to `traces`."""
     device, plugin_settings = torch.device("cpu"), PluginSettings(capture=True, capture_topk=KEPT, **settings)
     assembler = TraceAssembler(
@@ -75,7 +75,7 @@ def make_capture(
         on_trace=traces.append,
         gathering=gathering,
     )
-    return Capture(
+    return StepCapture(
         plugin_settings,
         assembler,
         device=device,
@@ -85,7 +85,7 @@ def make_capture(
     )
 
 
-def prefill(capture: Capture, requests: list[Request], starts: list[int] | None = None) -> None:
+def prefill(capture: StepCapture, requests: list[Request], starts: list[int] | None = None) -> None:
     starts = starts or [0] * len(requests)
     lengths = [len(request.origin_input_ids) - start for request, start in zip(requests, starts, strict=True)]
     batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
@@ -93,7 +93,7 @@ def prefill(capture: Capture, requests: list[Request], starts: list[int] | None 
 
 
 def verify(
-    capture: Capture,
+    capture: StepCapture,
     requests: list[Request],
     positions: list[int],
     proposals: list[list[int]],
@@ -134,10 +134,10 @@ def verify(
         request.output_ids += [*chain[:count], 30]
 
 
-def end(capture: Capture, request: Request, kind: str = "length") -> None:
+def end(capture: StepCapture, request: Request, kind: str = "length") -> None:
     request.finished_reason = Finish(kind)
     capture.on_release(request)
 
 
-def settle(capture: Capture) -> None:
+def settle(capture: StepCapture) -> None:
     capture.assembler.close(5)

@@ -214,15 +214,17 @@ def test_a_refusal_ends_the_process_with_one_line() -> None:
 
 
 def test_a_name_of_sglang_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "TARGETS", (hooks.Target("json.decoder.NoSuchDecoder.decode", ("self",)),))
+    monkeypatch.setattr(
+        hooks, "SGLANG_FUNCTIONS", (hooks.SglangFunction("json.decoder.NoSuchDecoder.decode", ("self",)),)
+    )
     with pytest.raises(ConfigError, match=r"SGLang 9.9 has no usable json.decoder.NoSuchDecoder"):
-        hooks.check_targets("9.9")
+        hooks.check_sglang_functions("9.9")
 
 
 def test_a_name_of_sglang_that_takes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "TARGETS", (hooks.Target("json.loads", ("text",)),))
+    monkeypatch.setattr(hooks, "SGLANG_FUNCTIONS", (hooks.SglangFunction("json.loads", ("text",)),))
     with pytest.raises(ConfigError, match=r"json.loads takes s, expected text"):
-        hooks.check_targets("9.9")
+        hooks.check_sglang_functions("9.9")
 
 
 def test_another_plugin_on_the_same_names() -> None:

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import random_draft
 from tests.slipstream.conftest import Ended
 
-TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)
-TO_GOOD = (*TO_SCORED, State.LIVE, State.PROMOTED)
+TO_SCORED = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
+TO_GOOD = (*TO_SCORED, VersionState.LIVE, VersionState.PROMOTED)
 
 Refused = Callable[..., str]
 Cli = Callable[..., str]
@@ -119,7 +119,7 @@ def test_a_version_is_promoted_pinned_and_rolled_back(
     assert pointer.desired() == 1
     assert "engines should run 2" in cli("unpin", *served)
     assert "engines should run 1" in cli("rollback", "--reason", "slow answers", *served)
-    assert (pointer.published(), store.lifecycle.state(2)) == (1, State.QUARANTINED)
+    assert (pointer.published(), store.lifecycle.state(2)) == (1, VersionState.QUARANTINED)
     history = document(cli("show", 2, "--json"))["history"]
     assert (history[-1]["reason"], history[-1]["actor"].split(":")[0]) == ("slow answers", "operator")
     kinds = [event.kind for event in store.lifecycle.events.tail(9) if event.kind != "asked"][-5:]

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.metrics import EngineMetrics
 from slipstream.demo.report import DemoRun, figures, progress, sentences
-from slipstream.demo.servers import Sample
+from slipstream.demo.servers import Scrape
 from slipstream.demo.topics import built_in_prompts, endless
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
@@ -20,7 +20,7 @@ SETTINGS = {"model": "toy", "minutes": 5}
 SPEEDUP = 'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"}'
 
 
-def _run(samples: list[Sample], *, num_prompts: int = 12, duration_s: float = 300.0) -> DemoRun:
+def _run(samples: list[Scrape], *, num_prompts: int = 12, duration_s: float = 300.0) -> DemoRun:
     traffic, plain = (
         Traffic("http://none", "toy", endless(built_in_prompts(), 0), max_tokens=1, temperature=0) for _ in range(2)
     )
@@ -42,10 +42,10 @@ def _run(samples: list[Sample], *, num_prompts: int = 12, duration_s: float = 30
     )
 
 
-def _counted() -> list[Sample]:
+def _counted() -> list[Scrape]:
     """Scrapes after a minute of rounds that accept nothing, and after two and four minutes with more accepted."""
     registry = CollectorRegistry()
-    metrics, samples = EngineMetrics(registry), [Sample(0.0, {})]
+    metrics, samples = EngineMetrics(registry), [Scrape(0.0, {})]
     for at_s, count, accepted in ((60.0, 10, 0), (180.0, 10, 1), (300.0, 20, 2)):
         for drafted in (*[True] * count, False):
             metrics.observe_round(
@@ -61,17 +61,17 @@ def _counted() -> list[Sample]:
                 expected=(1.0, 0.03),
                 look=None,
             )
-        samples.append(Sample.parse(at_s, f"{generate_latest(registry).decode()}\n{SPEEDUP} {1 + accepted / 2}\n"))
+        samples.append(Scrape.parse(at_s, f"{generate_latest(registry).decode()}\n{SPEEDUP} {1 + accepted / 2}\n"))
     return samples
 
 
-def _ab(*, slower_without: float, asked: bool, looks: int = 0) -> list[Sample]:
+def _ab(*, slower_without: float, asked: bool, looks: int = 0) -> list[Scrape]:
     """Scrapes of an A/B whose rounds with remembered text alone take so many times as long."""
     registry = CollectorRegistry()
     metrics, rng, samples = EngineMetrics(registry), random.Random(0), []
     metrics.looks.labels("accepted").inc(looks)
     for at_s in range(21):
-        samples.append(Sample.parse(at_s, generate_latest(registry).decode()))
+        samples.append(Scrape.parse(at_s, generate_latest(registry).decode()))
         for number in range(40):
             with_head, seconds = number % 4 > 0, rng.uniform(0.9, 1.1) * (0.02 + 0.01 * (number % 2))
             seconds *= 1 if with_head else slower_without
@@ -81,7 +81,7 @@ def _ab(*, slower_without: float, asked: bool, looks: int = 0) -> list[Sample]:
     return samples
 
 
-def _head(samples: list[Sample]) -> tuple[dict[str, Any], list[str]]:
+def _head(samples: list[Scrape]) -> tuple[dict[str, Any], list[str]]:
     document = figures(_run(samples), SETTINGS)
     return document["head_added"], sentences(document).splitlines()
 

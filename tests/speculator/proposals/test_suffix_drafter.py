@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from speculator.proposals.calibration import Calibration
 from speculator.proposals.draft_tree import ROOT, DraftTree
-from speculator.proposals.suffix_drafter import Kind, Rank, Source, SuffixConfig, SuffixDrafter, SuffixRequest, Tenant
+from speculator.proposals.suffix_drafter import (
+    Kind,
+    Rank,
+    SuffixConfig,
+    SuffixDrafter,
+    SuffixRequest,
+    Tenant,
+    TextSource,
+)
 from speculator.proposals.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -166,7 +174,7 @@ def test_a_request_proposes_from_its_prompt_and_its_own_answer() -> None:
     request = SuffixDrafter().start([1, 2, 3, 4, 5, 6], tenant="a")
     request.commit([9, 2, 3])
     assert ask(request).tokens[:3] == (4, 5, 6)
-    assert set(request.propose(8).sources) == {Source.OWN}
+    assert set(request.propose(8).sources) == {TextSource.OWN}
     request.commit([40, 41, 42, 43, 9, 2, 3])
     proposal = request.propose(8)
     assert proposal.chosen[0].length - 1 == 3
@@ -180,7 +188,7 @@ def test_an_answer_of_the_tenant_serves_its_other_requests_while_it_is_still_wri
     first.commit(SECRET)
     second.commit(SECRET[:4])
     proposal = second.propose(8)
-    assert proposal.sources == (Source.TENANT,) * 4
+    assert proposal.sources == (TextSource.TENANT,) * 4
     assert proposal.tree == DraftTree.chain(SECRET[4:], proposal.tree.probabilities)
 
 
@@ -212,7 +220,7 @@ def test_of_equal_matches_the_group_is_taken_before_the_tenant() -> None:
     proposal = member.propose(8)
     assert proposal.tree.tokens == (8, 7)
     assert proposal.tree.parents == (ROOT, ROOT)
-    assert proposal.sources == (Source.GROUP, Source.TENANT)
+    assert proposal.sources == (TextSource.GROUP, TextSource.TENANT)
 
 
 @given(
@@ -260,7 +268,7 @@ def test_least_recently_used_tenants_and_groups_are_dropped() -> None:
     drafter.start([1], tenant="z", group_id="h").commit(SECRET)
     late = drafter.start([2], tenant="z", group_id="g")
     late.commit(SECRET[:4])
-    assert set(late.propose(8).sources) == {Source.TENANT}
+    assert set(late.propose(8).sources) == {TextSource.TENANT}
 
 
 # -- budgets and probabilities ----------------------------------------------------------------------------------------
@@ -329,8 +337,8 @@ def test_of_two_matches_that_name_a_token_the_surer_one_is_believed() -> None:
     request = drafter.start(own, tenant="a")
     request.commit([40, 50, 51, 52])
     by_token = {guess.token: guess for guess in request.propose(16).chosen}
-    assert (by_token[7].kind.source, by_token[7].kind.rank) == (Source.OWN, Rank.FIRST)
-    assert (by_token[8].kind.source, by_token[8].kind.rank) == (Source.TENANT, Rank.BESIDE)
+    assert (by_token[7].kind.source, by_token[7].kind.rank) == (TextSource.OWN, Rank.FIRST)
+    assert (by_token[8].kind.source, by_token[8].kind.rank) == (TextSource.TENANT, Rank.BESIDE)
     unnamed = 1 - by_token[7].probability
     assert by_token[8].predicted == pytest.approx(unnamed * 2 / (2 + 3.5 / 4))
 

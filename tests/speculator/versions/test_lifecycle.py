@@ -17,15 +17,24 @@ import msgspec
 import pytest
 
 from speculator.errors import LifecycleError, StoreError
-from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, Event, EventLog, Lifecycle, State, Transition
+from speculator.versions.lifecycle import (
+    ALLOWED,
+    BARRED,
+    SERVABLE,
+    Event,
+    EventLog,
+    Lifecycle,
+    Transition,
+    VersionState,
+)
 from tests.fixtures.faults import Crash
 
-WRITTEN, VALIDATED, SCORED, LIVE = State.WRITTEN, State.VALIDATED, State.SCORED, State.LIVE
-PROMOTED, ROLLED_BACK, QUARANTINED = State.PROMOTED, State.ROLLED_BACK, State.QUARANTINED
+WRITTEN, VALIDATED, SCORED, LIVE = VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE
+PROMOTED, ROLLED_BACK, QUARANTINED = VersionState.PROMOTED, VersionState.ROLLED_BACK, VersionState.QUARANTINED
 TO_SCORED = (WRITTEN, VALIDATED, SCORED)
 TO_GOOD = (*TO_SCORED, LIVE, PROMOTED)
 ROLLBACK = (ROLLED_BACK, QUARANTINED)
-WAYS: dict[State | None, Sequence[State]] = {
+WAYS: dict[VersionState | None, Sequence[VersionState]] = {
     None: (),
     WRITTEN: (WRITTEN,),
     VALIDATED: (WRITTEN, VALIDATED),
@@ -43,7 +52,7 @@ def life(tmp_path: Path) -> Lifecycle:
     return Lifecycle(tmp_path)
 
 
-def go(life: Lifecycle, version: int, *states: State, actor: str = "test") -> None:
+def go(life: Lifecycle, version: int, *states: VersionState, actor: str = "test") -> None:
     for state in states:
         life.move(version, state, actor=actor)
 
@@ -58,8 +67,10 @@ def test_nothing_is_known_of_an_empty_store(life: Lifecycle) -> None:
 
 
 @pytest.mark.parametrize("before", WAYS, ids=str)
-@pytest.mark.parametrize("after", State, ids=str)
-def test_only_the_ways_of_the_table_are_taken(life: Lifecycle, before: State | None, after: State) -> None:
+@pytest.mark.parametrize("after", VersionState, ids=str)
+def test_only_the_ways_of_the_table_are_taken(
+    life: Lifecycle, before: VersionState | None, after: VersionState
+) -> None:
     go(life, 3, *WAYS[before])
     assert life.state(3) is before
     if after in ALLOWED[before]:
@@ -128,7 +139,7 @@ def test_a_transition_is_made_even_where_its_event_cannot_be_written(life: Lifec
     assert [(event.kind, event.sequence) for event in life.events.tail(9)] == [("written", 1), ("validated", 2)]
 
 
-def cut_short(life: Lifecycle, version: int, state: State) -> None:
+def cut_short(life: Lifecycle, version: int, state: VersionState) -> None:
     """A process is killed after the transition and before its event."""
 
     class DyingLog(EventLog):
@@ -217,7 +228,7 @@ def test_rollbacks_in_a_row_are_those_of_engines_since_a_promotion(life: Lifecyc
 
 
 @pytest.mark.parametrize("before", [state for state in WAYS if state], ids=str)
-def test_barring_ends_in_quarantine_from_everywhere(life: Lifecycle, before: State) -> None:
+def test_barring_ends_in_quarantine_from_everywhere(life: Lifecycle, before: VersionState) -> None:
     go(life, 1, *WAYS[before])
     for _ in range(2):
         life.bar(1, actor="engine:a", reason="worse", numbers={"p_value": 0.01})

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, expected_shapes
 from speculator.errors import LifecycleError
-from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, State
+from speculator.versions.lifecycle import ALLOWED, BARRED, SERVABLE, VersionState
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
@@ -24,7 +24,7 @@ from tests.fixtures.faults import Crash, dying_before
 
 TARGET = "a" * 64
 WEIGHTS, DRAFT_JSON, SHAPES = draft_state(make_draft()), draft_config_json(CONFIG), expected_shapes(CONFIG)
-TO_SCORED = [State.WRITTEN, State.VALIDATED, State.SCORED]
+TO_SCORED = [VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED]
 ACTORS = st.sampled_from(["trainer", "engine:a", "operator:me"])
 STEPS = st.none() | st.integers(0, 15)
 """Where a call's process dies; None and what is past its last step let it live."""
@@ -39,7 +39,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         super().__init__()
         self.scratch = tempfile.TemporaryDirectory()
         self.stores: dict[str, DraftStore] = {}
-        self.known: dict[int, list[State]] = {}
+        self.known: dict[int, list[VersionState]] = {}
         self.promotions: list[int] = []
         self.files: set[int] = set()
         self.events: list[tuple[str, int]] = []
@@ -61,7 +61,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             return False
         return True
 
-    def settle(self, version: int, planned: Sequence[State], *, survived: bool) -> None:
+    def settle(self, version: int, planned: Sequence[VersionState], *, survived: bool) -> None:
         """A call would lead a version through the planned states: it did, or came as far as it lived."""
         before = self.known.get(version, [])
         found = [transition.state for transition in self.store("reader").lifecycle.history(version)]
@@ -70,17 +70,17 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert not survived or len(made) == len(planned)
         if found:
             self.known[version] = found
-        self.promotions += [version] * made.count(State.PROMOTED)
+        self.promotions += [version] * made.count(VersionState.PROMOTED)
         # Who dies right after a transition has not written its event.
         self.events += [(state.value, version) for state in (made if survived else made[:-1])]
 
-    def state(self, version: int) -> State | None:
+    def state(self, version: int) -> VersionState | None:
         return self.known[version][-1] if version in self.known else None
 
-    def draw_version(self, data: st.DataObject, *states: State | None) -> int:
+    def draw_version(self, data: st.DataObject, *states: VersionState | None) -> int:
         return data.draw(st.sampled_from([each for each in sorted(self.files) if self.state(each) in states]))
 
-    def holds(self, *states: State | None) -> bool:
+    def holds(self, *states: VersionState | None) -> bool:
         return any(self.state(version) in states for version in self.files)
 
     @rule(actor=ACTORS, step=STEPS)
@@ -97,30 +97,30 @@ class LifecycleMachine(RuleBasedStateMachine):
         for version in new:
             assert version > max([*self.files, *self.known], default=0)
             self.files.add(version)
-            self.settle(version, [State.WRITTEN], survived=survived)
+            self.settle(version, [VersionState.WRITTEN], survived=survived)
 
-    @precondition(lambda self: self.holds(None, State.WRITTEN, State.VALIDATED))
+    @precondition(lambda self: self.holds(None, VersionState.WRITTEN, VersionState.VALIDATED))
     @rule(data=st.data(), actor=ACTORS, step=STEPS)
     def admit(self, data: st.DataObject, actor: str, step: int | None) -> None:
-        version = self.draw_version(data, None, State.WRITTEN, State.VALIDATED)
+        version = self.draw_version(data, None, VersionState.WRITTEN, VersionState.VALIDATED)
         planned = TO_SCORED[len(self.known.get(version, [])) :]
         self.settle(version, planned, survived=self.run(actor, lambda store: self.admit_in(store, version), step))
 
     def admit_in(self, store: DraftStore, version: int) -> None:
         admit(store, version, target_fingerprint=TARGET, actor="trainer", reason="finite")
 
-    @precondition(lambda self: self.holds(*State))
+    @precondition(lambda self: self.holds(*VersionState))
     @rule(data=st.data(), actor=ACTORS, step=STEPS)
     def move(self, data: st.DataObject, actor: str, step: int | None) -> None:
-        version = self.draw_version(data, *State)
+        version = self.draw_version(data, *VersionState)
         state = data.draw(st.sampled_from(sorted(ALLOWED[self.state(version)], key=lambda state: state.value)))
         survived = self.run(actor, lambda store: store.lifecycle.move(version, state, actor=actor), step)
         self.settle(version, [state], survived=survived)
 
     @precondition(lambda self: self.files)
-    @rule(data=st.data(), actor=ACTORS, state=st.sampled_from(State))
-    def ask_again_or_for_too_much(self, data: st.DataObject, actor: str, state: State) -> None:
-        version = self.draw_version(data, None, *State)
+    @rule(data=st.data(), actor=ACTORS, state=st.sampled_from(VersionState))
+    def ask_again_or_for_too_much(self, data: st.DataObject, actor: str, state: VersionState) -> None:
+        version = self.draw_version(data, None, *VersionState)
         if state is self.state(version) and state not in ALLOWED[state]:
             assert not self.store(actor).lifecycle.move(version, state, actor=actor)
         elif state not in ALLOWED[self.state(version)]:
@@ -131,7 +131,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def prune(self, data: st.DataObject, actor: str, keep: int, step: int | None) -> None:
         pinned = data.draw(st.none() | st.sampled_from(sorted(self.files))) if self.files else None
         stay = {*sorted(self.files)[-keep:], pinned, self.expected_last_good()}
-        stay |= {version for version in self.files if self.state(version) is State.LIVE}
+        stay |= {version for version in self.files if self.state(version) is VersionState.LIVE}
         survived = self.run(actor, lambda store: store.prune(keep, pinned=pinned), step)
         reader = self.store("reader")
         files = set(reader.versions())
@@ -143,7 +143,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             del self.known[version]
 
     def expected_last_good(self) -> int | None:
-        return next((each for each in reversed(self.promotions) if self.state(each) is State.PROMOTED), None)
+        return next((each for each in reversed(self.promotions) if self.state(each) is VersionState.PROMOTED), None)
 
     @invariant()
     def what_is_served_is_good(self) -> None:
@@ -164,9 +164,9 @@ class LifecycleMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever was cut short can be brought to its end, and no transition went without its event."""
         for version in sorted(self.files):
-            if self.state(version) in (None, State.WRITTEN, State.VALIDATED):
+            if self.state(version) in (None, VersionState.WRITTEN, VersionState.VALIDATED):
                 self.admit_in(self.store("reader"), version)
-                assert self.store("reader").lifecycle.state(version) is State.SCORED
+                assert self.store("reader").lifecycle.state(version) is VersionState.SCORED
             self.store("reader").load(version, expected_fingerprint=TARGET, expected_shapes=SHAPES)
         told = iter(
             [(event.kind, event.fields["version"]) for event in self.store("reader").lifecycle.events.tail(999)]
@@ -193,7 +193,7 @@ def write_and_admit(store: DraftStore) -> None:
 
 CALLS: dict[str, tuple[Callable[[DraftStore], object], int]] = {
     "write and admit": (write_and_admit, 15),
-    "promote": (lambda store: store.lifecycle.move(3, State.PROMOTED, actor="engine:a"), 3),
+    "promote": (lambda store: store.lifecycle.move(3, VersionState.PROMOTED, actor="engine:a"), 3),
     "roll back": (lambda store: store.lifecycle.bar(3, actor="engine:a", reason="worse"), 6),
     "prune": (lambda store: store.prune(1), 5),
 }
@@ -206,7 +206,7 @@ def test_every_step_of_every_call_may_be_the_last(tmp_path: Path, name: str) -> 
     template = DraftStore(tmp_path / "template")
     for _ in range(3):
         write_and_admit(template)
-    for number, state in ((1, State.LIVE), (1, State.PROMOTED), (3, State.LIVE)):
+    for number, state in ((1, VersionState.LIVE), (1, VersionState.PROMOTED), (3, VersionState.LIVE)):
         template.lifecycle.move(number, state, actor="test")
     call, fewest = CALLS[name]
     for step in itertools.count():

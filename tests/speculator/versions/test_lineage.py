@@ -15,7 +15,7 @@ from speculator.draft.checkpoint import check_fits, config_from_json, draft_conf
 from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import ConfigError, DraftMismatchError, StoreError
 from speculator.target_folder import read_config
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.lineage import admit, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from tests.fixtures.faults import Crash, dying_before
@@ -47,7 +47,7 @@ def test_the_first_version_is_good_wherever_its_writer_died(toy_model: Path, tmp
                 ensure(store, toy_model)
         except Crash:
             assert ensure(DraftStore(store.root), toy_model) == 1
-            assert store.lifecycle.states() == {1: State.PROMOTED}
+            assert store.lifecycle.states() == {1: VersionState.PROMOTED}
         else:
             break
     assert step > 20
@@ -67,7 +67,7 @@ def test_processes_that_start_together_agree(toy_model: Path, tmp_path: Path) ->
 
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(start, range(3))) == [1, 1, 1]
-        assert store.lifecycle.state(1) is State.PROMOTED
+        assert store.lifecycle.state(1) is VersionState.PROMOTED
 
 
 def test_of_two_that_find_the_store_empty_one_is_first(toy_model: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_of_two_that_find_the_store_empty_one_is_first(toy_model: Path, tmp_path
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(start, (24, 32))) == [1, 1]
     assert DraftStore(tmp_path).versions() == [1]
-    assert DraftStore(tmp_path).lifecycle.states() == {1: State.PROMOTED}
+    assert DraftStore(tmp_path).lifecycle.states() == {1: VersionState.PROMOTED}
 
 
 def with_config(toy_model: Path, folder: Path, **change: object) -> Path:
@@ -139,11 +139,11 @@ def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path
     ensure(store, toy_model)
     version = write(store, toy_model)
     admit(store, version, target_fingerprint=target_fingerprint(toy_model), actor="trainer", reason="better")
-    store.lifecycle.move(version, State.LIVE, actor="engine:a")
+    store.lifecycle.move(version, VersionState.LIVE, actor="engine:a")
     assert ensure(store, toy_model) == 2
     store.lifecycle.bar(1, actor="operator:me", reason="r")
     assert ensure(store, toy_model) == 2
-    assert store.lifecycle.state(2) is State.LIVE
+    assert store.lifecycle.state(2) is VersionState.LIVE
     store.lifecycle.bar(2, actor="engine:a", reason="worse")
     with pytest.raises(StoreError, match="drafts promote"):
         ensure(store, toy_model)

@@ -25,15 +25,15 @@ from speculator.errors import (
     UnknownDraftError,
 )
 from speculator.redis.control_plane import DraftPointer
-from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from speculator.versions.operator import DraftDesk, tensor_change
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.faults import Crash
 
 TARGET = "a" * 64
-TO_SCORED = (State.WRITTEN, State.VALIDATED, State.SCORED)
-TO_GOOD = (*TO_SCORED, State.LIVE, State.PROMOTED)
+TO_SCORED = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
+TO_GOOD = (*TO_SCORED, VersionState.LIVE, VersionState.PROMOTED)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def desk(store: DraftStore, pointer: DraftPointer) -> DraftDesk:
     return DraftDesk(store, lambda: pointer, target_fingerprint=TARGET)
 
 
-def add(store: DraftStore, *states: State, seed: int = 0, **changes: Any) -> int:
+def add(store: DraftStore, *states: VersionState, seed: int = 0, **changes: Any) -> int:
     values: dict[str, Any] = {"parent": None, "target_fingerprint": TARGET, "info": {}} | changes
     version = store.write(draft_state(make_draft(seed)), draft_config_json(CONFIG), **values).version
     for state in states[1:]:
@@ -79,7 +79,7 @@ def test_the_overview_says_what_is_known_of_each_version(
     desk: DraftDesk, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
-    add(store, *TO_SCORED, State.LIVE, parent=1, info={"gate": {"outcome": "promote", "gain": 0.2}})
+    add(store, *TO_SCORED, VersionState.LIVE, parent=1, info={"gate": {"outcome": "promote", "gain": 0.2}})
     add(store)
     pointer.publish(2)
     pointer.pin(1)
@@ -88,10 +88,15 @@ def test_the_overview_says_what_is_known_of_each_version(
     overview = desk.overview()
     first, second, third = overview.drafts
     assert (overview.last_good, overview.published, overview.pinned, overview.no_redis) == (1, 2, 1, "")
-    assert (first.state, first.is_last_good, first.is_pinned, first.is_published) == (State.PROMOTED, True, True, False)
+    assert (first.state, first.is_last_good, first.is_pinned, first.is_published) == (
+        VersionState.PROMOTED,
+        True,
+        True,
+        False,
+    )
     assert (second.parent, second.gate, second.engines) == (1, {"outcome": "promote", "gain": 0.2}, ["a", "b"])
     assert (second.is_published, second.is_pinned, second.is_last_good) == (True, False, False)
-    assert (third.state, third.gate, third.engines) == (State.WRITTEN, None, [])
+    assert (third.state, third.gate, third.engines) == (VersionState.WRITTEN, None, [])
     assert (third.created_ms or 0) > 1_700_000_000_000
     assert json.loads(msgspec.json.encode(overview))["drafts"][1]["state"] == "live"
 
@@ -131,8 +136,8 @@ def test_one_version_is_shown_with_its_history(desk: DraftDesk, store: DraftStor
     store.lifecycle.bar(1, actor="engine:a", reason="worse", numbers={"p_value": 0.01})
     details = desk.show(1)
     assert details.manifest == store.manifest(1)
-    assert details.draft.state is State.QUARANTINED
-    assert [each.state for each in details.history] == [*TO_SCORED, State.QUARANTINED]
+    assert details.draft.state is VersionState.QUARANTINED
+    assert [each.state for each in details.history] == [*TO_SCORED, VersionState.QUARANTINED]
     assert (details.history[-1].reason, details.history[-1].numbers) == ("worse", {"p_value": 0.01})
     with pytest.raises(UnknownDraftError, match="version 2 is not in"):
         desk.show(2)
@@ -198,7 +203,7 @@ def test_promoting_a_scored_version_makes_it_desired(desk: DraftDesk, store: Dra
     add(store, *TO_GOOD)
     add(store, *TO_SCORED)
     change = desk.promote(2, actor="operator:me")
-    assert (change.version, change.state, change.desired) == (2, State.SCORED, 2)
+    assert (change.version, change.state, change.desired) == (2, VersionState.SCORED, 2)
     # The engines' watch still decides whether it is good.
     assert (pointer.published(), store.lifecycle.last_good()) == (2, 1)
     assert events(store)[-1] == ("promote", "operator:me", 2)
@@ -212,10 +217,12 @@ def test_promoting_a_promoted_version_makes_it_the_last_good(desk: DraftDesk, st
     assert store.lifecycle.last_good() == 1
 
 
-@pytest.mark.parametrize("barred", [[State.ROLLED_BACK], [State.ROLLED_BACK, State.QUARANTINED]], ids=len)
-def test_promoting_releases_what_is_barred(desk: DraftDesk, store: DraftStore, barred: list[State]) -> None:
+@pytest.mark.parametrize(
+    "barred", [[VersionState.ROLLED_BACK], [VersionState.ROLLED_BACK, VersionState.QUARANTINED]], ids=len
+)
+def test_promoting_releases_what_is_barred(desk: DraftDesk, store: DraftStore, barred: list[VersionState]) -> None:
     add(store, *TO_GOOD, *barred)
-    assert desk.promote(1, actor="operator:me").state is State.SCORED
+    assert desk.promote(1, actor="operator:me").state is VersionState.SCORED
     last = store.lifecycle.history(1)[-1]
     assert (last.actor, last.reason) == ("operator:me", "released by operator")
 
@@ -223,14 +230,14 @@ def test_promoting_releases_what_is_barred(desk: DraftDesk, store: DraftStore, b
 def test_promoting_admits_what_a_crash_left_unfinished(desk: DraftDesk, store: DraftStore) -> None:
     add(store)
     (store.root / "states" / "000001.json").unlink()
-    assert desk.promote(1, actor="operator:me").state is State.SCORED
+    assert desk.promote(1, actor="operator:me").state is VersionState.SCORED
     assert [each.state for each in store.lifecycle.history(1)] == list(TO_SCORED)
 
 
 def test_what_no_engine_can_load_is_neither_promoted_nor_pinned_nor_exported(
     desk: DraftDesk, store: DraftStore, pointer: DraftPointer, tmp_path: Path
 ) -> None:
-    add(store, *TO_GOOD, State.QUARANTINED)
+    add(store, *TO_GOOD, VersionState.QUARANTINED)
     damage(store, 1)
     add(store, *TO_SCORED, target_fingerprint="b" * 64)
     calls: list[Callable[[int], object]] = [
@@ -245,17 +252,20 @@ def test_what_no_engine_can_load_is_neither_promoted_nor_pinned_nor_exported(
             with pytest.raises(error):
                 call(version)
     assert (pointer.desired(), len(events(store))) == (None, before)
-    assert store.lifecycle.states() == {1: State.QUARANTINED, 2: State.SCORED}
+    assert store.lifecycle.states() == {1: VersionState.QUARANTINED, 2: VersionState.SCORED}
     assert not (tmp_path / "out").exists()
 
 
 def test_rolling_back_serves_the_last_good_version(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
     add(store, *TO_GOOD)
-    add(store, *TO_SCORED, State.LIVE)
+    add(store, *TO_SCORED, VersionState.LIVE)
     pointer.publish(2)
     change = desk.rollback(actor="operator:me", reason="answers are slow")
-    assert (change.version, change.state, change.desired) == (2, State.QUARANTINED, 1)
-    assert [each.state for each in store.lifecycle.history(2)][-2:] == [State.ROLLED_BACK, State.QUARANTINED]
+    assert (change.version, change.state, change.desired) == (2, VersionState.QUARANTINED, 1)
+    assert [each.state for each in store.lifecycle.history(2)][-2:] == [
+        VersionState.ROLLED_BACK,
+        VersionState.QUARANTINED,
+    ]
     assert store.lifecycle.history(2)[-1].reason == "answers are slow"
     assert [kind for kind, _, _ in events(store)][-3:] == ["rolled_back", "quarantined", "rollback"]
     assert store.lifecycle.events.tail(1)[0].fields == {"version": 2, "desired": 1, "reason": "answers are slow"}
@@ -267,13 +277,13 @@ def test_an_event_log_that_cannot_be_written_keeps_no_bad_draft_in_service(
     desk: DraftDesk, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
-    add(store, *TO_SCORED, State.LIVE)
+    add(store, *TO_SCORED, VersionState.LIVE)
     pointer.publish(2)
     log, aside = store.root / "events.jsonl", store.root / "aside"
     log.rename(aside)
     log.mkdir()
     change = desk.rollback(actor="operator:me", reason="r")
-    assert (change.state, change.desired, change.num_unrecorded) == (State.QUARANTINED, 1, 2)
+    assert (change.state, change.desired, change.num_unrecorded) == (VersionState.QUARANTINED, 1, 2)
     with pytest.raises(StoreError, match="free space"):
         desk.pin(1, actor="operator:me")
     assert pointer.desired() == 1
@@ -282,7 +292,7 @@ def test_an_event_log_that_cannot_be_written_keeps_no_bad_draft_in_service(
     assert [kind for kind, _, _ in events(store)][-1] == "live"
     # What the states know is told when there is room; the operator's own two events are lost.
     assert desk.pin(1, actor="operator:me").num_unrecorded == 0
-    store.lifecycle.move(1, State.PROMOTED, actor="test")
+    store.lifecycle.move(1, VersionState.PROMOTED, actor="test")
     assert [kind for kind, _, _ in events(store)][-5:] == ["asked", "pin", "rolled_back", "quarantined", "promoted"]
 
 
@@ -299,10 +309,10 @@ def test_a_rollback_that_was_cut_short_is_finished_by_the_next(
     desk: DraftDesk, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
-    add(store, *TO_SCORED, State.LIVE, State.ROLLED_BACK)
+    add(store, *TO_SCORED, VersionState.LIVE, VersionState.ROLLED_BACK)
     pointer.publish(2)
     desk.rollback(actor="operator:me", reason="r")
-    assert (store.lifecycle.state(2), pointer.published()) == (State.QUARANTINED, 1)
+    assert (store.lifecycle.state(2), pointer.published()) == (VersionState.QUARANTINED, 1)
 
 
 def test_a_rollback_that_is_asked_for_twice_is_made_once(
@@ -316,9 +326,9 @@ def test_a_rollback_that_is_asked_for_twice_is_made_once(
     with pytest.raises(LifecycleError, match=r"3 was rolled back already, and engines should run 2: .* version 2"):
         desk.rollback(actor="operator:me", reason="r")
     assert desk.rollback(actor="operator:me", reason="r", version=3) == first
-    assert (pointer.published(), store.lifecycle.state(2)) == (2, State.PROMOTED)
+    assert (pointer.published(), store.lifecycle.state(2)) == (2, VersionState.PROMOTED)
     # What came into service after it is meant by whoever asks now.
-    add(store, *TO_SCORED, State.LIVE)
+    add(store, *TO_SCORED, VersionState.LIVE)
     pointer.publish(4)
     assert desk.rollback(actor="operator:me", reason="r").version == 4
     assert desk.rollback(actor="operator:me", reason="r", version=2).desired == 1
@@ -401,7 +411,7 @@ def test_a_rollback_needs_another_good_version(desk: DraftDesk, store: DraftStor
     damage(store, 1)
     with pytest.raises(DraftFileError):
         desk.rollback(actor="operator:me", reason="r", version=2)
-    assert store.lifecycle.states() == {1: State.PROMOTED, 2: State.SCORED}
+    assert store.lifecycle.states() == {1: VersionState.PROMOTED, 2: VersionState.SCORED}
     assert pointer.published() is None
 
 
@@ -409,7 +419,7 @@ def test_a_version_that_does_not_exist_is_not_rolled_back(desk: DraftDesk, store
     add(store, *TO_GOOD)
     with pytest.raises(UnknownDraftError):
         desk.rollback(actor="operator:me", reason="r", version=9)
-    assert store.lifecycle.states() == {1: State.PROMOTED}
+    assert store.lifecycle.states() == {1: VersionState.PROMOTED}
 
 
 def test_a_pin_holds_until_it_is_taken_away(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
@@ -429,7 +439,7 @@ def test_a_pin_holds_until_it_is_taken_away(desk: DraftDesk, store: DraftStore, 
 
 
 def test_what_may_not_be_served_is_not_pinned(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
-    add(store, *TO_SCORED, State.QUARANTINED)
+    add(store, *TO_SCORED, VersionState.QUARANTINED)
     add(store)
     for version, state in ((1, "quarantined"), (2, "written")):
         with pytest.raises(LifecycleError, match=f"version {version} is {state}: promote it first"):
@@ -473,8 +483,8 @@ def test_pruning_spares_the_pinned_version(desk: DraftDesk, store: DraftStore) -
 def test_a_number_is_not_given_twice(store: DraftStore) -> None:
     """Somebody removed the newest version's files by hand; an engine may still have it in service."""
     add(store, *TO_SCORED)
-    add(store, *TO_SCORED, State.LIVE)
-    store.lifecycle.move(2, State.QUARANTINED, actor="test")
+    add(store, *TO_SCORED, VersionState.LIVE)
+    store.lifecycle.move(2, VersionState.QUARANTINED, actor="test")
     (store.root / "versions" / "000002").rename(store.root / "elsewhere")
     assert add(store) == 3
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
 from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
-from speculator.versions.lifecycle import State
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore, Manifest, code_source
 from tests.fixtures.drafts import CONFIG, make_draft
 
@@ -95,11 +95,11 @@ def test_others_may_read_what_the_umask_lets_them(store: DraftStore, umask: int,
 def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
     for _ in range(6):
         write(store)
-    for state in (State.VALIDATED, State.SCORED, State.LIVE, State.PROMOTED):
+    for state in (VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED):
         store.lifecycle.move(2, state, actor="test")
     assert store.prune(keep=2) == [1, 3, 4]
     assert store.prune(keep=0) == [5]
-    assert store.lifecycle.states() == {2: State.PROMOTED, 6: State.WRITTEN}
+    assert store.lifecycle.states() == {2: VersionState.PROMOTED, 6: VersionState.WRITTEN}
     assert store.versions() == [2, 6]
     assert write(store).version == 7
     load(store, 2)
@@ -108,10 +108,10 @@ def test_pruning_keeps_the_newest_and_the_last_good(store: DraftStore) -> None:
 def test_a_live_version_without_a_verdict_goes_once_a_later_one_is_promoted(store: DraftStore) -> None:
     for version in (1, 2, 3):
         write(store)
-        for state in (State.VALIDATED, State.SCORED, State.LIVE):
+        for state in (VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE):
             store.lifecycle.move(version, state, actor="test")
     assert store.prune(keep=1) == []
-    store.lifecycle.move(2, State.PROMOTED, actor="test")
+    store.lifecycle.move(2, VersionState.PROMOTED, actor="test")
     assert store.prune(keep=1) == [1]
 
 

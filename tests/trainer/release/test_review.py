@@ -19,7 +19,7 @@ from speculator.errors import DraftFileError, StoreError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import encode_trace
-from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import noise_like
@@ -44,7 +44,7 @@ from trainer.release.live_review import (
 from trainer.replay.memory import Stored
 from trainer.statistics import Acceptance, PairedScores, anytime_quantile, compare
 
-WAY = (State.WRITTEN, State.VALIDATED, State.SCORED)
+WAY = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
 NUM_TRACES = 100
 
 
@@ -59,7 +59,7 @@ class Scene:
         self.failure: Exception | None = None
         self.decoded: list[tuple[int, str]] = []
         self.now_s, self._num_sent = 0.0, 0
-        self.come(1, State.LIVE, State.PROMOTED)
+        self.come(1, VersionState.LIVE, VersionState.PROMOTED)
         self.start()
 
     def start(self, **changes: Any) -> None:
@@ -87,13 +87,13 @@ class Scene:
         on_prompt = self.on_prompt.get(stored.provenance.prompt_hash, 0.0) if version != 1 else 0.0
         return accepted(version, stored.trace_id, self.change[version] + on_prompt)
 
-    def come(self, version: int, *states: State, change: float = 0.0, actor: str = "engine:0") -> None:
+    def come(self, version: int, *states: VersionState, change: float = 0.0, actor: str = "engine:0") -> None:
         """A version comes into service."""
         self.change[version] = change
         if self.states.state(version) is None:
             for state in WAY:
                 self.states.move(version, state, actor=actor)
-        for state in states or (State.LIVE,):
+        for state in states or (VersionState.LIVE,):
             self.states.move(version, state, actor=actor)
 
     def turn(self) -> None:
@@ -127,7 +127,7 @@ def test_a_version_that_an_operator_forced_is_rolled_back_where_it_is_ten_per_ce
     scene.turn()
     scene.serve()
     [rolled_back, quarantined] = scene.states.history(2)[-2:]
-    assert (rolled_back.state, quarantined.state) == (State.ROLLED_BACK, State.QUARANTINED)
+    assert (rolled_back.state, quarantined.state) == (VersionState.ROLLED_BACK, VersionState.QUARANTINED)
     assert rolled_back.actor == ACTOR
     numbers = rolled_back.numbers
     assert (numbers["incumbent"], scene.pointer.version) == (1, 1)
@@ -144,7 +144,7 @@ def test_good_versions_are_kept_and_then_left_alone(scene: Scene) -> None:
         scene.come(version, change=0.0)
         scene.turn()
         scene.serve()
-        scene.states.move(version, State.PROMOTED, actor="engine:0")
+        scene.states.move(version, VersionState.PROMOTED, actor="engine:0")
     assert [outcome for _, outcome in scene.outcomes] == 10 * ["kept"]
     num_decoded = len(scene.decoded)
     assert num_decoded < 10 * 2 * NUM_TRACES
@@ -237,35 +237,35 @@ def test_the_budget_ends_what_the_traces_do_not_decide(scene: Scene) -> None:
     scene.serve()
     assert scene.outcomes == [(2, "undecided")]
     assert len(scene.decoded) == 2 * NUM_TRACES
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
 
 
 def test_a_version_that_an_engine_promoted_meanwhile_is_rolled_back_all_the_same(scene: Scene) -> None:
     scene.come(2, change=-0.1)
     scene.turn()
     scene.serve(4)
-    scene.states.move(2, State.PROMOTED, actor="engine:0")
+    scene.states.move(2, VersionState.PROMOTED, actor="engine:0")
     scene.serve()
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
     assert scene.states.last_good() == 1
 
 
 def test_a_quick_promotion_between_two_looks_does_not_hide_a_version(scene: Scene) -> None:
-    scene.come(2, State.LIVE, State.PROMOTED, change=-0.1)
+    scene.come(2, VersionState.LIVE, VersionState.PROMOTED, change=-0.1)
     scene.turn()
     scene.serve()
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
 
 
 def test_killed_in_the_middle_it_begins_anew_with_what_is_on_trial(scene: Scene) -> None:
     scene.come(2, change=-0.1)
     scene.turn()
     scene.serve(4)
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
     scene.start()
     scene.serve()
-    assert scene.states.state(2) is State.QUARANTINED
-    scene.come(3, State.LIVE, State.PROMOTED)
+    assert scene.states.state(2) is VersionState.QUARANTINED
+    scene.come(3, VersionState.LIVE, VersionState.PROMOTED)
     scene.start()
     scene.serve()
     assert scene.outcomes == [(2, "rolled_back")], "what was promoted before the start is left alone"
@@ -288,7 +288,7 @@ def test_states_that_cannot_be_read_stop_nothing(scene: Scene) -> None:
     path.write_bytes(whole)
     scene.turn()
     assert scene.outcomes == [(2, "rolled_back")], "the verdict was not lost"
-    assert scene.states.state(2) is State.QUARANTINED
+    assert scene.states.state(2) is VersionState.QUARANTINED
 
 
 @pytest.mark.parametrize("failure", [UnknownDraftError("pruned"), DraftFileError("damaged")])
@@ -322,10 +322,10 @@ def test_without_redis_the_verdict_waits(scene: Scene) -> None:
     scene.turn()
     scene.pointer.is_away = True
     scene.serve()
-    assert scene.states.state(2) is State.LIVE, "an operator may have pinned it"
+    assert scene.states.state(2) is VersionState.LIVE, "an operator may have pinned it"
     scene.pointer.is_away = False
     scene.turn()
-    assert (scene.states.state(2), scene.pointer.version) == (State.QUARANTINED, 1)
+    assert (scene.states.state(2), scene.pointer.version) == (VersionState.QUARANTINED, 1)
     assert scene.outcomes == [(2, "rolled_back")]
 
 
@@ -334,12 +334,12 @@ def test_a_version_that_the_operator_has_pinned_stays(scene: Scene) -> None:
     scene.pointer.pin = 2
     scene.turn()
     scene.serve()
-    assert scene.states.state(2) is State.LIVE
+    assert scene.states.state(2) is VersionState.LIVE
     assert scene.outcomes == [(2, "withdrawn")]
 
 
 def test_a_newer_version_takes_its_place_with_evidence_of_its_own(scene: Scene) -> None:
-    scene.come(2, State.LIVE, State.PROMOTED, change=0.1)
+    scene.come(2, VersionState.LIVE, VersionState.PROMOTED, change=0.1)
     scene.turn()
     scene.serve(4)
     scene.come(3, change=-0.02)
@@ -352,7 +352,7 @@ def test_a_newer_version_takes_its_place_with_evidence_of_its_own(scene: Scene) 
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_version_whose_incumbent_is_barred_is_compared_with_the_one_before(scene: Scene, removed: bool) -> None:
-    scene.come(2, State.LIVE, State.PROMOTED, change=0.1)
+    scene.come(2, VersionState.LIVE, VersionState.PROMOTED, change=0.1)
     scene.start()
     scene.come(3, change=-0.3)
     scene.turn()
@@ -376,7 +376,7 @@ def test_what_an_engine_rolls_back_is_not_reviewed_further(scene: Scene) -> None
     scene.serve()
     assert scene.outcomes == [(2, "withdrawn")]
     assert len(scene.decoded) == 8
-    scene.states.move(2, State.SCORED, actor="operator:ann")
+    scene.states.move(2, VersionState.SCORED, actor="operator:ann")
     scene.come(2, change=0.1)
     scene.turn()
     scene.serve()
@@ -434,7 +434,7 @@ def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
         version = store.write(state, config_json, parent=1, target_fingerprint=fingerprint, info={}).version
         admit(store, version, target_fingerprint=fingerprint, actor="operator:ann", reason="")
         pointer.publish(version)
-        store.lifecycle.move(version, State.LIVE, actor="engine:0")
+        store.lifecycle.move(version, VersionState.LIVE, actor="engine:0")
         turn()
         return version
 
@@ -451,14 +451,14 @@ def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
         trainer.step()
     learnt = trainer.learner.averaged
     good = force(draft_state(learnt))
-    store.lifecycle.move(good, State.PROMOTED, actor="engine:0")
+    store.lifecycle.move(good, VersionState.PROMOTED, actor="engine:0")
     turn()
     bad = force(noise_like(learnt))
     send("second")
     for _ in range(len(traces)):
         turn()
-    assert store.lifecycle.state(bad) is State.QUARANTINED
+    assert store.lifecycle.state(bad) is VersionState.QUARANTINED
     assert store.lifecycle.history(bad)[-2].actor == ACTOR
-    assert (store.lifecycle.state(good), pointer.desired()) == (State.PROMOTED, good)
+    assert (store.lifecycle.state(good), pointer.desired()) == (VersionState.PROMOTED, good)
     assert trainer.learner.num_steps == 40, "its own weights do not descend from the bad one"
     trainer.close()

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from speculator.errors import StreamError
-from speculator.versions.lifecycle import Lifecycle, State
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from trainer.metrics import TrainerMetrics
 from trainer.release.live_review import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
 
@@ -24,7 +24,7 @@ class Desk:
         self.published: int | None = None
         self.is_redis_away = False
         self.watch = self.new_watch(self.registry)
-        self.make(1, State.LIVE, State.PROMOTED)
+        self.make(1, VersionState.LIVE, VersionState.PROMOTED)
 
     def new_watch(self, registry: CollectorRegistry) -> RollbackWatch:
         return RollbackWatch(
@@ -40,15 +40,15 @@ class Desk:
             raise StreamError("away")
         return self.published
 
-    def make(self, version: int, *states: State, actor: str = "engine:0") -> None:
+    def make(self, version: int, *states: VersionState, actor: str = "engine:0") -> None:
         if self.lifecycle.state(version) is None:
-            for state in (State.WRITTEN, State.VALIDATED, State.SCORED):
+            for state in (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED):
                 self.lifecycle.move(version, state, actor="trainer")
         for state in states:
             self.lifecycle.move(version, state, actor=actor)
 
     def roll_back(self, version: int, *, actor: str = "engine:0") -> None:
-        self.make(version, State.LIVE, State.ROLLED_BACK, State.QUARANTINED, actor=actor)
+        self.make(version, VersionState.LIVE, VersionState.ROLLED_BACK, VersionState.QUARANTINED, actor=actor)
 
     def look(self, version: int, *, after_s: float = LOOK_INTERVAL_S) -> int | None:
         self.now_s += after_s
@@ -76,9 +76,9 @@ def test_weights_of_a_barred_version_are_given_up_for_the_last_good_one(desk: De
     assert desk.look(1) is None
     desk.roll_back(2)
     assert desk.look(2) == 1
-    desk.make(3, State.LIVE, State.PROMOTED)
+    desk.make(3, VersionState.LIVE, VersionState.PROMOTED)
     desk.make(4)
-    desk.lifecycle.move(4, State.QUARANTINED, actor="operator:ann")
+    desk.lifecycle.move(4, VersionState.QUARANTINED, actor="operator:ann")
     assert desk.look(4) == 3
     assert desk.look(3) is None
     assert not desk.watch.paused
@@ -96,7 +96,7 @@ def test_it_looks_now_and_then_and_at_once_at_another_version(desk: Desk) -> Non
 
 def test_where_no_version_is_good_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.lifecycle.move(1, State.QUARANTINED, actor="operator:ann")
+    desk.lifecycle.move(1, VersionState.QUARANTINED, actor="operator:ann")
     assert desk.look(1) is None
 
 
@@ -126,11 +126,11 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     desk.look(1)
     assert not desk.watch.paused
 
-    desk.make(5, State.LIVE)
+    desk.make(5, VersionState.LIVE)
     desk.published = 5
     desk.look(5)
     assert desk.watch.paused
-    desk.lifecycle.move(5, State.PROMOTED, actor="engine:0")
+    desk.lifecycle.move(5, VersionState.PROMOTED, actor="engine:0")
     desk.look(5)
     assert not desk.watch.paused
     assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
@@ -139,7 +139,7 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
 def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_and_no_longer(desk: Desk) -> None:
     for version in (2, 3):
         desk.roll_back(version)
-    desk.make(4, State.LIVE)  # and its engine goes away
+    desk.make(4, VersionState.LIVE)  # and its engine goes away
     desk.published = 4
     desk.look(4, after_s=2 * PAUSE_S)
     desk.look(4, after_s=PAUSE_S - 10)
@@ -165,7 +165,7 @@ def test_an_operators_promotion_ends_the_pause(desk: Desk) -> None:
         desk.roll_back(version)
     desk.look(4)
     assert desk.watch.paused
-    desk.lifecycle.move(1, State.PROMOTED, actor="operator:ann")
+    desk.lifecycle.move(1, VersionState.PROMOTED, actor="operator:ann")
     desk.look(1)
     assert not desk.watch.paused
 
@@ -179,7 +179,7 @@ def test_rollbacks_by_operators_pause_nothing(desk: Desk) -> None:
 
 def test_rollbacks_by_the_trainers_own_look_count_and_the_promotions_before_them_do_not(desk: Desk) -> None:
     desk.roll_back(2)
-    desk.make(3, State.LIVE, State.PROMOTED)
+    desk.make(3, VersionState.LIVE, VersionState.PROMOTED)
     desk.look(3)
     desk.lifecycle.bar(3, actor="trainer:review", reason="worse after all")
     assert desk.look(3) == 1

@@ -29,7 +29,7 @@ from serving.local.kernels.build import (
     kernel_folder,
 )
 from serving.local.kernels.layers import KernelLinear, PanelSlots, gather
-from serving.local.kernels.library import Heads, Kernels, Layer, Norm, Window, compute_with, parents_of
+from serving.local.kernels.library import Heads, Kernels, KernelWindow, Layer, Norm, compute_with, parents_of
 from serving.local.target.layers import PackedLinear, can_pack
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
@@ -136,12 +136,17 @@ def test_what_is_no_number_is_not_made_one(kernels: Kernels, broken: float) -> N
         before, after = (torch.randn(30, 3 * 64).bfloat16() for _ in range(2))
         slots = PanelSlots(1, 2, 1, 80, 64)
         before[19:21, place] = broken
-        seen = [_attended(kernels, slots, before[token][None], [Window(1, token, 1)], sharing=1) for token in range(30)]
+        seen = [
+            _attended(kernels, slots, before[token][None], [KernelWindow(1, token, 1)], sharing=1)
+            for token in range(30)
+        ]
         assert torch.cat(seen[:19]).isfinite().all()
         assert all(not one.isfinite().all() for one in seen[20:])
         # What is left behind the end is not seen, whether its place is the first of two or the second.
         for token in range(30):
-            assert _attended(kernels, slots, after[token][None], [Window(1, token, 1)], sharing=1).isfinite().all()
+            assert (
+                _attended(kernels, slots, after[token][None], [KernelWindow(1, token, 1)], sharing=1).isfinite().all()
+            )
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -182,7 +187,7 @@ def test_all_instructions_give_the_same_bits(model_dir: Path, sharing: int) -> N
             target = _target(model_dir)
         passed = run_pass(target, _tokens(target, 1, 40), first_slot=0, starts=[0])
         slots = PanelSlots(1, 1, 2, 41, 64)
-        attended = _attended(kernels, slots, qkv, [Window(0, 0, 41)], sharing=sharing, scale=0.125, angles=angles)
+        attended = _attended(kernels, slots, qkv, [KernelWindow(0, 0, 41)], sharing=sharing, scale=0.125, angles=angles)
         results.append([KernelLinear(linear, kernels)(x), attended, *passed])
     assert all(torch.equal(mine, other) for mine, other in zip(*results, strict=True))
 
@@ -277,7 +282,7 @@ def _attended(
     kernels: Kernels,
     slots: PanelSlots,
     qkv: Tensor,
-    windows: list[Window],
+    windows: list[KernelWindow],
     *,
     sharing: int,
     scale: float = 1.0,
@@ -310,7 +315,7 @@ def test_attention_is_exact_and_each_tokens_own(
         # Slot by slot and together, in any order, and each with another number of tokens.
         for start, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
             for members in ((2,), (3, 0, 1)):
-                windows = [Window(slot, start, size) for slot in members]
+                windows = [KernelWindow(slot, start, size) for slot in members]
                 rows = qkv[list(members), start : start + size].reshape(len(members) * size, -1)
                 got = _attended(kernels, slots, rows, windows, sharing=num_sharing, scale=head_dim**-0.5, angles=angles)
                 out[list(members), start : start + size] = got.view(len(members), size, -1)
@@ -353,7 +358,7 @@ def test_each_token_of_a_tree_sees_its_own_path_alone(kernels: Kernels, start: i
     angles = (torch.arange(200)[:, None] * torch.logspace(0, -3, 32)).repeat(1, 2)
     before, new, last = (torch.randn(size, 5 * 2 * 64).bfloat16() for size in (max(start, 1), len(PARENTS), 1))
 
-    def attended(windows: list[Window], rows: Tensor, slots: PanelSlots) -> Tensor:
+    def attended(windows: list[KernelWindow], rows: Tensor, slots: PanelSlots) -> Tensor:
         return _attended(kernels, slots, rows, windows, sharing=3, scale=0.125, angles=angles)
 
     def begun() -> PanelSlots:
@@ -361,18 +366,18 @@ def test_each_token_of_a_tree_sees_its_own_path_alone(kernels: Kernels, start: i
         slots.storage.normal_(0, 100)  # leftovers
         for slot in (0, 1):
             if start:
-                attended([Window(slot, 0, start)], before, slots)
+                attended([KernelWindow(slot, 0, start)], before, slots)
         return slots
 
     slots = begun()
-    both = [Window(0, start, len(PARENTS), parents_of(PARENTS)), Window(1, start, 2)]
+    both = [KernelWindow(0, start, len(PARENTS), parents_of(PARENTS)), KernelWindow(1, start, 2)]
     out = attended(both, torch.cat([new, new[:2]]), slots)
     for place in range(len(PARENTS)):
         path, alone, kept = path_to(place), begun(), PanelSlots(2, 2, 2, 150, 64)
-        assert torch.equal(attended([Window(0, start, len(path))], new[path], alone), out[path])
+        assert torch.equal(attended([KernelWindow(0, start, len(path))], new[path], alone), out[path])
         kept.storage.copy_(slots.storage)
         kept.keep_path(0, start, path)
-        end = [Window(0, start + len(path), 1)]
+        end = [KernelWindow(0, start + len(path), 1)]
         assert torch.equal(attended(end, last, kept), attended(end, last, alone))
         assert torch.equal(kept.storage[:, 1], slots.storage[:, 1])
     assert torch.equal(out[-2:], out[:2])
@@ -384,7 +389,7 @@ def test_attention_stays_exact_where_scores_are_extreme(kernels: Kernels) -> Non
     qkv[:, 0] *= 30
     qkv[5, 1] *= 300
     qkv = qkv.bfloat16()
-    out = _attended(kernels, PanelSlots(1, 1, 1, 40, 64), qkv.view(34, -1), [Window(0, 0, 34)], sharing=1)
+    out = _attended(kernels, PanelSlots(1, 1, 1, 40, 64), qkv.view(34, -1), [KernelWindow(0, 0, 34)], sharing=1)
     exact = _exact_attention(qkv.double()[None], torch.zeros(34, 64).double(), 1, 1.0)[0]
     torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.01)
 
@@ -394,9 +399,9 @@ def test_a_slot_that_was_moved_holds_what_the_other_held(kernels: Kernels) -> No
     for length in (1, 63, 64, 65, 99):
         slots = PanelSlots(1, 3, 2, 100, 128)
         qkv, new = (torch.randn(size, 8 * 128).bfloat16() for size in (length, 1))
-        _attended(kernels, slots, qkv, [Window(2, 0, length)], sharing=2)
+        _attended(kernels, slots, qkv, [KernelWindow(2, 0, length)], sharing=2)
         slots.move(2, 0, length)
-        there, here = (_attended(kernels, slots, new, [Window(slot, length, 1)], sharing=2) for slot in (2, 0))
+        there, here = (_attended(kernels, slots, new, [KernelWindow(slot, length, 1)], sharing=2) for slot in (2, 0))
         assert torch.equal(there, here)
 
 

@@ -385,7 +385,7 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
     monkeypatch: pytest.MonkeyPatch, has_header: bool, meant: str
 ) -> None:
     """A router may lose either."""
-    monkeypatch.setattr(hooks, "_target", "own")
+    monkeypatch.setattr(hooks, "_target_fingerprint", "own")
     marks = Marks(rid="r", cache_salt="t", policy={"target": meant})
     body = SimpleNamespace(custom_params=None if has_header else {"slipstream": marks.policy})
     raw_request = SimpleNamespace(headers=marks.to_header() if has_header else {})

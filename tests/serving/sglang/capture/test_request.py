@@ -12,9 +12,9 @@ from serving.engine import CapturePolicy
 from serving.sglang.capture.request import (
     MAX_COMPLETION_TOKENS,
     InconsistentSpanError,
+    RequestSpan,
     Round,
     Rows,
-    Span,
     SpanRequest,
 )
 from speculator.draft.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def round_(position: int, tokens: list[int], path: list[int]) -> Round:
     )
 
 
-def trace_of(span: Span, tokens: list[int]) -> Trace | None:
+def trace_of(span: RequestSpan, tokens: list[int]) -> Trace | None:
     trace = span.trace(tokens, engine_id="e", target_fingerprint="f" * 64)
     if trace is not None:
         check_trace(trace)
@@ -64,7 +64,7 @@ def trace_of(span: Span, tokens: list[int]) -> Trace | None:
 
 
 def test_a_trace_is_as_old_as_its_request() -> None:
-    span = Span(dataclasses.replace(request(), created_ms=1_000))
+    span = RequestSpan(dataclasses.replace(request(), created_ms=1_000))
     span.add_rows(rows(0, 5, 1))
     span.add_rows(rows(5, 1, 1))
     trace = trace_of(span, [11, 12, 13, 14, 15, 21, 31])
@@ -73,7 +73,7 @@ def test_a_trace_is_as_old_as_its_request() -> None:
 
 
 def test_an_answer_of_a_chunked_prompt_and_two_rounds() -> None:
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(0, 3, 1))
     span.add_rows(rows(3, 2, 1))
     span.add_round(round_(5, [21, 22, 23], [21]))
@@ -93,7 +93,7 @@ def test_an_answer_of_a_chunked_prompt_and_two_rounds() -> None:
 
 
 def test_a_prefix_from_the_cache_is_not_in_the_span() -> None:
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(3, 2, 1))
     span.add_rows(rows(5, 1, 1))
     trace = trace_of(span, [1, 2, 3, 4, 5, 20, 21])
@@ -103,7 +103,7 @@ def test_a_prefix_from_the_cache_is_not_in_the_span() -> None:
 
 def test_what_follows_the_end_of_the_answer_is_left_out() -> None:
     """A stop token in the middle of an accepted run, or a step that overlap scheduling launched too many."""
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
     span.add_round(round_(5, [21, 22, 23], [21, 22, 23]))
     span.add_rows(rows(5, 4, 4))
@@ -117,17 +117,17 @@ def test_what_follows_the_end_of_the_answer_is_left_out() -> None:
 
 
 def test_a_one_token_answer_teaches_nothing() -> None:
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
     assert trace_of(span, [1, 2, 3, 4, 5, 20]) is None
 
 
 def test_nothing_computed_makes_no_trace() -> None:
-    assert trace_of(Span(request()), [1, 2, 3, 4, 5, 20]) is None
+    assert trace_of(RequestSpan(request()), [1, 2, 3, 4, 5, 20]) is None
 
 
 def test_rounds_of_different_depth_are_padded() -> None:
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
     span.add_round(round_(5, [21], []))
     span.add_rows(rows(5, 1, 1))
@@ -139,14 +139,14 @@ def test_rounds_of_different_depth_are_padded() -> None:
 
 
 def test_a_gap_is_an_error() -> None:
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(0, 3, 1))
     with pytest.raises(InconsistentSpanError, match="positions from 4 follow positions up to 3"):
         span.add_rows(rows(4, 1, 1))
 
 
 def test_accepted_proposals_that_were_not_served_are_an_error() -> None:
-    span = Span(request())
+    span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
     span.add_round(round_(5, [21, 22], [21]))
     span.add_rows(rows(5, 2, 2))
@@ -155,7 +155,7 @@ def test_accepted_proposals_that_were_not_served_are_an_error() -> None:
 
 
 def test_constrained_answers_are_marked_from_their_first_token_on() -> None:
-    span = Span(request(constrained=True))
+    span = RequestSpan(request(constrained=True))
     span.add_rows(rows(0, 5, 1))
     span.add_rows(rows(5, 1, 1))
     trace = trace_of(span, [1, 2, 3, 4, 5, 20, 30])
@@ -164,7 +164,7 @@ def test_constrained_answers_are_marked_from_their_first_token_on() -> None:
 
 
 def test_a_giant_answer_is_cut() -> None:
-    span = Span(request(1))
+    span = RequestSpan(request(1))
     span.add_rows(rows(0, 1, 1))
     for start in range(1, MAX_COMPLETION_TOKENS + 50):
         span.add_rows(rows(start, 1, 1))
