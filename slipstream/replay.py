@@ -235,7 +235,7 @@ class Feed:
 
 @contextmanager
 def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
-    """Matrices are multiplied as the gate does it (trainer/release/gate.py), by default in bfloat16 where
+    """Matrices are multiplied as the gate does it (trainer/release/acceptance.py), by default in bfloat16 where
     that is fast."""
     # Autocast converts each weight once, and not for every answer, where it might have a gradient.
     draft.requires_grad_(True)

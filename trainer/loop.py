@@ -241,8 +241,12 @@ class Trainer:
         learner, progress = self.learner, self._progress()
         self._shelf.sync(progress.trace_ids)
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
-        state = {name: tensor.cpu() for name, tensor in {**learner.state(), "d2t": learner.draft.d2t}.items()}
-        self.ranks.lead(lambda: save_checkpoint(self.config.state_dir, state, joined(parts)))
+
+        def save() -> None:
+            state = {name: tensor.cpu() for name, tensor in {**learner.state(), "d2t": learner.draft.d2t}.items()}
+            save_checkpoint(self.config.state_dir, state, joined(parts))
+
+        self.ranks.lead(save)
         self._shelf.keep({*progress.trace_ids, *self.source.trace_ids_in_hand})
         self._saved_s, self._saved_steps = time.monotonic(), learner.num_steps
         self.metrics.checkpoint_seconds.set(self._saved_s - start_s)

@@ -251,7 +251,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     tenants: TenantCounts | None = None
     """Whom the weights were learnt from; None in checkpoints that do not say."""
     vetoed_since_s: float | None = None
-    """Of `Patience`."""
+    """When the golden set first vetoed, in seconds since the epoch; None where it does not."""
     target_version: int = 0
     """The newest of which a trace has come."""
 

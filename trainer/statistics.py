@@ -41,7 +41,7 @@ class Acceptance:
     def rates(self) -> tuple[float, ...]:
         """For each place k in the chain: the share of the rounds that accepted k proposals that also accept the next.
 
-        A chain that ends early, for lack of confidence or room, has not accepted the next.
+        A chain that ends early, for lack of room, has not accepted the next.
         """
         before = (self.num_rounds, *self.num_reaching)
         return tuple(

@@ -43,7 +43,7 @@ class Exchange:
     """One request and what became of it; handlers reach it with `exchange_of`."""
 
     route: str = "unmatched"
-    """Its template, never a path that a client chose; the gate sets it."""
+    """Its template, never a path that a client chose; access control sets it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
@@ -51,11 +51,11 @@ class Exchange:
     response_started: bool = False
     span: Span = INVALID_SPAN
     tenant: str = "default"
-    """Whose request it is; the gate knows it by the key."""
+    """Whose request it is; access control knows it by the key."""
     may_capture: bool = True
     """Whether that key's requests may be recorded where they themselves do not object."""
     limit: asyncio.Timeout | None = None
-    """What ends the request when it takes too long; the gate sets it."""
+    """What ends the request when it takes too long; access control sets it."""
 
     @property
     def elapsed_s(self) -> float:

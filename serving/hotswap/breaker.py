@@ -16,7 +16,9 @@ It is rolled back when the mean of exp Λ_c over `_WORSE` reaches 1 / `_ALPHA`. 
 test (Wald, Annals of Mathematical Statistics 16(2), 1945) of a mixture of alternatives (Robbins, ibid. 41(5), 1970): by
 this model a version as good as the incumbent is rolled back with a probability of at most `_ALPHA`, however often one
 looks. Λ rises where a version accepts less than about 70% of the incumbent's proposals, and falls where it accepts
-more. E is divided by 1 + 2 / √(k m) where m requests say what the incumbent accepts: two standard errors.
+more. How much requests differ, 1 / k, is what the incumbent's did (method of moments, with a prior of k = 4 that weighs
+as much as 16 requests). E is divided by 1 + 2 / √(k m) where m requests say what the incumbent accepts: two standard
+errors.
 
 **Time.** Each control round is paired with the last round before it in which the draft took part. Against the
 incumbent's rounds of the same kind (`WatchedRound.kind`) the one took d times as long and the other m times, which is
@@ -31,7 +33,7 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -42,8 +44,8 @@ _ALPHA = 0.001
 """Probability with which a version as good as the incumbent may be rolled back, for each of the two tests."""
 _WORSE = (0.1, 0.5)
 """c: the shares of the incumbent's accepted proposals that are tested for."""
-_SHAPE = 4.0
-"""k: accepted proposals of real requests spread by half of their mean (1 / √k), which is 20% of an accept length."""
+_USUAL_VARIANCE, _USUAL_WEIGHT = 0.25, 16
+"""1 / k of requests that nothing is known of, and as how many requests that counts."""
 _SLOWER_MARGIN = 0.10
 """Time a token that a version may lose before it counts: a busy machine slows wide rounds more than narrow ones."""
 _SLOW_SHARE = 0.9
@@ -62,7 +64,7 @@ MOVING_TARGET_PATIENCE_S = 30.0
 """After which a version is tried all the same where the target moves so often that no incumbent is ever known. It has
 the gate behind it, and the trainer's second look ahead, which both ask about the newest target."""
 _KEPT_ROUNDS = 4096
-_KNOWN_VERIFICATIONS = 10_000
+_KEPT_VERIFICATIONS = 10_000
 _RECENT_VERIFICATIONS = 1000
 _MAX_ARRIVED = 8192
 """Rounds between two looks; older ones are dropped when the judge is that late."""
@@ -92,25 +94,64 @@ class Verdict:
     numbers: dict[str, Number]
 
 
-class _Incumbent:
-    """What the last rounds of the incumbent say of verifications and times; frozen."""
+class _Record:
+    """The last verifications and times of a version, whatever the size of its batches."""
 
-    def __init__(self, rounds: deque[WatchedRound]) -> None:
+    def __init__(self) -> None:
+        self.verifications: deque[Verification] = deque(maxlen=_KEPT_VERIFICATIONS)
+        self.times: deque[tuple[Hashable, float]] = deque(maxlen=_KEPT_ROUNDS)
+        """(kind of round, logarithm of its seconds)."""
+        self.num_rounds = 0
+
+    def add(self, round_: WatchedRound) -> None:
+        self.num_rounds += 1
+        self.verifications += round_.verifications
+        if round_.kind is not None:
+            self.times.append((round_.kind, math.log(round_.seconds)))
+
+    def extend(self, newer: _Record) -> None:
+        """Add the record of a version that has proved as good."""
+        self.verifications += newer.verifications
+        self.times += newer.times
+        self.num_rounds += newer.num_rounds
+
+
+class _Incumbent:
+    """What the incumbent's record says of verifications and times; frozen."""
+
+    def __init__(self, record: _Record) -> None:
         tried: Counter[tuple[Stratum, int]] = Counter()
         accepted: Counter[tuple[Stratum, int]] = Counter()
         requests: dict[Stratum, set[str]] = defaultdict(set)
-        for one in islice(_newest(rounds), _KNOWN_VERIFICATIONS):
+        for one in record.verifications:
             tried.update((one.stratum, position) for position in range(one.depth))
             accepted.update((one.stratum, position) for position in range(one.accepted))
             requests[one.stratum].add(one.request_id)
         self._rates = {at: accepted[at] / num for at, num in tried.items() if num >= _FEWEST_KNOWN}
         """By stratum and position: how often at least so many proposals are accepted of chains that deep."""
-        self.doubt = {stratum: 1 + 2 / math.sqrt(_SHAPE * len(ids)) for stratum, ids in requests.items()}
+        self.shape = self._shape(record, {stratum: len(ids) for stratum, ids in requests.items()})
+        """k, see above."""
+        self.doubt = {stratum: 1 + 2 / math.sqrt(self.shape * len(ids)) for stratum, ids in requests.items()}
         """By how much what is expected may be too large."""
         times: dict[Hashable, list[float]] = defaultdict(list)
-        for round_ in rounds:
-            times[round_.kind].append(math.log(round_.seconds))
+        for kind, log_s in record.times:
+            times[kind].append(log_s)
         self._times = {kind: statistics.fmean(each) for kind, each in times.items() if len(each) >= _FEWEST_TIMED}
+
+    def _shape(self, record: _Record, num_requests: Mapping[Stratum, int]) -> float:
+        """From the variance of X, which is E + E² / k, over the incumbent's own requests."""
+        sums: dict[tuple[str, Stratum], tuple[int, float]] = {}
+        for one in record.verifications:
+            if num_requests[one.stratum] > 1 and (found := self.accepted(one)) is not None:
+                x, e = sums.get((one.request_id, one.stratum), (0, 0.0))
+                sums[one.request_id, one.stratum] = x + found[0], e + found[1]
+        # A request is part of the mean that it is compared with.
+        correction = {stratum: num / (num - 1) for stratum, num in num_requests.items() if num > 1}
+        squares = sum(correction[stratum] * (x - e) ** 2 - e for (_, stratum), (x, e) in sums.items())
+        expected = sum(e * e for _, e in sums.values())
+        variance = max(squares / expected, 0.0) if expected else 0.0
+        weight = len({request_id for request_id, _ in sums}) if expected else 0
+        return (weight + _USUAL_WEIGHT) / (weight * variance + _USUAL_WEIGHT * _USUAL_VARIANCE)
 
     def accepted(self, one: Verification) -> tuple[int, float] | None:
         """(accepted, expected), as far down as the incumbent is known; None where it is not."""
@@ -127,14 +168,14 @@ class _Incumbent:
 class Trial:
     """One version's trial against the last rounds of the version in service before it."""
 
-    def __init__(self, version: int, baseline: deque[WatchedRound], rules: WatchRules, *, started_s: float) -> None:
-        self.version, self.rounds = version, _no_rounds()
+    def __init__(self, version: int, baseline: _Record, rules: WatchRules, *, started_s: float) -> None:
+        self.version, self.record = version, _Record()
         self.num_compared = 0
         """Verifications that have a like among the incumbent's."""
         self._incumbent, self._rules, self._started_s = _Incumbent(baseline), rules, started_s
         self._requests: dict[str, tuple[int, float]] = {}
         """(X, E) by request id."""
-        self._num_rounds = self._num_seen = self._accepted = self._compared_accepted = 0
+        self._num_seen = self._accepted = self._compared_accepted = 0
         self._expected_accepted = 0.0
         self._drafted: float | None = None
         """Log slowdown of the last round in which the draft took part."""
@@ -142,8 +183,7 @@ class Trial:
         """log d / m of each pair."""
 
     def add(self, round_: WatchedRound) -> None:
-        self.rounds.append(round_)
-        self._num_rounds += 1
+        self.record.add(round_)
         for one in round_.verifications:
             self._compare(one)
         slowdown = self._incumbent.log_slowdown(round_)
@@ -177,23 +217,23 @@ class Trial:
         if slower >= -math.log(_ALPHA):
             return TrialOutcome.ROLLED_BACK, "slower a token than the incumbent"
         if max(worse, slower) < _DOUBT:
-            if self._num_rounds >= rules.enough_rounds and self.num_compared >= rules.enough_compared:
+            if self.record.num_rounds >= rules.enough_rounds and self.num_compared >= rules.enough_compared:
                 return TrialOutcome.PROMOTED, "not found worse than the incumbent"
-            if is_successor_waiting and self._num_rounds >= _ENOUGH_FOR_A_SUCCESSOR:
+            if is_successor_waiting and self.record.num_rounds >= _ENOUGH_FOR_A_SUCCESSOR:
                 if not self.num_compared:
                     return (
                         TrialOutcome.WITHDRAWN,
                         "nothing to compare its accept length with, and a newer version waits",
                     )
                 return TrialOutcome.PROMOTED, "looks no worse, and a newer version waits"
-        if self._num_rounds >= _MOST_ROUNDS:
+        if self.record.num_rounds >= _MOST_ROUNDS:
             told = "not confirmed to be worse" if self.num_compared else "nothing to compare its accept length with"
             return TrialOutcome.PROMOTED, told
         return TrialOutcome.WATCHING, ""
 
     def _worse_evidence(self) -> float:
         """The logarithm of the mean of exp Λ_c."""
-        k = _SHAPE
+        k = self._incumbent.shape
         ratios = [
             sum(x * math.log(c) + (x + k) * math.log((k + e) / (k + c * e)) for x, e in self._requests.values())
             for c in _WORSE
@@ -218,7 +258,7 @@ class Trial:
         numbers: dict[str, Number] = {
             "verifications": self._num_seen,
             "compared": self.num_compared,
-            "rounds": self._num_rounds,
+            "rounds": self.record.num_rounds,
             "seconds": round(now_s - self._started_s, 2),
         }
         if self._num_seen:
@@ -243,12 +283,12 @@ class LiveWatch:
     ) -> None:
         self._rules, self._clock = rules or WatchRules(), clock
         self._arrived: deque[WatchedRound] = deque(maxlen=_MAX_ARRIVED)
-        self._version, self._baseline = version, _no_rounds()
-        """The version that serves, or served before the one on trial; and the last rounds that were not on trial."""
+        self._version, self._baseline = version, _Record()
+        """The version that serves, or served before the one on trial; and what was in service lately."""
         self._trial: Trial | None = None
         self._target_version = 0
         self._moved_s: float | None = None
-        """When the target moved first since the incumbent was last known well enough."""
+        """When the target moved first since the incumbent was last known well enough, or since a version came later."""
 
     def observe(self, round_: WatchedRound) -> None:
         self._arrived.append(round_)
@@ -262,7 +302,7 @@ class LiveWatch:
 
     @property
     def baseline_verifications(self) -> int:
-        return sum(len(round_.verifications) for round_ in self._baseline)
+        return len(self._baseline.verifications)
 
     @property
     def trial_compared(self) -> int:
@@ -272,8 +312,8 @@ class LiveWatch:
     @property
     def accept_length(self) -> float | None:
         """Tokens a verification of the version in service, over the last 1,000; None before the first."""
-        newest = islice(_newest(self._baseline if self._trial is None else self._trial.rounds), _RECENT_VERIFICATIONS)
-        accepted = [one.accepted for one in newest]
+        record = self._baseline if self._trial is None else self._trial.record
+        accepted = [one.accepted for one in islice(reversed(record.verifications), _RECENT_VERIFICATIONS)]
         return 1 + statistics.fmean(accepted) if accepted else None
 
     def update(self) -> bool:
@@ -287,27 +327,30 @@ class LiveWatch:
             if round_.target_version != self._target_version:
                 self._target_version, has_moved = round_.target_version, True
                 self._moved_s = self._clock() if self._moved_s is None else self._moved_s
-                self.restart(self._version if self._trial is None else self._trial.version)
+                self._version = self._version if self._trial is None else self._trial.version
+                self._trial, self._baseline = None, _Record()
             # A round of a version that is neither in service nor on trial was launched before the swap.
             if self._trial is not None and round_.version == self._trial.version:
                 self._trial.add(round_)
             elif self._trial is None and round_.version == self._version:
-                self._baseline.append(round_)
+                self._baseline.add(round_)
         return has_moved
 
     def restart(self, version: int) -> None:
         """Another version is in service without a trial: whatever was known is of no use."""
-        self._trial, self._version, self._baseline = None, version, _no_rounds()
+        self._trial, self._version, self._baseline = None, version, _Record()
+        self._wait_anew()
 
     def is_ready(self) -> bool:
         """Whether the incumbent is known well enough to try a version against it. An idle engine has no need of one."""
-        if len(self._baseline) >= self._rules.min_baseline:
+        if self._baseline.num_rounds >= self._rules.min_baseline:
             self._moved_s = None
             return True
         return self._moved_s is not None and self._clock() - self._moved_s >= MOVING_TARGET_PATIENCE_S
 
     def begin(self, version: int) -> None:
         """A new version is in service, on trial."""
+        self._wait_anew()
         self._trial = Trial(version, self._baseline, self._rules, started_s=self._clock())
 
     def judge(self, *, is_successor_waiting: bool = False) -> Verdict:
@@ -320,14 +363,9 @@ class LiveWatch:
         assert self._trial is not None
         if is_kept:
             self._version = self._trial.version
-            self._baseline += self._trial.rounds
+            self._baseline.extend(self._trial.record)
         self._trial = None
 
-
-def _no_rounds() -> deque[WatchedRound]:
-    return deque(maxlen=_KEPT_ROUNDS)
-
-
-def _newest(rounds: deque[WatchedRound]) -> Iterator[Verification]:
-    """All verifications, the newest first."""
-    return (one for round_ in reversed(rounds) for one in round_.verifications)
+    def _wait_anew(self) -> None:
+        if self._moved_s is not None:
+            self._moved_s = self._clock()

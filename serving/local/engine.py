@@ -1,6 +1,6 @@
 """The local engine: one thread that installs drafts, admits, prefills and decodes; everything else hands it work.
 
-What its loop waits for: a request, a staged draft or target, an errand, or the stop; all of them come through
+What its loop waits for: a request, a staged draft or target, a task, or the stop; all of them come through
 `Inbox`. When it is behind, requests queue up to `max_waiting` and are then refused.
 """
 
@@ -126,7 +126,7 @@ class LocalEngine:
 
     def health(self) -> EngineHealth:
         alive = self._thread.is_alive() and self._failure is None
-        detail = "" if self._failure is None else type(self._failure).__name__
+        detail = "" if self._failure is None else type(self._failure.__cause__ or self._failure).__name__
         return EngineHealth(
             alive=alive,
             ready=alive and not self._inbox.is_closed,

@@ -218,8 +218,6 @@ def rollout(
     A connection that breaks is made again, and nothing is generated or written twice. Exit code 1 where samples were
     aborted or the server is gone for good, 2 where it refuses the file.
     """
-    from slipstream.cli.rollout import RolloutClient, read_groups
-
     groups = read_groups(file, {} if max_tokens is None else {"max_tokens": max_tokens})
     groups = {
         place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()

@@ -96,7 +96,9 @@ def _given(context: typer.Context) -> dict[str, Any]:
     return given | {
         "model_dir": model_dir,
         "model_name": given["name"] or model_name(model_dir),
-        "python": given["sglang_python"],
+        # Older versions of typer keep texts here.
+        "store": Path(given["store"]),
+        "python": Path(given["sglang_python"]) if given["sglang_python"] else None,
         "extra": tuple(given["sglang_arguments"] or ()),
     }
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -66,7 +67,11 @@ def existing(path: Path) -> Path:
 
 def is_writable(path: Path) -> bool:
     """Whether a file can be made in a folder, or the folder itself."""
-    return existing(path).is_dir() and os.access(existing(path), os.W_OK)
+    try:
+        tempfile.TemporaryFile(dir=existing(path)).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_torch() -> Iterator[Finding]:
@@ -116,12 +121,13 @@ def check_model(name: str, *, local: bool) -> Iterator[Finding]:
 
     With `local`, also whether the local engine runs it; SGLang knows itself what it runs.
     """
+    model_dir = resolve_model(name)
+    yield ok("model", str(model_dir))
+
     from serving.local.target.forward import fusible
     from serving.local.target.loading import check_model, load_tokenizer
     from speculator.draft.eagle3 import aux_layer_ids
 
-    model_dir = resolve_model(name)
-    yield ok("model", str(model_dir))
     config = check_target(model_dir)
     layers = ", ".join(map(str, aux_layer_ids(config["num_hidden_layers"])))
     yield ok("draft for it", f"width {config['hidden_size']}, features of layers {layers}")

@@ -5,7 +5,7 @@ R_ik the probability that proposal k of request i is reached and accepted, and V
 speculator/proposals/round_costs.py:
 
     nothing     b / V(b, 0)
-    suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R: suffix_tree.py
+    suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R: suffix_drafter.py
     head        (b + Σ_i w_i g_i) / (V(b, P̄) + D(b, s̄, u))              g: what its chains earned lately, by domain
 
 u are the pairs that the head has not read: after long suffix paths they cost more than its proposals. w is what its
@@ -315,8 +315,9 @@ class RoundPlanner:
         """The plan of an engine that fixes one length for all chains of a round before it drafts, SGLang.
 
         `depths` are the lengths that it can choose from, 0 first. Its times are those of whole rounds, drafting
-        included, told by `observe_round`. A look is a round of the shortest chains. Engines that were told the same
-        rounds in the same order plan the same.
+        included, told by `observe_round`. A look is a round of the shortest chains where the best is to draft
+        nothing, and else one of the next shorter or longer ones. Engines that were told the same rounds in the same
+        order plan the same.
         """
         reaches = itertools.accumulate(
             (self.positions.rate(position) for position in range(1, depths[-1] + 1)), operator.mul

@@ -8,10 +8,11 @@ reads the keys of all b contexts:
 Where each request is verified with as many as it has, P is the most, and a round has fewer rows than r. Priced by its
 own rows it is chosen where its proposals are overestimated, and that was slower (docs/drafting.md).
 
-The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own factor
-on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Drafting has a line of
-its own. A round that took far longer than expected was interrupted, and counts as a little too long only. How fast the
-machine is at the moment is a factor of its own, on all of it: others have a share of it.
+The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own
+factor on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Batches above
+eight share factors by powers of two. Drafting has a line of its own. A round that took far longer than expected was
+interrupted, and counts as a little too long only. How fast the machine is at the moment is a factor of its own, on
+all of it: others have a share of it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ ANNOUNCEMENT_TTL_S = 3600
 AWAITED_S = 10.0
 """An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
 CRASHES_KEPT_S = 24 * 3600
+_ATTEMPTS = 5
 
 
 class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class DraftPointer:
             if found == old:
                 transaction.set(key, new)
 
-        return bool(self._redis.transaction(swap, key))
+        return bool(self._transact(swap, key))
 
     @redis_errors
     def pin(self, version: int) -> None:
@@ -133,7 +134,7 @@ class DraftPointer:
             else:
                 transaction.set(self._keys.canary_awaited, holder.engine_id, px=int(AWAITED_S * 1000))
 
-        results: list[Any] = self._redis.transaction(take, self._keys.canary)
+        results = self._transact(take, self._keys.canary)
         if len(results) == 1:
             return CanarySlot(is_held=False, is_awaited=True, num_crashed=0)
         processes, waiting = results[-2:]
@@ -158,7 +159,19 @@ class DraftPointer:
             else:
                 transaction.zrem(trials, holder.process)
 
-        self._redis.transaction(give_back, self._keys.canary)
+        self._transact(give_back, self._keys.canary)
+
+    def _transact(self, work: Callable[[Any], None], key: str) -> list[Any]:
+        """`Redis.transaction`, which tries for ever: a Redis that refuses writes for long answers every look."""
+        tries = iter(range(_ATTEMPTS))
+
+        def bounded(transaction: Any) -> None:
+            if next(tries, None) is None:
+                raise StreamError(f"Redis did not take a change of {key} in {_ATTEMPTS} tries: try again")
+            work(transaction)
+
+        results: list[Any] = self._redis.transaction(bounded, key)
+        return results
 
     @redis_errors
     def set_depth(self, engine_id: str, depth: int) -> None:

@@ -9,7 +9,6 @@ A recording is rewritten beside the old one, without those traces, and put in it
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,39 +246,49 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     Safe to kill and to repeat. Nobody may record into the file meanwhile. Raises ConfigError where it is no recording
     or cannot be written.
     """
+    found = _look(path, chosen)
+    if dry_run or not (found.removed or found.cut_bytes):
+        return found
     temporary = path.with_name(f".{path.name}.rewritten")
-    num_removed = num_kept = num_unreadable = 0
     try:
         temporary.unlink(missing_ok=True)
-        with contextlib.ExitStack() as opened:
-            reader = opened.enter_context(RecordingReader(path))
-            writer = None if dry_run else opened.enter_context(RecordingWriter(temporary, reader.header))
+        with RecordingReader(path) as reader, RecordingWriter(temporary, reader.header) as writer:
             for payload in reader.payloads():
-                try:
-                    header = read_header(payload)
-                except TraceError:
-                    num_unreadable += 1
-                    continue
-                if chosen(header):
-                    num_removed += 1
-                    continue
-                num_kept += 1
-                if writer:
-                    writer.append(payload, trace_id=header.trace_id)
+                if (trace_id := _kept_id(payload, chosen)) is not None:
+                    writer.append(payload, trace_id=trace_id)
+        os.chmod(temporary, path.stat().st_mode)
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return found
+
+
+def _look(path: Path, chosen: Chosen) -> Rewritten:
+    num_unreadable = num_chosen = num_kept = 0
+    with RecordingReader(path) as reader:
+        for payload in reader.payloads():
+            try:
+                if chosen(read_header(payload)):
+                    num_chosen += 1
+                else:
+                    num_kept += 1
+            except TraceError:
+                num_unreadable += 1
         num_unreadable += reader.num_damaged
-        found = Rewritten(
-            removed=num_removed + num_unreadable,
+        return Rewritten(
+            removed=num_chosen + num_unreadable,
             kept=num_kept,
             unreadable=num_unreadable,
             cut_bytes=reader.num_cut_bytes,
         )
-        if writer and (found.removed or found.cut_bytes):
-            os.chmod(temporary, path.stat().st_mode)
-            temporary.replace(path)
-            sync(path.parent)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    return found
+
+
+def _kept_id(payload: bytes, chosen: Chosen) -> str | None:
+    try:
+        header = read_header(payload)
+    except TraceError:
+        return None
+    return None if chosen(header) else header.trace_id

@@ -81,6 +81,7 @@ ALLOWED: Mapping[VersionState | None, frozenset[VersionState]] = {
 
 
 _MACHINES = ("engine:", "trainer:")
+_BLOCK_BYTES = 64 * 1024
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -342,10 +343,22 @@ class EventLog:
     def _newest_first(self) -> Iterator[Event]:
         with store_errors(self._path), shared(self._lock):
             for path in (self._path, self._before):
-                with contextlib.suppress(FileNotFoundError):
-                    for line in reversed(path.read_bytes().split(b"\n")):
-                        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                            yield msgspec.json.decode(line, type=Event)
+                for line in _newest_lines(path):
+                    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                        yield msgspec.json.decode(line, type=Event)
+
+
+def _newest_lines(path: Path) -> Iterator[bytes]:
+    """From the end, block by block: the live page asks for the last few every second, and the file has megabytes."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        at, begun = file.seek(0, os.SEEK_END), b""
+        while at > 0:
+            size = min(at, _BLOCK_BYTES)
+            at -= size
+            file.seek(at)
+            begun, *lines = (file.read(size) + begun).split(b"\n")
+            yield from reversed(lines)
+        yield begun
 
 
 def _append_line(path: Path, line: bytes) -> None:

@@ -388,11 +388,12 @@ class RollbackWatch:
         """
         if self._lifecycle.state(version) not in _UNDECIDED:
             return False
-        if self._trial[0] != version:
-            self._trial = (version, now_s)
-        if now_s - self._trial[1] > pause_s(num_rollbacks, self._first_pause_s):
-            return False
         try:
-            return self._published() == version
+            if self._published() != version:
+                return False
         except StreamError:
             return True
+        # Engines know it from now on.
+        if self._trial[0] != version:
+            self._trial = (version, now_s)
+        return now_s - self._trial[1] <= pause_s(num_rollbacks, self._first_pause_s)

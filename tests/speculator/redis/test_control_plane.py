@@ -50,6 +50,31 @@ def test_a_pinned_version_is_desired_whatever_is_published(redis_client: redis.R
     assert (pointer.desired(), pointer.pinned()) == (7, None)
 
 
+class _Refusing(redis.Redis):
+    """Takes no transaction, as a Redis whose writes are paused."""
+
+    def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> Any:
+        pipe: Any = super().pipeline(transaction, shard_hint)
+
+        def execute() -> None:
+            raise redis.exceptions.WatchError("not now")
+
+        pipe.execute = execute
+        return pipe
+
+
+def test_a_redis_that_takes_no_change_is_not_asked_for_ever(redis_client: redis.Redis) -> None:
+    refusing = _Refusing(connection_pool=redis_client.connection_pool)
+    pointer, holder = DraftPointer(refusing, MODEL), CanaryHolder(engine_id="a", process="a:1", version=2)
+    for change in (
+        lambda: pointer.replace(1, 2),
+        lambda: pointer.hold_canary(holder, ttl_s=5, on_probation=True),
+        lambda: pointer.release_canary(holder),
+    ):
+        with pytest.raises(StreamError, match="try again"):
+            change()
+
+
 def test_a_replacement_needs_the_old_version_to_be_published(redis_client: redis.Redis) -> None:
     pointer = DraftPointer(redis_client, MODEL)
     assert not pointer.replace(3, 2)

@@ -194,6 +194,7 @@ def test_a_recording_is_whole_when_it_cannot_be_rewritten(tmp_path: Path) -> Non
     path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
     before, leftover = path.read_bytes(), tmp_path / ".a.rec.rewritten"
     leftover.mkdir()
+    assert remove_from_recording(path, lambda header: False).removed == 0, "nothing to do, nothing written"
     with pytest.raises(ConfigError, match="check its folder"):
         remove_from_recording(path, is_annas)
     assert path.read_bytes() == before

@@ -130,8 +130,10 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data(), actor=ACTORS, keep=st.integers(1, 4), step=STEPS)
     def prune(self, data: st.DataObject, actor: str, keep: int, step: int | None) -> None:
         pinned = data.draw(st.none() | st.sampled_from(sorted(self.files))) if self.files else None
-        stay = {*sorted(self.files)[-keep:], pinned, self.expected_last_good()}
-        stay |= {version for version in self.files if self.state(version) is VersionState.LIVE}
+        good = self.expected_last_good()
+        stay = {*sorted(self.files)[-keep:], pinned, good}
+        live = [version for version in self.files if self.state(version) is VersionState.LIVE]
+        stay |= {version for version in live if self.came_last(version) > self.came_last(good)}
         survived = self.run(actor, lambda store: store.prune(keep, pinned=pinned), step)
         reader = self.store("reader")
         files = set(reader.versions())
@@ -141,6 +143,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         for version in self.known.keys() - reader.lifecycle.states().keys():
             assert version not in stay
             del self.known[version]
+
+    def came_last(self, version: int | None) -> int:
+        """The number of its last transition."""
+        return self.store("reader").lifecycle.history(version)[-1].sequence if version else 0
 
     def expected_last_good(self) -> int | None:
         return next((each for each in reversed(self.promotions) if self.state(each) is VersionState.PROMOTED), None)

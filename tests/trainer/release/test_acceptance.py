@@ -69,7 +69,7 @@ def test_the_documented_example_of_rounds() -> None:
 def test_expectations_are_the_mean_of_rounds_that_are_played(seed: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     accept_NK = torch.rand(5, depth, generator=generator, dtype=torch.float64)
-    # A chain ends with the span, as it does where `trainer/release/gate.py` fills the table.
+    # A chain ends with the span, as it does where `accept_probabilities` fills the table.
     accept_NK = accept_NK.masked_fill(torch.arange(5)[:, None] + torch.arange(depth) >= 5, 0.0)
     labelled_N = torch.rand(5, generator=generator) < 0.8
     exact = expected_rounds(accept_NK, labelled_N, depth)

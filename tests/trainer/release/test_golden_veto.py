@@ -93,6 +93,7 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     rule[0] = promote
     trainer.publish()
     assert DraftPointer(redis_client, "toy").published() == 2
+    assert trainer.candidates.vetoed_since_s is None, "a promotion ends it"
     trainer.close()
 
 

@@ -148,6 +148,18 @@ def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_an
     assert not desk.watch.paused
 
 
+def test_a_trial_begins_when_its_version_is_announced(desk: Desk) -> None:
+    for version in (2, 3):
+        desk.roll_back(version)
+    desk.make(4)
+    desk.is_redis_away = True
+    desk.look(4, after_s=2 * PAUSE_S)
+    desk.look(4, after_s=2 * PAUSE_S)
+    desk.is_redis_away, desk.published = False, 4
+    desk.look(4)
+    assert desk.watch.paused, "no engine has seen it before"
+
+
 def test_nobody_waits_for_a_trial_of_what_was_never_published(desk: Desk) -> None:
     for version in (2, 3):
         desk.roll_back(version)

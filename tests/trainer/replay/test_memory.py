@@ -1,4 +1,4 @@
-"""How often traces are drawn, how proposals age, and which traces answer one prompt."""
+"""How often traces are drawn, how proposals age, which traces answer one prompt, and the names of domains."""
 
 from __future__ import annotations
 
