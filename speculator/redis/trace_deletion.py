@@ -9,6 +9,7 @@ A recording is rewritten beside the old one, without those traces, and put in it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,7 +263,8 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     except OSError as error:
         raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return found
 
 

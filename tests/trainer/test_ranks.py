@@ -210,7 +210,7 @@ def test_both_ranks_decode_what_a_version_in_service_is_reviewed_by(run: Run) ->
     assert 4 <= num_turns < 25
     assert 0 < second["decoded"] < first["decoded"] <= 2 * num_turns
     assert first["decoded"] + second["decoded"] >= 12, "both drafts on six traces at least"
-    assert first["state"] == second["state"] == "State.QUARANTINED"
+    assert first["state"] == second["state"] == "VersionState.QUARANTINED"
     assert (first["desired"], second["desired"]) == (1, 1)
 
 

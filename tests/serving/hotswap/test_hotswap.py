@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.engine import SwapReport
+from serving.engine import SwapReport, WatchedRound
 from serving.hotswap.breaker import MOVING_TARGET_PATIENCE_S, LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.report import of_swaps
@@ -274,6 +274,41 @@ def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
     scene.serve(1.0, 1000, target_version=1)
     scene.follower.follow()
     assert scene.states.state(3) is VersionState.PROMOTED, "as good as the one before it, on this target"
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_newer_version_that_waits_ends_a_trial_that_has_shown_enough(scene: Scene, is_asked: bool) -> None:
+    scene.on_trial()
+    scene.pointer.version = 3
+    scene.follower.follow()
+    if is_asked:
+        scene.serve(2.0, 600)
+    else:
+        for _ in range(600):
+            scene.watch.observe(WatchedRound(2, 1, False, 0.06, 1, ()))
+    scene.follower.follow()
+    assert scene.states.state(2) is (VersionState.PROMOTED if is_asked else VersionState.LIVE)
+    assert scene.follower.log.verdicts == {"promoted": int(is_asked), "rolled_back": 0, "withdrawn": int(not is_asked)}
+    scene.follower.follow()
+    assert scene.watch.watched == 3
+
+
+def test_patience_with_a_moving_target_begins_anew_with_another_version(scene: Scene) -> None:
+    scene.serve(count=100)
+    scene.serve(count=100, target_version=1)
+    scene.pointer.version = 2
+    scene.follower.follow()
+    scene.now_s = MOVING_TARGET_PATIENCE_S - 1
+    scene.pointer.pin = 3
+    scene.follower.follow()
+    assert scene.engine.draft_version == 3
+    scene.now_s += 2
+    scene.pointer.pin = None
+    scene.follower.follow()
+    assert scene.watch.watched is None, "the pinned version serves since two seconds"
+    scene.now_s += MOVING_TARGET_PATIENCE_S
+    scene.follower.follow()
+    assert scene.watch.watched == 2
 
 
 def test_an_incumbent_that_a_moving_target_keeps_unknown_is_not_waited_for_for_ever(scene: Scene) -> None:

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.rollouts import book, routes
 from slipstream.cli.main import app
-from speculator.errors import EngineError
+from speculator.errors import EngineDeadError, EngineError
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.hostile.api import running
 
@@ -181,6 +182,14 @@ def test_a_server_that_has_gone_for_good(groups: Path) -> None:
         pytest.raises(EngineError, match="is gone after 0 samples"),
     ):
         rollout(groups, "--url", broken, "--retry-s", 0.5)
+
+
+def test_a_server_whose_engine_has_gone_for_good(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "ENGINE_GRACE_S", 0.2)
+    monkeypatch.setattr(routes, "SILENCE_S", 0.05)
+    engine = DoubleEngine(failure=EngineDeadError("gone"), alive=False)
+    with served(engine) as url, pytest.raises(EngineError, match="after 0 samples: No engine runs"):
+        rollout(groups, "--url", url, "--retry-s", 0.5)
 
 
 def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_path: Path) -> None:

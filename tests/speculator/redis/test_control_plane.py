@@ -57,6 +57,7 @@ class _Refusing(redis.Redis):
         pipe: Any = super().pipeline(transaction, shard_hint)
 
         def execute() -> None:
+            pipe.reset()
             raise redis.exceptions.WatchError("not now")
 
         pipe.execute = execute

@@ -280,10 +280,10 @@ def test_threads_make_each_transition_once(life: Lifecycle) -> None:
 
 PROMOTE_OFTEN = """
 import sys
-from speculator.versions.lifecycle import Lifecycle, State, Transition
+from speculator.versions.lifecycle import Lifecycle, VersionState, Transition
 life = Lifecycle(sys.argv[1])
 for _ in range(25):
-    life.move(1, State.PROMOTED, actor=sys.argv[2])
+    life.move(1, VersionState.PROMOTED, actor=sys.argv[2])
 """
 
 
