@@ -20,7 +20,7 @@ from tests.fixtures.faults import filled, small_disk
 from tests.fixtures.toy import make_toy_model, random_draft
 from tests.fixtures.traces import make_trace
 from tests.fixtures.waiting import wait_until
-from trainer.session import Progress, load_checkpoint, save_checkpoint
+from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from speculator.redis.trace_deletion import Erasures, Remover
 from speculator.redis.trace_stream import RewardStream, TraceStream
 from speculator.tracing import prefixed, span
 from speculator.versions.store import DraftStore
+from trainer.checkpoint import Progress, joined, save_checkpoint, share_of
 from trainer.config import TrainerConfig
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
@@ -36,8 +37,9 @@ from trainer.replay.admission import Forgetting, Intake
 from trainer.replay.buffer import Replay, RewardWeights
 from trainer.replay.eval_sets import HeldOut, golden_set
 from trainer.replay.trace_source import Shelf, TraceSource, consumer_name, shelf_folder
-from trainer.schedule import Throttle, tokens_owed, training_pressure
-from trainer.session import Progress, Training, joined, save_checkpoint, share_of
+from trainer.schedule import tokens_owed, training_pressure
+from trainer.session import Training
+from trainer.throttle import Throttle
 
 
 class _Stock(NamedTuple):
@@ -52,7 +54,7 @@ class Trainer:
     """Owns the draft in training, the replay and the connection; used by one thread.
 
     Where several ranks train together each has a Trainer, and they go through the same public methods in the same
-    order. The draft and what steers its training (trainer/session.py) are the same on all of them; the source, the
+    order. The draft and what steers its training (trainer/checkpoint.py) are the same on all of them; the source, the
     replay and what is kept from learning are each rank's own.
     """
 
@@ -377,7 +379,7 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
     """Learn until `stop` is set, then put everything in order.
 
     Waits for: new traces, and only when nothing is to be gained from the old ones (`Trainer.has_work`): then it sleeps
-    in Redis, up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/schedule.py).
+    in Redis, up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/throttle.py).
     Unblocked by: the next trace, or `stop`.
     When behind: it reads no more than `Replay.room` traces, so the backlog stays in Redis under the stream's byte cap,
     which drops and counts the oldest; batches are then made of new traces only.

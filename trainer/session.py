@@ -1,40 +1,24 @@
-"""The draft in training, and the checkpoint that a restarted trainer resumes.
+"""The draft in training: where its weights come from, and one step after another.
 
 **Weights** descend from a version of the store. They go on from the trainer's checkpoint; from that version where there
 is no checkpoint; and from the last good version where engines or the review rolled that version back. `start_over` does
 this in a running trainer, `resume` after a restart.
-
-**The checkpoint** is one safetensors file, replaced atomically. Tensors are the learner's state and `d2t`. `Progress`
-travels as JSON in the file's metadata, so weights and accounts are always of the same moment.
-
-All ranks share one checkpoint: `joined` makes one `Progress` of theirs, `share_of` gives each its part at the start.
-Nothing in the file belongs to a rank, so any number of ranks can resume it. Counters are sums. Every rank knows all
-used trace ids, since Redis may give any of them an entry again. The traces of replay, held-out and golden set are
-divided by trace id (`Ranks.owns`). What all ranks know alike is taken from rank 0, and so is the drift monitor: each
-rank watches a random share of the same traffic.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from itertools import zip_longest
-from pathlib import Path
 
-import msgspec
-import safetensors.torch
 import structlog
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.errors import ConfigError, DraftMismatchError, StoreError
-from speculator.files import sync
+from speculator.errors import ConfigError, DraftMismatchError
 from speculator.versions.lifecycle import BARRED
-from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, joined_counts, load_draft
+from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
+from trainer.checkpoint import Progress, load_checkpoint
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.learning.batch import cut, pack
 from trainer.learning.optimizer_step import Guard, Learner, StepReport
@@ -42,7 +26,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.replay.buffer import Replay
 from trainer.replay.memory import Stored, without_stale
-from trainer.schedule import AcceptanceSeries, LearningCurve
+from trainer.schedule import LearningCurve
 
 log = structlog.get_logger()
 
@@ -217,102 +201,3 @@ class Training:
 def _harmless(report: StepReport) -> bool:
     """A step without any label changes nothing, and nothing is wrong."""
     return report.applied or not report.num_labels
-
-
-_FILE = "trainer.safetensors"
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer knows besides tensors, at the moment of the checkpoint."""
-
-    target_fingerprint: str
-    learnt_tokens: int
-    """Completion tokens in all steps, repetitions included."""
-    new_tokens: int
-    """Completion tokens of all traces, each once."""
-    num_traces: int
-    used_trace_ids: list[str]
-    replay: dict[str, float] | None = None
-    """Traces in the replay's memory with their priorities; None: whatever the stream still holds."""
-    domains: dict[str, str] | list[str] = {}
-    """Of `DomainNames`; a list, without the tenants, in older checkpoints."""
-    drift: dict[str, AcceptanceSeries] = {}
-    curve: list[tuple[float, ...]] = []
-    """Of `LearningCurve`."""
-    tokens_since_news: int = 0
-    num_repeated: int = 0
-    """Traces whose text was in the replay already."""
-    version: int = 0
-    """The draft version that the weights descend from; 0 in checkpoints that do not say."""
-    held_out: list[str] = []
-    """Traces that wait for their first step, oldest first: in the held-out pool, or just released from it."""
-    golden: list[str] = []
-    """Traces that are never learnt from."""
-    tenants: TenantCounts | None = None
-    """Whom the weights were learnt from; None in checkpoints that do not say."""
-    vetoed_since_s: float | None = None
-    """When the golden set first vetoed, in seconds since the epoch; None where it does not."""
-    target_version: int = 0
-    """The newest of which a trace has come."""
-
-    @property
-    def domain_tenants(self) -> dict[str, str]:
-        """By label; nobody's in checkpoints that do not say."""
-        return self.domains if isinstance(self.domains, dict) else dict.fromkeys(self.domains, "")
-
-    @property
-    def trace_ids(self) -> list[str]:
-        """Everything that is kept beside the checkpoint."""
-        return [*(self.replay or ()), *self.held_out, *self.golden]
-
-
-def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) -> None:
-    """Durable when it returns. Raises StoreError; then the previous checkpoint is untouched."""
-    temporary = folder / f"{_FILE}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(state, temporary, {"progress": msgspec.json.encode(progress).decode()})
-        sync(temporary)
-        temporary.rename(folder / _FILE)
-        sync(folder)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(
-            f"cannot write the trainer's checkpoint into {folder}: free some space there ({error})"
-        ) from error
-
-
-def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
-    """The last checkpoint, or None where there is none. Raises StoreError for a damaged one."""
-    path = folder / _FILE
-    if not path.exists():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            progress = msgspec.json.decode((file.metadata() or {}).get("progress", ""), type=Progress)
-            return {name: file.get_tensor(name) for name in file.keys()}, progress  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        raise StoreError(f"{path} is damaged: remove it to go on from the newest published draft ({error})") from error
-
-
-def joined(parts: Sequence[Progress]) -> Progress:
-    """The progress of all ranks, given by rank."""
-    # From the newest, so that those of the same age stand together: the oldest are forgotten first.
-    newest = zip_longest(*(reversed(part.used_trace_ids) for part in parts))
-    used = dict.fromkeys(trace_id for row in newest for trace_id in row if trace_id is not None)
-    return msgspec.structs.replace(
-        parts[0],
-        new_tokens=sum(part.new_tokens for part in parts),
-        num_traces=sum(part.num_traces for part in parts),
-        num_repeated=sum(part.num_repeated for part in parts),
-        used_trace_ids=list(used)[::-1],
-        replay={trace_id: priority for part in parts for trace_id, priority in (part.replay or {}).items()},
-        held_out=list(dict.fromkeys(trace_id for part in parts for trace_id in part.held_out)),
-        golden=list(dict.fromkeys(trace_id for part in parts for trace_id in part.golden)),
-        tenants=joined_counts(part.tenants or TenantCounts(complete=False) for part in parts),
-        domains={label: tenant for part in reversed(parts) for label, tenant in part.domain_tenants.items()},
-    )
-
-
-def share_of(progress: Progress, rank: int) -> Progress:
-    """What a rank goes on with: the counters go to rank 0, so that their sum stays right."""
-    return progress if rank == 0 else msgspec.structs.replace(progress, new_tokens=0, num_traces=0, num_repeated=0)

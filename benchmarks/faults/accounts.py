@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.faults.witness import digest
 from speculator.redis.stream_accounting import StreamLag
-from trainer.session import load_checkpoint
+from trainer.checkpoint import load_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,10 @@ import trainer.loop
 import trainer.process
 from slipstream.cli.main import main
 from speculator.redis.trace_stream import TraceStream
+from trainer.checkpoint import Progress
 from trainer.replay.memory import Stored
 from trainer.replay.trace_source import TraceSource
-from trainer.session import Progress, Training
+from trainer.session import Training
 
 
 def digest(progress: Progress) -> str:

@@ -227,7 +227,7 @@ def check_fit(model: str, root: Path) -> Iterator[Finding]:
 
 def check_trainer(state: Path) -> Iterator[Finding]:
     """The trainer's own checkpoint. Raises StoreError where it is damaged."""
-    from trainer.session import load_checkpoint
+    from trainer.checkpoint import load_checkpoint
 
     found = load_checkpoint(state)
     if found is None:

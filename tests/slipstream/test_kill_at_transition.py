@@ -46,7 +46,7 @@ from tests.fixtures.toy import random_draft
 from tests.fixtures.waiting import wait_until
 from tests.slipstream.mortal import KEY, Order
 from tests.trainer.answers import answer_traces
-from trainer.session import load_checkpoint
+from trainer.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -42,8 +42,8 @@ from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
 from trainer.release.live_review import Review
 from trainer.replay.memory import Stored
-from trainer.schedule import Throttle
 from trainer.statistics import Acceptance
+from trainer.throttle import Throttle
 
 SHARES = (slice(0, 1), slice(1, 4))
 """The traces of each rank: very different counts of labels and verdicts."""

@@ -21,10 +21,10 @@ from tests.fixtures.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
 from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer, learn, members, waiting
+from trainer.checkpoint import load_checkpoint
 from trainer.config import TrainerConfig
 from trainer.loop import Trainer
 from trainer.release.gate import Decide, decide
-from trainer.session import load_checkpoint
 
 
 def test_killed_right_after_publishing_it_knows_what_it_published(

@@ -32,10 +32,10 @@ from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for, record
 from tests.trainer.learning.test_batch import with_trees
 from tests.trainer.ranks import KEYS, NUM_STEPS, new_learner, read_traces, stream_config
+from trainer.checkpoint import Progress, joined, load_checkpoint, share_of
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.loop import Trainer
 from trainer.ranks import Ranks, join_ranks
-from trainer.session import Progress, joined, load_checkpoint, share_of
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "SLIPSTREAM_TRAINER_DEVICE": "cpu"}

@@ -24,7 +24,7 @@ from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
 from trainer.process import give_way_in_the_kernel
 from trainer.ranks import Ranks
-from trainer.schedule import LONGEST_REST_S, Throttle
+from trainer.throttle import LONGEST_REST_S, Throttle
 
 Reports = dict[str, dict[str, str]]
 

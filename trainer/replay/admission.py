@@ -26,15 +26,15 @@ import structlog
 from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.redis.trace_deletion import Erasures, Remover, TrainerReport, covers
+from trainer.checkpoint import Progress
 from trainer.config import TrainerConfig
+from trainer.drift import ALL, DomainNames, DriftMonitor
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.replay.buffer import Admission, Replay
 from trainer.replay.eval_sets import GoldenSet, HeldOut
 from trainer.replay.memory import Provenance, Stored, priority
 from trainer.replay.trace_source import TraceSource
-from trainer.schedule import ALL, DomainNames, DriftMonitor
-from trainer.session import Progress
 
 _MANY_OLDER = 32
 """Traces of older targets in a row after which we warn; again after twice as many, and so on."""

@@ -20,10 +20,10 @@ from tests.trainer.examples import config_for, promote, record
 from tests.trainer.replay.test_buffer import BASES, draw, fill, ids, replay_of
 from tests.trainer.stored import stored_of
 from tests.trainer.trainers import MakeTrainer
+from trainer.checkpoint import load_checkpoint
 from trainer.config import TrainerConfig
 from trainer.release.gate import GateDecision
 from trainer.replay.buffer import Admission
-from trainer.session import load_checkpoint
 from trainer.statistics import Comparison
 
 

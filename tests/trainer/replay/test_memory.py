@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from speculator.trace import NO_DRAFT, Trace
 from tests.fixtures.traces import make_trace, with_rounds
 from tests.trainer.stored import stored_of
+from trainer.drift import DEFAULT, OTHER, DomainNames
 from trainer.learning.labels import Verdicts
 from trainer.replay.memory import (
     MAX_REPEAT,
@@ -27,7 +28,6 @@ from trainer.replay.memory import (
     version_weight,
     without_stale,
 )
-from trainer.schedule import DEFAULT, OTHER, DomainNames
 
 masses = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 10**6), min_size=1)
 

@@ -1,0 +1,198 @@
+"""Drift: whether acceptance has fallen, for each domain and for all traffic; and the names of the domains.
+
+Drift is a fall of acceptance: a short average against a long one, for each domain and for all traffic. As in TIDE
+(arXiv 2602.05145), training is called for when the short average falls below the long one by more than a margin. Here
+the margin is learnt from how much requests differ, so that it fits noisy and quiet domains:
+
+    margin = max(z · s · √(c · (1/n_short + 1/n_long)), MIN_MARGIN)        alarm: short < long − margin
+
+with s the deviation between requests and c = (1 + ρ)/(1 − ρ) for requests that resemble the one before them (ρ, their
+lag-1 correlation). The short average is that of the last SHORT requests. The long one knows only requests that have
+left the short one, forgets with a memory of LONG requests, and stands still during an alarm. Where acceptance rises by
+more than the margin, the long average starts over from the short one: otherwise a fall back to the old level would pass
+unnoticed. An alarm ends when half of the margin is made up for, or after MAX_ALARM more requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+ALL = "all"
+"""Not a domain: the whole traffic, where it is watched beside the domains."""
+DEFAULT = "default"
+"""Traces without a label."""
+OTHER = "other"
+"""Shared by the labels that found no name free."""
+_MAX_LENGTH = 64
+
+
+class DomainNames:
+    """The first labels seen keep their own name; `known` has them with the tenants that brought them, and survives a
+    restart.
+    """
+
+    def __init__(self, max_domains: int, known: Mapping[str, str] | None = None) -> None:
+        self._max_domains = max_domains
+        self._tenants = dict(known or {})
+        self._num_of = Counter(self._tenants.values())
+
+    @property
+    def known(self) -> dict[str, str]:
+        return self._tenants
+
+    def name(self, label: str, tenant: str) -> str:
+        """The bounded name of a label in a tenant's trace; at most `max_domains` besides DEFAULT and OTHER."""
+        label = label[:_MAX_LENGTH]
+        if label in ("", DEFAULT):
+            return DEFAULT
+        if label in (ALL, OTHER):
+            return OTHER
+        if label not in self._tenants:
+            if self._num_of[tenant] >= self._max_domains - len(self._tenants):
+                return OTHER
+            self._tenants[label] = tenant
+            self._num_of[tenant] += 1
+        return label
+
+
+SHORT = 128
+LONG = 1000
+MIN_LONG = 64
+Z = 5.0
+MIN_MARGIN = 0.02
+"""Of an answer's tokens: a fall by less is not worth a training run."""
+MAX_CORRELATION = 0.8
+MAX_ALARM = 1000
+MIN_TOKENS = 16
+"""Completion tokens that make one sample: shorter answers of a domain are taken together."""
+
+
+class AcceptanceSeries(msgspec.Struct, kw_only=True):
+    """Short and long average of one domain, request by request; its fields are what a restart needs."""
+
+    recent: list[float] = msgspec.field(default_factory=list)
+    """The last SHORT requests, oldest first."""
+    num_passing: int = 0
+    """So many of the oldest do not go into the long average when they leave `recent`."""
+    num_long: int = 0
+    long: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+    """With the request before."""
+    last: float | None = None
+    """The request that last went into the long average."""
+    num_alarmed: int = 0
+    """Answers of all domains since the alarm; 0 without one."""
+    num_accepted: int = 0
+    num_tokens: int = 0
+    """Of answers that were too short to count alone."""
+
+    @property
+    def alarm(self) -> bool:
+        return self.num_alarmed > 0
+
+    @property
+    def short(self) -> float:
+        return sum(self.recent) / max(len(self.recent), 1)
+
+    @property
+    def deviation(self) -> float:
+        """Between requests; 0 while it is not known."""
+        return math.sqrt(self.variance) if self.num_long >= MIN_LONG else 0.0
+
+    @property
+    def margin(self) -> float:
+        """Infinite until both averages rest on enough requests."""
+        if self.num_long < MIN_LONG or len(self.recent) < SHORT:
+            return math.inf
+        correlation = self.covariance / self.variance if self.variance > 0 else 0.0
+        correlation = min(max(correlation, 0.0), MAX_CORRELATION)
+        inflation = (1 + correlation) / (1 - correlation)
+        return max(Z * math.sqrt(self.variance * inflation * (1 / SHORT + 1 / self.num_long)), MIN_MARGIN)
+
+    def observe(self, num_accepted: int, num_tokens: int) -> bool:
+        """Take one answer; True when it raises an alarm."""
+        self.num_accepted += num_accepted
+        self.num_tokens += num_tokens
+        if self.num_tokens < MIN_TOKENS:
+            return False
+        acceptance = min(self.num_accepted / self.num_tokens, 1.0)
+        self.num_accepted = self.num_tokens = 0
+        self.recent.append(acceptance)
+        if len(self.recent) > SHORT:
+            self._leave(self.recent.pop(0))
+        return self._judge()
+
+    def age(self) -> None:
+        """One more answer of whatever domain: an alarm also ends when its domain's traffic has gone."""
+        if self.alarm:
+            self.num_alarmed += 1
+            if self.num_alarmed > MAX_ALARM:
+                self._start_over()
+
+    def _judge(self) -> bool:
+        fall, margin = self.long - self.short, self.margin
+        if self.alarm:
+            if fall < margin / 2:
+                self._end_alarm()
+        elif fall > margin:
+            self.num_alarmed = 1
+            return True
+        elif fall < -margin:
+            self._start_over()
+        return False
+
+    def _leave(self, acceptance: float) -> None:
+        if self.alarm:
+            return
+        if self.num_passing:
+            self.num_passing -= 1
+            return
+        self.num_long = min(self.num_long + 1, LONG)
+        share = 1 / self.num_long
+        distance = acceptance - self.long
+        self.long += share * distance
+        # Welford's update, with a memory of LONG requests.
+        self.variance += share * (distance * (acceptance - self.long) - self.variance)
+        if self.last is not None:
+            self.covariance += share * (distance * (self.last - self.long) - self.covariance)
+        self.last = acceptance
+
+    def _end_alarm(self) -> None:
+        self.num_alarmed = 0
+        # The requests of the alarm are no example of the normal level.
+        self.num_passing = len(self.recent)
+
+    def _start_over(self) -> None:
+        """The level of the short average is the normal one from now on."""
+        self.long, self.num_long, self.last = self.short, len(self.recent), None
+        self._end_alarm()
+
+
+class DriftMonitor:
+    """One series for each domain name, which `DomainNames` bounds, and one for all traffic."""
+
+    def __init__(self, series: Mapping[str, AcceptanceSeries] | None = None) -> None:
+        self.series = dict(series or {})
+
+    @property
+    def alarm(self) -> bool:
+        return any(series.alarm for series in self.series.values())
+
+    def observe(self, domain: str, num_accepted: int, num_tokens: int) -> list[str]:
+        """Take one answer of a domain; returns the names of the series on which it raises an alarm."""
+        for series in self.series.values():
+            series.age()
+        names = (domain, ALL)
+        return [
+            name for name in names if self.series.setdefault(name, AcceptanceSeries()).observe(num_accepted, num_tokens)
+        ]
+
+    def level(self, domain: str) -> tuple[float, float]:
+        """(mean, deviation between requests) of a domain's acceptance as it was; the deviation is 0 while unknown."""
+        series = self.series.get(domain)
+        return (series.long, series.deviation) if series else (0.0, 0.0)

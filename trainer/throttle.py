@@ -1,0 +1,80 @@
+"""Rests of the trainer beside busy engines.
+
+`Throttle` makes the trainer's share of its time fall as the load of the engines of its machine rises:
+
+    share = 1 − busy · (1 − busy_share)
+
+`busy` is the share of time in steps of this machine's busiest engine (speculator/redis/control_plane.py). A turn of the
+loop that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+
+from speculator.errors import StreamError
+from speculator.redis.control_plane import busiest_here
+from trainer.metrics import TrainerMetrics
+from trainer.ranks import Ranks
+
+LOOK_S = 1.0
+"""Between two looks at the engines' reports, during a rest too: a rest ends when they become idle."""
+LONGEST_REST_S = 30.0
+"""Even after a long turn: traces and orders to erase wait meanwhile."""
+
+
+class Throttle:
+    """Rests after each turn of the training loop. Used by one thread.
+
+    Several ranks rest together, as the machine of rank 0 asks for: otherwise one would wait for the other, count that
+    as its own turn and rest the longer.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[str, Mapping[str, str]]],
+        ranks: Ranks,
+        metrics: TrainerMetrics,
+        *,
+        busy_share: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`engines` gives the engines' reports or raises StreamError; `busy_share` is the trainer's share of its time
+        beside an engine that is always busy, above 0 and at most 1. `clock` gives seconds.
+        """
+        self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
+        self._busy_share, self._share = busy_share, 1.0
+        self._looked_s = -math.inf
+        metrics.time_share.set(1.0)
+
+    def rest(self, worked_s: float, stop: threading.Event) -> None:
+        """Rest after a turn of `worked_s` seconds; not once `stop` is set."""
+        if self._busy_share == 1:
+            return
+        began_s, rested_s = self._clock(), 0.0
+        while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
+            # Ranks go on in the same order where one is told to stop: it does not wait, and asks as often.
+            stop.wait(pause_s)
+            # A look at the engines takes time, too, where Redis hangs.
+            rested_s = max(rested_s + pause_s, self._clock() - began_s)
+        self._metrics.yielded.inc(self._clock() - began_s)
+
+    def _pause_ms(self, worked_s: float, rested_s: float) -> int:
+        """Until the rest is over, or until the next look."""
+        self._look()
+        owed_s = min(worked_s * (1 / self._share - 1), LONGEST_REST_S) - rested_s
+        return int(1000 * min(max(owed_s, 0.0), LOOK_S))
+
+    def _look(self) -> None:
+        """Without Redis the engines are as busy as they were."""
+        if self._clock() - self._looked_s < LOOK_S:
+            return
+        with suppress(StreamError):
+            self._share = 1 - busiest_here(self._engines()) * (1 - self._busy_share)
+        self._looked_s = self._clock()
+        self._metrics.time_share.set(self._share)
