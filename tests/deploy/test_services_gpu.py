@@ -23,9 +23,9 @@ from tests.fixtures.command_line import check_slipstream
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE, FakeSglang, in_background, install
-from tests.slipstream.conftest import refused
+from tests.slipstream.conftest import invoke, refused
 
-__all__ = ["refused"]
+__all__ = ["invoke", "refused"]
 
 BODY = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 

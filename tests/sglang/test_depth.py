@@ -85,6 +85,7 @@ def test_a_version_that_does_not_pay_is_looked_at_and_left_alone(plugged: Plugge
     plugged.wait_for(lambda report: report["asleep"] == "1")
 
 
+@pytest.mark.timeout(900)  # it trains a draft, for minutes on a slow machine
 def test_a_draft_that_is_accepted_is_used_and_measured(plugged: Plugged, store: DraftStore, model_dir: Path) -> None:
     traces = plugged.traces(8)
     version = train_version(store, model_dir, traces.values(), num_steps=80)

@@ -84,8 +84,8 @@ def test_poison_gets_its_share_of_the_mix_and_the_golden_score_holds(
     )
     assert with_cap > 1.1 * before
     assert with_cap > without
-    # And where no cap is set the gate stands behind it.
+    # The gate judges by what a draft does for the golden set, whosever traffic it learned from.
     uncapped.publish()
-    assert DraftStore(tmp_path / "1.0" / "store").versions() == [1]
+    assert (DraftStore(tmp_path / "1.0" / "store").versions() == [1, 2]) is (without > before)
     for trainer in (capped, uncapped):
         trainer.close()

@@ -309,6 +309,8 @@ class Review:
 
 
 MAX_PAUSE_S = 24 * 3600.0
+MIN_TRIAL_S = 300.0
+"""A trial that has no verdict holds up publishing for at least so long, however short the pauses are."""
 _UNDECIDED = frozenset({VersionState.SCORED, VersionState.LIVE})
 
 
@@ -383,8 +385,8 @@ class RollbackWatch:
     def _is_on_trial(self, version: int, now_s: float, num_rollbacks: int) -> bool:
         """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed.
 
-        A trial that has no verdict after as long as the pause before it holds up publishing no longer: no engine may be
-        left that could give one.
+        A trial that has no verdict after as long as the pause before it, or MIN_TRIAL_S, holds up publishing no longer:
+        no engine may be left that could give one.
         """
         if self._lifecycle.state(version) not in _UNDECIDED:
             return False
@@ -396,4 +398,4 @@ class RollbackWatch:
         # Engines know it from now on.
         if self._trial[0] != version:
             self._trial = (version, now_s)
-        return now_s - self._trial[1] <= pause_s(num_rollbacks, self._first_pause_s)
+        return now_s - self._trial[1] <= max(pause_s(num_rollbacks, self._first_pause_s), MIN_TRIAL_S)
