@@ -30,6 +30,7 @@ def _metrics(url: str) -> Scrape:
 ADMIN_KEY = "xyzzy-canary-of-the-admin-key"
 
 
+@pytest.mark.timeout(900)  # a verdict takes 2,000 rounds, and a machine may be slow
 def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,15 +73,16 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
             with service(train_log, *train):
                 wait_until(lambda: version_at_least(int(killed_at) + 1), timeout_s=90)
                 captured = _metrics(url).total("slipstream_traces_captured_total")
-                wait_until(lambda: _accounted(redis.url, tmp_path / "drafts", toy_model) >= captured, timeout_s=60)
+                wait_until(lambda: _accounted(redis.url, tmp_path / "drafts", toy_model) >= captured, timeout_s=90)
+                # Later the stream fills up, since nobody learns from it.
+                assert _metrics(url).total("slipstream_traces_dropped_total") == 0
             assert "trainer resumed" in train_log.read_text()
             states = DraftStore(tmp_path / "drafts").lifecycle
-            wait_until(lambda: ask(next(asked)) and (states.last_good() or 0) >= killed_at, timeout_s=90)
+            wait_until(lambda: ask(next(asked)) and (states.last_good() or 0) >= killed_at, timeout_s=300)
             assert ask(0) == first, "a swap changed the text"
             assert server.poll() is None
             final = _metrics(url)
             assert final.total("slipstream_swaps_total", outcome="failed") == 0
-            assert final.total("slipstream_traces_dropped_total") == 0
             assert final.total("slipstream_speedup_measured_ratio") > 0
             moved_model(toy_model, tmp_path / "targets" / "step-5")
             announced = httpx.post(
