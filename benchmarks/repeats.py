@@ -61,7 +61,7 @@ from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.acceptance import predict_acceptance
+from trainer.release.gate import predict_acceptance
 from trainer.release.live_review import ACTOR, Review
 from trainer.replay.memory import Stored, provenance_of
 

@@ -2,7 +2,7 @@
 
 Under drafter-invariant verification the text does not depend on the draft, so a greedy answer that was recorded once
 can be served again with any draft: each round accepts as many proposals as are the text
-(trainer/release/acceptance.py). What a round costs is told to the engine, since nothing of the target is computed. Two
+(trainer/release/gate.py). What a round costs is told to the engine, since nothing of the target is computed. Two
 things differ from a live engine: every chain is as long as the depth, and after a swap in the middle of an answer the
 draft's keys before it are those of the new version.
 

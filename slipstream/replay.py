@@ -32,7 +32,7 @@ from trainer.learning.batch import Example, Window, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.losses import LossMix
 from trainer.learning.optimizer_step import Learner
-from trainer.release.acceptance import predict_acceptance, recorded_rounds
+from trainer.release.gate import predict_acceptance, recorded_rounds
 from trainer.statistics import Acceptance
 
 HELD_OUT_SHARE = 0.2
@@ -235,7 +235,7 @@ class Feed:
 
 @contextmanager
 def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
-    """Matrices are multiplied as the gate does it (trainer/release/acceptance.py), by default in bfloat16 where
+    """Matrices are multiplied as the gate does it (trainer/release/gate.py), by default in bfloat16 where
     that is fast."""
     # Autocast converts each weight once, and not for every answer, where it might have a gradient.
     draft.requires_grad_(True)

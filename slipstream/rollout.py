@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from speculator.errors import ConfigError, EngineError
-from speculator.files import read_json_lines, split_lines
+from speculator.host import read_json_lines, split_lines
 
 T = TypeVar("T")
 _PAUSE_S = 0.5

@@ -13,12 +13,12 @@ import numpy as np
 import redis
 
 from speculator.errors import TraceError
-from speculator.files import json_line
+from speculator.host import json_line
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.trace_deletion import remove_from_recording
 from speculator.trace import Trace, decode_trace
-from trainer.release.acceptance import recorded_rounds
+from trainer.release.gate import recorded_rounds
 from trainer.statistics import Acceptance
 
 _POLL_MS = 500

@@ -1,14 +1,25 @@
-"""What a process gets from its machine: settings, secrets, clock, CPU cores, a cache folder, free loopback ports."""
+"""What a process gets from its machine: settings, secrets, clock, cores, cache folder, ports, files that last.
+
+Files survive a power cut, have one writer at a time, or hold a JSON value a line. Such a line ends with LF or CR LF and
+with nothing else. Unicode has further line ends, which JSON allows in a string. `str.splitlines` and most readers of
+text cut there, so nothing here reads with them. What is written has those ends escaped.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import fcntl
 import itertools
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
 from speculator.errors import ConfigError
@@ -75,3 +86,97 @@ def read_secret(path: Path, variable: str) -> str:
     if not secret:
         raise ConfigError(f"{variable} names {path}, which is empty: write the secret into it")
     return secret
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Hold a lock file alone. It excludes threads of this process too, and a crash releases it."""
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def shared(lock: Path) -> Iterator[None]:
+    """Hold a lock file beside other readers; needs no write access, and no lock where nobody has written yet."""
+    try:
+        file = lock.open("rb")
+    except FileNotFoundError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+T = TypeVar("T")
+_HALF = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
+"""One of a pair of surrogates alone."""
+_OTHER_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\u0085\u2028\u2029")
+"""JSON escapes those below U+0020 anyway."""
+
+
+def read_json_lines(path: Path, kind: type[T], *, example: str) -> Iterator[tuple[int, T]]:
+    """The values of a file by the numbers of their lines; blank lines have none.
+
+    Raises ConfigError that names file and line, and `example` of a good one.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from None
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if line.strip():
+            try:
+                yield number, _decoded(line, kind)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}, line {number} {error}: write one JSON object a line, like {example}"
+                ) from None
+
+
+def _decoded(line: bytes, kind: type[T]) -> T:
+    """Raises ValueError that says what is wrong with the line."""
+    try:
+        if "\0" in line.decode():
+            raise ValueError("holds null bytes, as UTF-16 does; save the file as UTF-8")
+        return msgspec.json.decode(line, type=kind)
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8; save the file as UTF-8") from None
+    except msgspec.ValidationError as error:
+        raise ValueError(f"does not fit ({error})") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        reason = "an escape that is half a character" if _HALF.search(line) else error
+        raise ValueError(f"is no JSON ({reason})") from None
+
+
+def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream that comes in parts, without their ends; a last one without an end was cut off."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+
+
+def json_line(value: Any) -> bytes:
+    """JSON that every reader takes for one line, without its end."""
+    encoded = msgspec.json.encode(value)
+    for end, escaped in _OTHER_LINE_ENDS:
+        encoded = encoded.replace(end, escaped)
+    return encoded

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculator.errors import StoreError
-from speculator.files import sync
+from speculator.host import sync
 from speculator.versions.lineage import TenantCounts, joined_counts
 from trainer.drift import AcceptanceSeries
 

@@ -120,7 +120,7 @@ class TrainerConfig(BaseSettings):
     """Multiply matrices in bfloat16, on a CPU where oneDNN has it; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
     """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps. Less often where
-    training changes nothing any more (trainer/schedule.py)."""
+    training changes nothing any more (trainer/drift.py)."""
 
     holdout_share: float = Field(default=0.125, gt=0, le=0.5)
     """Of all texts, held out for a while before they are learnt from: what the gate judges candidates by. The held-out

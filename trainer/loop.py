@@ -25,6 +25,7 @@ from speculator.tracing import prefixed, span
 from speculator.versions.store import DraftStore
 from trainer.checkpoint import Progress, joined, save_checkpoint, share_of
 from trainer.config import TrainerConfig
+from trainer.drift import tokens_owed, training_pressure
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.optimizer_step import Learner
@@ -37,7 +38,6 @@ from trainer.replay.admission import Forgetting, Intake
 from trainer.replay.buffer import Replay, RewardWeights
 from trainer.replay.eval_sets import HeldOut, golden_set
 from trainer.replay.trace_source import Shelf, TraceSource, consumer_name, shelf_folder
-from trainer.schedule import tokens_owed, training_pressure
 from trainer.session import Training
 from trainer.throttle import Throttle
 
@@ -178,7 +178,7 @@ class Trainer:
 
     @property
     def pressure(self) -> float:
-        """From 0 to 1: how much more training is worth its compute (trainer/schedule.py)."""
+        """From 0 to 1: how much more training is worth its compute (trainer/drift.py)."""
         return training_pressure(alarm=self._stock.num_alarms > 0, gain=self.training.curve.gain)
 
     @property

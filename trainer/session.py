@@ -20,13 +20,13 @@ from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage,
 from speculator.versions.store import DraftStore
 from trainer.checkpoint import Progress, load_checkpoint
 from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.drift import LearningCurve
 from trainer.learning.batch import cut, pack
 from trainer.learning.optimizer_step import Guard, Learner, StepReport
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.replay.buffer import Replay
 from trainer.replay.memory import Stored, without_stale
-from trainer.schedule import LearningCurve
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """Two drafts compared on the same traces: the change of the accept length, and how sure it is.
 
-Both drafts decode the same traces again (trainer/release/acceptance.py). `compare` gives the relative change of the
+Both drafts decode the same traces again (trainer/release/gate.py). `compare` gives the relative change of the
 accept length with bounds. How wide they are depends on how often one looks: `student_t_quantile` for one look,
 `anytime_quantile` for a look after every trace.
 """

@@ -17,7 +17,7 @@ from benchmarks.common.engines import engine_with, greedy
 from benchmarks.common.report import pick_prompts
 from slipstream.models import resolve_model
 from speculator.draft.initialization import fresh_draft
-from speculator.files import read_json_lines
+from speculator.host import read_json_lines
 
 SAMPLES = 8
 """Of a group."""

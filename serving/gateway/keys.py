@@ -22,7 +22,7 @@ import structlog
 from msgspec import Meta
 
 from speculator.errors import ConfigError
-from speculator.files import exclusive, sync, write_synced
+from speculator.host import exclusive, sync, write_synced
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Of a key or a tenant. Tenants become labels of metrics."""

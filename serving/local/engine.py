@@ -21,14 +21,13 @@ from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, Swa
 from serving.group_cache.sync import GroupSharing
 from serving.local.capture import LocalCapture
 from serving.local.config import LocalEngineConfig, spare_cores
-from serving.local.decode.observers import RoundObserver
+from serving.local.decode.proposer import RecentTexts, SuffixCacheTask
 from serving.local.decode.rounds import RoundRunner
 from serving.local.draft import ServingDraft
 from serving.local.kernels.library import compute_with
 from serving.local.request import ActiveRequest
-from serving.local.scheduler.inbox import Arrived, Inbox, Outbox
-from serving.local.scheduler.step_loop import DecodeLoop
-from serving.local.suffix_text import RecentTexts, SuffixCacheTask
+from serving.local.scheduler.queue import Arrived, Inbox, Outbox
+from serving.local.scheduler.step_loop import DecodeLoop, RoundObserver
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from serving.local.text import AnswerText

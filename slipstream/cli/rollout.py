@@ -12,7 +12,7 @@ import typer
 from slipstream.cli.options import finite
 from slipstream.terminal import counting, say
 from speculator.errors import ConfigError
-from speculator.files import json_line
+from speculator.host import json_line
 
 
 def rollout(

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from speculator.errors import ConfigError
-from speculator.files import read_json_lines
+from speculator.host import read_json_lines
 
 _THINGS = (
     "the water cycle, photosynthesis, a volcano, the moon, an earthquake, a rainbow, a hurricane, gravity, "

@@ -2,7 +2,7 @@
 
 Every choice is a forecast of committed tokens over seconds, both from what was measured while serving. With b requests,
 R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of
-speculator/proposals/round_costs.py:
+speculator/proposals/estimates.py:
 
     nothing     b / V(b, 0)
     suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R: suffix_drafter.py
@@ -39,8 +39,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from speculator.proposals.calibration import Calibration, PositionAcceptance
-from speculator.proposals.round_costs import RoundTimes
+from speculator.proposals.estimates import Calibration, PositionAcceptance, RoundTimes
 
 _MEMORY = 0.98
 """What a verification still weighs after another: half after 34."""

@@ -41,8 +41,8 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
-from speculator.proposals.calibration import Calibration
 from speculator.proposals.draft_tree import NO_PROPOSALS, ROOT, DraftTree
+from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex, Vote
 
 _DOUBT = 3.5

@@ -22,8 +22,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from speculator.errors import ConfigError, StreamError, TraceError
-from speculator.files import sync
-from speculator.host import now_ms
+from speculator.host import now_ms, sync
 from speculator.recording import RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.stream_accounting import LAST_ID, Ledger, index_of, member_of, size_member

@@ -37,8 +37,7 @@ import msgspec
 import structlog
 
 from speculator.errors import LifecycleError, StoreError
-from speculator.files import exclusive, json_line, shared, sync, write_synced
-from speculator.host import now_ms
+from speculator.host import exclusive, json_line, now_ms, shared, sync, write_synced
 
 log = structlog.get_logger(__name__)
 

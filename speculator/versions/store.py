@@ -34,8 +34,7 @@ from torch import Tensor
 
 from speculator.draft.checkpoint import write_tensors
 from speculator.errors import DraftFileError, DraftMismatchError, UnknownDraftError, VersionTakenError
-from speculator.files import sync, write_synced
-from speculator.host import now_ms
+from speculator.host import now_ms, sync, write_synced
 from speculator.versions.lifecycle import Lifecycle, VersionState, store_errors
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"

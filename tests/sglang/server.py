@@ -18,8 +18,7 @@ import httpx
 import torch
 
 from speculator.draft.eagle3 import is_fast
-from speculator.files import split_lines
-from speculator.host import free_port
+from speculator.host import free_port, split_lines
 
 OPS_DIR = Path(__file__).parent / "ops"
 CPU_FLAGS = (

@@ -24,7 +24,7 @@ from tests.slipstream.conftest import RunCli
 from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses import DEFAULT_LOSS, LossMix
-from trainer.release.acceptance import recorded_rounds
+from trainer.release.gate import recorded_rounds
 from trainer.statistics import Acceptance
 
 RECORDING = Path(__file__).parent.parent / "data" / "smollm2.rec"

@@ -14,7 +14,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import service
 
-MOST_FILES = 68
+MOST_FILES = 60
 OF_REQUESTS = ("serving/gateway/", "serving/rollout/", "slipstream/")
 """Not the way of a trace: how requests come in, and how services are started and ended."""
 TRACED = "tests.slipstream.traced"

@@ -18,7 +18,7 @@ from speculator.recording import RecordingReader
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
 from tests.fixtures.traces import make_trace
-from trainer.release.acceptance import recorded_rounds
+from trainer.release.gate import recorded_rounds
 from trainer.statistics import Acceptance
 
 Refused = Callable[..., str]

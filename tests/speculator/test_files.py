@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculator.errors import ConfigError
-from speculator.files import json_line, read_json_lines, split_lines
+from speculator.host import json_line, read_json_lines, split_lines
 
 EVERY_END = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 VALUES = st.dictionaries(

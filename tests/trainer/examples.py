@@ -14,8 +14,7 @@ from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.loop import Trainer
-from trainer.release.acceptance import accept_probabilities, expected_rounds
-from trainer.release.gate import GateDecision, GateOutcome
+from trainer.release.gate import GateDecision, GateOutcome, accept_probabilities, expected_rounds
 from trainer.statistics import Acceptance, Comparison
 
 

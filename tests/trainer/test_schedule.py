@@ -15,9 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.drift import ALL, MAX_ALARM, SHORT, AcceptanceSeries, DriftMonitor
+from trainer.drift import (
+    ALL,
+    MAX_ALARM,
+    SHORT,
+    WINDOW,
+    AcceptanceSeries,
+    DriftMonitor,
+    LearningCurve,
+    tokens_owed,
+    training_pressure,
+)
 from trainer.learning.optimizer_step import BAD_STEPS, GOOD_STEPS, Guard, all_finite
-from trainer.schedule import WINDOW, LearningCurve, tokens_owed, training_pressure
 
 
 def curve_of(lengths: list[float], losses: list[float] | None = None) -> LearningCurve:

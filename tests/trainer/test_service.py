@@ -26,8 +26,8 @@ from tests.trainer.answers import different, renamed
 from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
 from trainer.config import TrainerConfig, load_config
+from trainer.drift import LearningCurve
 from trainer.loop import train_until
-from trainer.schedule import LearningCurve
 
 
 def test_a_first_start_writes_the_version_that_engines_start_with(

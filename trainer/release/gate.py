@@ -1,8 +1,8 @@
 """The gate: may a candidate be tried in place of the incumbent? Decided on traces that neither has learnt from.
 
-Both drafts decode the held-out traces again (trainer/release/acceptance.py), and their accept lengths are compared
-(trainer/statistics.py). Answers to one prompt resemble each other and count as one trace. Traces are few, so the bounds
-are those of Student's t: four traces decide only what is plain.
+Both drafts decode the held-out traces again (`score`), and their accept lengths are compared (trainer/statistics.py).
+Answers to one prompt resemble each other and count as one trace. Traces are few, so the bounds are those of Student's
+t: four traces decide only what is plain.
 
     promote   better, and worse by more than ε in at most one case of twenty
     refuse    worse, or worse by more than the golden ε on the golden set, in all but one case of twenty
@@ -19,28 +19,201 @@ candidate that the held-out traces speak for.
 Every rank scores its own traces, and rank 0 decides about all of them. Each draft is asked once about a trace: the
 incumbent's scores are kept from one decision to the next, and those of a candidate become the incumbent's when it is
 published. How often the gate is wrong: benchmarks/results/gate.md.
+
+**How many tokens a draft would commit.** Under drafter-invariant verification (speculator/draft/verification.py) the
+text is fixed whatever the draft proposes: a round at base n accepts proposals as long as they are the text's tokens. So
+a trace can be decoded again with any draft (`predict_acceptance`): every answer position is asked for the probability
+that the draft's proposal there is accepted, and the rounds that follow from it are counted in expectation. Control
+rounds, which draft nothing, are no part of it.
+
+For a greedy request each proposal is accepted or not, and the expectation is the count itself. For a sampled one the
+noise that target and draft shared is not in the trace. The token y that it made the target emit is, and the probability
+that the draft proposes y under the same noise follows. With Gumbel noise on served p and drafted q both choose y with
+probability 1 / Σ_x max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling and the Jaccard index
+of probability distributions", arXiv 1809.04052), and the target alone chooses it with p(y), so
+
+    P(accepted | y) = 1 / Σ_x max(p(x), q(x) · p(y) / q(y))
+
+Equal distributions give 1. Noise of different positions is independent, and a position's noise decides one accepted
+proposal or one rejection, never both: the probabilities along a chain multiply.
+
+Shape letters: N base positions, S states, K kept target tokens or depth, D draft vocabulary.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 import msgspec
+import torch
+from torch import Tensor
 
-from speculator.draft.eagle3 import Eagle3Draft
+from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.errors import DraftError, StoreError
+from speculator.trace import Trace
 from speculator.versions.lifecycle import Number
 from trainer.config import TrainerConfig
+from trainer.learning.batch import Batch, Example, Window, pack
+from trainer.learning.labels import Labels
 from trainer.learning.optimizer_step import all_finite
+from trainer.learning.ttt import unroll
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Score, score
 from trainer.replay.eval_sets import GoldenSet, HeldOut
 from trainer.replay.memory import Stored
 from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, PromptScores, by_prompt, compare
+
+_MAX_RATIO = 1e30
+
+
+def expected_rounds(accept_NK: Tensor, labelled_N: Tensor, depth: int) -> Acceptance:
+    """Decode one span again with chains of `depth`: what would its verifications commit?
+
+    `accept_NK` [N, K ≥ depth] is the probability that proposal k of the chain from base n is accepted once those before
+    it are; 0 where the chain has ended. `labelled_N` says whether the token that base n predicts has a label. A round
+    at base n commits its accepted proposals and one token more, and the next one starts behind them. Positions without
+    a label are passed over and counted nowhere. The last round counts only tokens inside the span.
+
+    Example: N = 5, all labelled, accepted for sure [1, 0, 2, 1, 0] leading proposals, depth 3: rounds at 0 (2 tokens)
+    and at 2 (3 tokens), so 5 tokens in 2 rounds, length 2.5.
+    """
+    accept, labelled = accept_NK[:, :depth].tolist(), labelled_N.tolist()
+    num_bases = len(accept)
+    starts = [1.0, *[0.0] * num_bases]
+    """Probability that a round starts at base n, or that the text ends there."""
+    committed = rounds = 0.0
+    reaching = [0.0] * depth
+    for base in range(num_bases):
+        share = starts[base]
+        if not share:
+            continue
+        if not labelled[base]:
+            starts[base + 1] += share
+            continue
+        rounds += share
+        for step, accepted in enumerate([*accept[base], 0.0]):
+            stop = min(base + step + 1, num_bases)
+            ends = share * (1 - accepted)
+            committed += ends * (stop - base)
+            starts[stop] += ends
+            share *= accepted
+            if step < depth:
+                reaching[step] += share
+            if not share:
+                break
+    return Acceptance(num_committed=committed, num_rounds=rounds, num_reaching=tuple(reaching))
+
+
+def recorded_rounds(trace: Trace) -> Acceptance:
+    """What the rounds that a trace recorded committed, of the answer's tokens inside the span.
+
+    A round in which nothing was proposed leaves no record; it is a position that no recorded round covers, and so is a
+    control round, which live figures leave out.
+    """
+    first, rounds = trace.header.first_position, trace.rounds
+    accepted_at = dict(zip((rounds.position - first).tolist(), rounds.num_accepted.tolist(), strict=True))
+    last = trace.num_tokens - 1
+    # The answer's first token comes with the prompt; the first round starts behind it.
+    at = max(trace.header.num_prompt_tokens - first, 0)
+    depth = rounds.draft_tokens.shape[1]
+    committed = num_rounds = 0
+    reaching = [0] * depth
+    while at < last:
+        accepted = accepted_at.get(at, 0)
+        stop = min(at + accepted + 1, last)
+        for step in range(min(accepted, last - at)):
+            reaching[step] += 1
+        committed, num_rounds, at = committed + stop - at, num_rounds + 1, stop
+    return Acceptance(num_committed=committed, num_rounds=num_rounds, num_reaching=tuple(reaching))
+
+
+def coupled_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> Tensor:
+    """[S] probability that the draft proposes the emitted token, given that the target emitted it, under shared noise.
+
+    `logits_SD` are tempered (`Labels.tempered`), `tokens_S` draft ids of the emitted tokens, −1 outside the draft
+    vocabulary. Below the kept tokens, where the trace has a mass and no shape, the target is taken to be shaped like
+    the draft: that is exact where nothing is served there, and too hopeful for an emitted token that was not kept.
+    """
+    log_q_SK = logits_SD.gather(1, labels.draft_ids) - logits_SD.logsumexp(-1, keepdim=True)
+    known_SK = labels.probs > 0
+    kept_S = 1 - labels.tail
+    p_SK, q_SK = labels.probs * kept_S[:, None], log_q_SK.exp() * known_SK
+    q_below_S = (1 - q_SK.sum(-1)).clamp_min(0)
+    emitted_SK = known_SK & (labels.draft_ids == tokens_S[:, None])
+    is_kept_S = emitted_SK.any(-1)
+    # p / q of the emitted token.
+    p_S = torch.where(is_kept_S, (p_SK * emitted_SK).sum(-1), labels.tail)
+    q_S = torch.where(is_kept_S, (q_SK * emitted_SK).sum(-1), q_below_S)
+    ratio_S = (p_S / q_S).nan_to_num(0.0, posinf=_MAX_RATIO).clamp_max(_MAX_RATIO)
+    outside_S = kept_S - p_SK.sum(-1)
+    below_S = torch.maximum(labels.tail, ratio_S * q_below_S)
+    total_S = torch.maximum(p_SK, q_SK * ratio_S[:, None]).sum(-1) + outside_S + below_S
+    possible_S = is_kept_S | ((tokens_S >= 0) & (labels.tail > 0))
+    return torch.where(possible_S, total_S.reciprocal(), 0.0)
+
+
+_MAX_BASES = 512
+_ALL_CONTEXT = 1 << 31
+
+
+def predict_acceptance(
+    draft: Eagle3Draft, examples: Iterable[Example], *, depths: Sequence[int], max_bases: int = _MAX_BASES
+) -> dict[int, Acceptance]:
+    """Acceptance over the answers of `examples` with chains of each of the `depths`.
+
+    The draft reads the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases`
+    positions: attention grows with the square of a batch, and so does its mask.
+    """
+    totals = {depth: Acceptance() for depth in depths}
+    for example in examples:
+        greedy, most = example.sampling.temperature == 0, max(depths)
+        parts = [(torch.zeros(0, most, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))]
+        for start in range(example.answer_base, example.num_bases, max_bases):
+            window = Window(example=example, start=start, num_bases=min(example.num_bases - start, max_bases))
+            batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
+            parts.append(accept_probabilities(draft, batch, depth=most, greedy=greedy))
+        accept_NK, labelled_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        for depth in depths:
+            totals[depth] += expected_rounds(accept_NK, labelled_N, depth)
+    return totals
+
+
+@torch.no_grad()
+def accept_probabilities(draft: Eagle3Draft, batch: Batch, *, depth: int, greedy: bool) -> tuple[Tensor, Tensor]:
+    """([N, depth] float64 P(proposal k of the chain from base n is accepted, once those before it are), [N] bool the
+    base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled. What is not a number,
+    because weights or features overflow, accepts nothing.
+    """
+    num_bases, device = len(batch.rows), batch.rows.device
+    accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
+    labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
+    # A greedy chain is followed while it is right; a sampled one may be right anywhere.
+    wanted_NK = None if greedy else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
+    for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
+        labels = batch.labels[proposals.label_rows]
+        logits_SD = labels.tempered(proposals.logits)
+        text_S = batch.draft_ids[proposals.label_rows + 1]
+        accept_S = proposals.hits if greedy else coupled_acceptance(logits_SD, labels, text_S)
+        accept_NK[proposals.chains, proposals.step] = accept_S.double().nan_to_num(0.0, posinf=0.0)
+        if proposals.step == 0:
+            labelled_N[proposals.chains] = True
+    return accept_NK.cpu(), labelled_N.cpu()
+
+
+Score = Callable[[Eagle3Draft, Stored, TrainerConfig], Acceptance]
+
+
+def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
+    """What the draft would commit on one trace, with chains of `gate_depth`.
+
+    An engine decides in each round how deep it drafts, by what time costs there (speculator/proposals/planner.py); a
+    trace has no times. So drafts are compared at one depth, which treats both alike.
+    """
+    with autocast(draft.embed.device, is_wanted=config.autocast):
+        return predict_acceptance(draft, [stored.example], depths=[config.gate_depth])[config.gate_depth]
 
 
 class GateOutcome(enum.Enum):

@@ -51,7 +51,7 @@ from speculator.versions.lifecycle import BARRED, Lifecycle, Number, Transition,
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.acceptance import Score, score
+from trainer.release.gate import Score, score
 from trainer.replay.memory import Provenance, Stored
 from trainer.statistics import Comparison, PairedScores, PromptScores, anytime_quantile, by_prompt, compare
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import structlog
 
 from speculator.errors import StreamError, TraceError
-from speculator.files import sync
+from speculator.host import sync
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, decode_trace
 from trainer.learning.batch import Example

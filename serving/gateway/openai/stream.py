@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.gateway.errors import shutting_down, too_late
 from serving.gateway.telemetry import Exchange
-from speculator.files import json_line
+from speculator.host import json_line
 
 _LAST_EVENT_S = 5.0
 T = TypeVar("T")

@@ -1,7 +1,8 @@
 """Where a round's proposals come from: a request's suffix tree, or the draft head's chain, as the planner decides.
 
-Of the two the one that is expected to earn more is verified. All are cut where one more token of each costs more than
-these earn together.
+Suffix trees are built from `RecentTexts`: what this engine has written, and what others have of the same prompt groups.
+Of tree and chain the one that is expected to earn more is verified. All are cut where one more token of each costs more
+than these earn together.
 
 Shape letters: B batch, d hidden size.
 """
@@ -11,17 +12,67 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from serving.engine import GenerateRequest
+from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import GroupKey
 from serving.local.draft import ServingDraft
 from serving.local.request import ActiveRequest
 from serving.local.target.model import Target
+from serving.metrics import EngineMetrics
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
+from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
+
+SuffixCacheTask = Callable[[SuffixDrafter], None]
+"""A change of the text that is kept."""
+
+
+class RecentTexts:
+    """Used by the engine's thread. Without `drafter` no text is kept."""
+
+    def __init__(self, drafter: SuffixDrafter | None, sharing: GroupSharing | None, metrics: EngineMetrics) -> None:
+        self.drafter, self._sharing, self._metrics = drafter, sharing, metrics
+
+    def begin(self, request: GenerateRequest) -> SuffixRequest | None:
+        """What proposes from text for this request."""
+        if self.drafter is None:
+            return None
+        policy = request.policy
+        # Who opts out of capture leaves nothing for other requests, either.
+        found = self.drafter.start(
+            request.prompt_token_ids, tenant=policy.tenant, group_id=policy.group_id, shared=policy.capture
+        )
+        if self._sharing is not None and found.group is not None:
+            found.publish = self._sharing.join(GroupKey(policy.tenant, policy.group_id), found.group, found.context)
+        return found
+
+    def take_shared(self) -> None:
+        """A little of what has come from other engines."""
+        if self._sharing is not None:
+            self._sharing.take()
+
+    def target_moved(self, version: int) -> None:
+        if self.drafter is not None:
+            self.drafter.target_moved()
+        if self._sharing is not None:
+            self._sharing.set_target_version(version)
+
+    def change(self, task: SuffixCacheTask) -> None:
+        if self.drafter is not None:
+            task(self.drafter)
+            self.count()
+
+    def count(self) -> None:
+        """Report how many tokens are kept."""
+        if self.drafter is not None:
+            self._metrics.suffix_tokens.set(self.drafter.num_tokens)
+
 
 _MAX_PAIRS_A_PASS = 64
 """After a long time at depth 0 the draft catches up in passes of this many pairs."""

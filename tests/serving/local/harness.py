@@ -17,7 +17,7 @@ from serving.engine import Chunk, GenerateRequest, WatchedRound
 from serving.group_cache.sync import GroupSharing
 from serving.local.config import DtypeName, LocalEngineConfig
 from serving.local.engine import LocalEngine
-from serving.local.scheduler.inbox import Inbox
+from serving.local.scheduler.queue import Inbox
 from serving.local.target.layers import Parents
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.engine import Chunk
-from serving.local.scheduler.inbox import Inbox, Outbox
+from serving.local.scheduler.queue import Inbox, Outbox
 from speculator.errors import EngineDeadError
 
 

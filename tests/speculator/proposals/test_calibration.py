@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from speculator.proposals.calibration import Calibration, PositionAcceptance
+from speculator.proposals.estimates import Calibration, PositionAcceptance
 
 
 @pytest.mark.parametrize("true_rate", [0.15, 0.6, 0.95])

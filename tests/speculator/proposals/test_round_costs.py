@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from speculator.proposals.round_costs import FittedTime, RoundTimes
+from speculator.proposals.estimates import FittedTime, RoundTimes
 
 
 def true_s(batch: int, proposals: int, keys: int) -> float:

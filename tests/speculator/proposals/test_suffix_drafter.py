@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from speculator.proposals.calibration import Calibration
 from speculator.proposals.draft_tree import ROOT, DraftTree
+from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_drafter import (
     Kind,
     Rank,

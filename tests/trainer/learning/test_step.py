@@ -15,7 +15,7 @@ from tests.trainer.examples import acceptance, batch_of, config_for
 from tests.trainer.learning.test_batch import with_trees
 from trainer.config import DeviceSetting, choose_device
 from trainer.learning.optimizer_step import MAX_AVERAGED_STEPS, MOVED_AVERAGED_STEPS, Learner
-from trainer.release.acceptance import accept_probabilities
+from trainer.release.gate import accept_probabilities
 
 
 def make_learner(model_dir: Path, tmp_path: Path) -> Learner:

@@ -20,7 +20,7 @@ from tests.fixtures.traces import make_trace
 from tests.trainer.examples import batch_of, example_of
 from trainer.learning.batch import Batch, cut, pack
 from trainer.learning.ttt import unroll
-from trainer.release.acceptance import accept_probabilities
+from trainer.release.gate import accept_probabilities
 
 DEPTH = 4
 Steps = dict[tuple[int, int], Tensor]

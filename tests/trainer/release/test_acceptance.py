@@ -26,7 +26,7 @@ from tests.trainer.learning.test_labels import round_trace
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id, make_labels
 from trainer.learning.optimizer_step import Learner
-from trainer.release.acceptance import coupled_acceptance, expected_rounds, predict_acceptance, recorded_rounds
+from trainer.release.gate import coupled_acceptance, expected_rounds, predict_acceptance, recorded_rounds
 from trainer.statistics import Acceptance
 
 

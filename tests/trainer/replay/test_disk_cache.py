@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from speculator.files import sync
+from speculator.host import sync
 from trainer.replay.trace_source import Shelf
 
 
