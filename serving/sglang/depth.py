@@ -11,16 +11,14 @@ scheduling both come after the next step was launched, in order.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
+from serving.sglang.device import Device, Mark
 from serving.sglang.draft_sleep import Dormancy
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.planner import RoundPlanner
@@ -130,6 +128,11 @@ class DepthControl:
     def started(self) -> None:
         """A step begins."""
         self._clock.start()
+
+    def committed(self) -> None:
+        """The step has its tokens, and now the draft reads them. A server without drafts would have ended here."""
+        if self._is_control:
+            self._clock.end()
 
     def launched(self, requests: list[Any], depth: int) -> None:
         """A decode step with `depth` proposals a request has been launched; prefills are not told."""
@@ -341,33 +344,29 @@ class StepTime:
 
 
 class StepClock:
-    """How long decode steps take: on a GPU by events on the stream, elsewhere by the wall clock.
+    """How long decode steps take on the device, where one may still run when the next one starts; used by one thread."""
 
-    Steps may still be running on the device when the next one starts. Used by one thread.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._started: Any = None
-        self._running: deque[tuple[Any, Any, Any]] = deque()
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._started = device.mark()
+        self._ended: Mark | None = None
+        self._running: deque[tuple[Mark, Mark, Any]] = deque()
 
     def start(self) -> None:
-        self._started = self._mark()
+        self._started, self._ended = self._device.mark(), None
+
+    def end(self) -> None:
+        """What counts of the step is over, before `stop`."""
+        self._ended = self._device.mark()
 
     def stop(self, about: Any) -> None:
-        self._running.append((self._started, self._mark(), about))
+        """The step is over."""
+        self._running.append((self._started, self._ended or self._device.mark(), about))
 
     def finished(self) -> list[StepTime]:
         """The steps that have ended since the last call, oldest first; never waits."""
         times = []
-        while self._running and (not self._is_cuda or self._running[0][1].query()):
+        while self._running and self._running[0][1].is_reached:
             start, end, about = self._running.popleft()
-            times.append(StepTime(start.elapsed_time(end) / 1000 if self._is_cuda else end - start, about))
+            times.append(StepTime(end.seconds_since(start), about))
         return times
-
-    def _mark(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event

@@ -3,22 +3,24 @@
 Staging lets SGLang's own `load_weights` fill tensors that are shaped like the draft's parameters, so fused and sharded
 weights come out as they must. The exchange writes into the same storage: CUDA graphs stay valid, nothing drains, the
 prefix cache stays. It swaps contents, so a copy that fails half-way is undone with what was taken out.
+
+There is one set of staged tensors, made at the start: a GPU that serving has filled since has still room for a swap.
+The device exchanges later than it is told to. Until it has, nobody writes to the set again.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import Tensor, nn
 
 from serving.engine import SwapReport
+from serving.sglang.device import Device, Mark
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from speculator.tracing import span
 
@@ -30,28 +32,36 @@ _IDLE_AFTER_S = 0.25
 _MEETING_WITHIN_S = 10.0
 
 
-@dataclass(frozen=True)
-class StagedDraft:
-    """A version's tensors on the device, by the names of the draft's own parameters."""
+class Exchange(NamedTuple):
+    """Weights that the device has been told to exchange."""
 
     version: int
-    tensors: dict[str, nn.Parameter]
+    previous: int
+    step: int
+    begin: Mark
+    end: Mark
+    """From then on the device uses the new weights, and nothing reads the staged ones."""
 
 
 class SglangDraft:
     """The draft that SGLang runs. `install_draft` is for a side thread, `at_boundary` for the thread of the steps."""
 
-    def __init__(self, model: nn.Module, version: int, load: LoadDraft, *, alone: bool) -> None:
+    def __init__(self, model: nn.Module, version: int, load: LoadDraft, *, device: Device, alone: bool) -> None:
         """`alone` says that no other rank has to swap in the same step.
 
         Raises DraftMismatchError when what SGLang has loaded is not this version, bit for bit.
         """
-        self._model, self._load, self._alone = model, load, alone
+        self._model, self._load, self._device, self._alone = model, load, device, alone
         self._parameters = {name: value for name, value in model.named_parameters() if _EMBEDDING not in name}
-        self._is_cuda = next(model.parameters()).is_cuda
+        device.settle()
+        with device.beside():
+            self._staged = {name: _like(parameter) for name, parameter in self._parameters.items()}
+        self._in_use: Mark | None = None
+        """Until it the device reads or writes the staged tensors."""
         self._version = version
         self._lock = threading.Lock()
-        self._pending: tuple[StagedDraft, Future[SwapReport]] | None = None
+        self._pending: tuple[int, Future[Exchange]] | None = None
+        """The version that is staged and waits."""
         self._is_closed = False
         self.stepping = threading.Lock()
         """Held while a step is launched: whoever else holds it stands between two steps."""
@@ -65,24 +75,26 @@ class SglangDraft:
     def staged_version(self) -> int:
         """The version that waits for a step boundary, 0 where none does."""
         pending = self._pending
-        return pending[0].version if pending else 0
+        return pending[0] if pending else 0
 
-    def stage(self, version: int) -> StagedDraft:
-        """Raises DraftError or StoreError for a version that cannot come into service here."""
+    def stage(self, version: int) -> None:
+        """Fill the staged tensors. Raises DraftError or StoreError for a version that cannot come into service here."""
         state = self._load(version)
-        staged = {name: _like(parameter) for name, parameter in self._parameters.items()}
-        view = _StagingView(self._model, staged)
+        if self._in_use is not None:
+            self._in_use.wait()
+        view = _StagingView(self._model, self._staged)
         # d2t is frozen: it was compared when the file was read, and SGLang has copied it elsewhere at start.
         weights = [(name, tensor) for name, tensor in state.items() if name not in ("d2t", "t2d")]
-        with torch.no_grad():
+        with torch.no_grad(), self._device.beside():
+            for tensor in self._staged.values():
+                # What the file leaves out is noticed.
+                tensor.fill_(float("nan"))
             fill: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
             fill(view, weights)
-        if self._is_cuda:
-            torch.cuda.current_stream().synchronize()
-        missed = [name for name, tensor in staged.items() if not bool(torch.isfinite(tensor).all())]
+            missed = [name for name, tensor in self._staged.items() if not bool(torch.isfinite(tensor).all())]
+            self._device.mark().wait()
         if missed:
             raise DraftFileError(f"draft version {version} leaves {missed[0]} of SGLang's draft unset or not finite")
-        return StagedDraft(version, staged)
 
     def install_draft(self, version: int) -> SwapReport:
         """Stage a version and wait until a step boundary has put it into service; an idle server needs none.
@@ -91,30 +103,32 @@ class SglangDraft:
         comes, or EngineError where the copy failed; the version in service then stays.
         """
         with span("stage", version=version):
-            staged = self.stage(version)
+            self.stage(version)
         with span("install", version=version):
-            return self._install(staged)
+            made = self._install(version)
+            made.end.wait()
+        stall_ms = 1000 * made.end.seconds_since(made.begin)
+        return SwapReport(version=made.version, previous=made.previous, stall_ms=stall_ms, step=made.step)
 
-    def _install(self, staged: StagedDraft) -> SwapReport:
-        done = Future[SwapReport]()
+    def _install(self, version: int) -> Exchange:
+        done = Future[Exchange]()
         with self._lock:
             if self._is_closed:
                 raise EngineDeadError("the engine has stopped")
-            self._pending = (staged, done)
+            self._pending = (version, done)
         try:
             return done.result(_IDLE_AFTER_S if self._alone else _MEETING_WITHIN_S)
         except TimeoutError:
             return self._install_idle(done)
 
-    def _install_idle(self, done: Future[SwapReport]) -> SwapReport:
+    def _install_idle(self, done: Future[Exchange]) -> Exchange:
         """No step came. Alone, take the place between two steps; otherwise take the offer back."""
         if self._alone:
-            with self.stepping:
-                if self._is_cuda:
-                    torch.cuda.synchronize()
-                self.at_boundary(0)
-                if self._is_cuda:
-                    torch.cuda.synchronize()
+            with self.stepping, self._device.beside():
+                self._device.settle()
+                if (made := self.at_boundary(0)) is not None:
+                    # A step that begins now is of another stream, and must read the new weights.
+                    made.end.wait()
             return done.result()
         with self._lock:
             if self._pending is not None and self._pending[1] is done:
@@ -122,8 +136,8 @@ class SglangDraft:
                 raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
         return done.result()
 
-    def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> SwapReport | None:
-        """Put a staged version into service, if there is one.
+    def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> Exchange | None:
+        """Have the device put a staged version into service, if there is one.
 
         `agree` says whether all ranks have copied it; where one could not, or has taken its offer back, none keeps it.
         """
@@ -132,21 +146,22 @@ class SglangDraft:
         if pending is None:
             agree(False)
             return None
-        staged, done = pending
-        started_s = time.perf_counter()
-        failure = self._try_to_exchange(staged)
-        if not agree(not failure):
-            if not failure:
-                self._exchange(staged)
+        version, done = pending
+        begin = self._device.mark()
+        failure = self._try_to_exchange()
+        is_agreed = agree(not failure)
+        if not is_agreed and not failure:
+            self._exchange()
+        self._in_use = end = self._device.mark()
+        if not is_agreed:
             reason = failure or "another rank could not"
-            log.error("draft version %d could not be copied into service: %s", staged.version, reason)
-            done.set_exception(EngineError(f"draft version {staged.version} could not be copied: {reason}"))
+            log.error("draft version %d could not be copied into service: %s", version, reason)
+            done.set_exception(EngineError(f"draft version {version} could not be copied: {reason}"))
             return None
-        stall_ms = 1000 * (time.perf_counter() - started_s)
-        report = SwapReport(version=staged.version, previous=self._version, stall_ms=stall_ms, step=step)
-        self._version = staged.version
-        done.set_result(report)
-        return report
+        made = Exchange(version, self._version, step, begin, end)
+        self._version = version
+        done.set_result(made)
+        return made
 
     def close(self) -> None:
         """End a waiting `install_draft`: no further step will come."""
@@ -156,40 +171,41 @@ class SglangDraft:
         if pending is not None:
             pending[1].set_exception(EngineDeadError("the engine stopped before the swap"))
 
-    def _try_to_exchange(self, staged: StagedDraft) -> str:
+    def _try_to_exchange(self) -> str:
         """Why it failed; empty where it did not."""
         try:
-            self._exchange(staged)
+            self._exchange()
         except Exception as error:
             return repr(error)
         return ""
 
-    def _exchange(self, staged: StagedDraft) -> None:
+    def _exchange(self) -> None:
         exchanged: list[str] = []
         try:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
                     before = parameter.clone()
                     exchanged.append(name)
-                    parameter.copy_(staged.tensors[name])
-                    staged.tensors[name].copy_(before)
+                    parameter.copy_(self._staged[name])
+                    self._staged[name].copy_(before)
         except Exception:
             # The last one holds the old weights in `before` or still in itself; all others in the staging copy.
             with torch.no_grad():
                 if exchanged:
                     self._parameters[exchanged[-1]].copy_(before)
                 for name in exchanged[:-1]:
-                    self._parameters[name].copy_(staged.tensors[name])
+                    self._parameters[name].copy_(self._staged[name])
             raise
 
     def _check_in_service(self) -> None:
-        staged = self.stage(self._version)
-        for name, parameter in self._parameters.items():
-            if not torch.equal(parameter, staged.tensors[name]):
-                raise DraftMismatchError(
-                    f"SGLang's draft differs in {name} from version {self._version} of the store: start it with that "
-                    "version's folder as --speculative-draft-model-path, in bfloat16 and without quantization"
-                )
+        self.stage(self._version)
+        with self._device.beside():
+            for name, parameter in self._parameters.items():
+                if not torch.equal(parameter, self._staged[name]):
+                    raise DraftMismatchError(
+                        f"SGLang's draft differs in {name} from version {self._version} of the store: start it with "
+                        "that version's folder as --speculative-draft-model-path, in bfloat16 and without quantization"
+                    )
 
 
 class _StagingView:
@@ -207,7 +223,7 @@ class _StagingView:
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter that SGLang's weight loaders treat alike; not finite, so that what they leave out is noticed."""
-    copy = nn.Parameter(torch.full_like(parameter, float("nan")), requires_grad=False)
+    """A parameter that SGLang's weight loaders treat alike."""
+    copy = nn.Parameter(torch.empty_like(parameter), requires_grad=False)
     copy.__dict__.update(parameter.__dict__)
     return copy

@@ -40,6 +40,7 @@ from serving.sglang.capture.request import (
     sampling_of,
 )
 from serving.sglang.capture.verification_rows import TopTokens, committed_nodes
+from serving.sglang.device import device_layer
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream
@@ -85,7 +86,7 @@ class StepCapture:
         """Raises ConfigError for a device that nothing can be copied from."""
         self._settings, self.assembler, self._probe = settings, assembler, probe
         self._budget, self._sampler = budget, sampler
-        self._copier, self._top_tokens = HostCopier(device), TopTokens(settings.capture_topk)
+        self._copier, self._top_tokens = HostCopier(device_layer(device)), TopTokens(settings.capture_topk)
         self.reduces_late = device.type == "cpu"
         """Whether logits are reduced by the assembler: on a CPU that is another core."""
         self._open_tickets = weakref.WeakSet[Ticket]()

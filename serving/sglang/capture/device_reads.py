@@ -1,6 +1,6 @@
 """What is read from the device: copies to the host, and the draft's own log-probability of every proposal.
 
-Copies do not hold the device up: they take a side stream, pinned memory, and an event to wait for.
+Copies do not hold the device up: they take a side stream and pinned memory (serving/sglang/device.py).
 
 SGLang keeps only the token that the draft likes best and throws the logits away, so `DraftProbe` reads them where they
 appear. Values land in buffers that live as long as the worker: the writes are recorded into CUDA graphs like any other
@@ -22,30 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculator.errors import ConfigError
+from serving.sglang.device import Device, Mark
 
 
 class HostCopy:
     """Named tensors on their way to the host; `wait` blocks the calling thread, never the device."""
 
-    def __init__(self, tensors: dict[str, Tensor], done: torch.cuda.Event | None) -> None:
+    def __init__(self, tensors: dict[str, Tensor], done: Mark) -> None:
         self._tensors, self._done = tensors, done
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def wait(self) -> dict[str, Tensor]:
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         return self._tensors
 
 
 class HostCopier:
     """Starts copies from one device; used by the thread that runs the model."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Raises ConfigError for a device whose copies it cannot wait for."""
-        if device.type not in ("cuda", "cpu"):
-            raise ConfigError(f"capture has no way to copy from {device.type}: leave capture off")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: Device) -> None:
+        self._device = device
 
     def start(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> HostCopy:
         """Copy tensors as they are at this point of the current stream.
@@ -54,18 +50,11 @@ class HostCopier:
         """
         # A graph overwrites its outputs at the next replay: a copy on the device is cheap, waiting for the host is not.
         staged = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
-        if self._stream is None:
-            return HostCopy(staged, None)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        host: dict[str, Tensor] = {}
-        with torch.cuda.stream(self._stream):
-            for name, tensor in staged.items():
-                tensor.record_stream(self._stream)
-                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                host[name].copy_(tensor, non_blocking=True)
-            done.record()
-        return HostCopy(host, done)
+        made = self._device.mark()
+        with self._device.beside():
+            self._device.follow(made)
+            host = {name: self._device.to_host(tensor) for name, tensor in staged.items()}
+            return HostCopy(host, self._device.mark())
 
 
 class DraftProbe:

@@ -132,6 +132,13 @@ def check_not_hooked(registry: Any) -> None:
             raise ConfigError(f"another SGLang plugin hooks {used.path}: run one of them, see SGLANG_PLUGINS")
 
 
+def check_hooked(registry: Any) -> None:
+    """Raises ConfigError where a hook that was registered is not in place: SGLang logs that and goes on."""
+    for used in SGLANG_FUNCTIONS:
+        if registry._hooks.get(used.path) and used.path not in registry._patched:
+            raise ConfigError(f"SGLang {sglang_version()} could not be hooked at {used.path}: its log says why")
+
+
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
 _registered = False
@@ -183,7 +190,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
 
     add(CHECK_ARGS, lambda _, args: _check(args, settings), "after")
     add(SPECULATIVE_ARGS, _around_speculative_args, "around")
-    add(ATTACH, lambda worker: _attach(worker, settings), "before")
+    add(ATTACH, lambda run, worker: _around_attach(run, worker, settings, registry), "around")
     add(STEP, _around_step, "around")
     add(SAMPLE, _before_sample, "before")
     add(VERIFY, _around_verify, "around")
@@ -215,9 +222,11 @@ def _around_speculative_args(run: Any, args: Any) -> None:
     refusing(resolve, args, {"max_running_requests": limit})
 
 
-def _attach(worker: Any, settings: PluginSettings) -> None:
+def _around_attach(run: Any, worker: Any, settings: PluginSettings, registry: Any) -> None:
+    """Around the capture of graphs, in which no other thread may use the device."""
     from serving.sglang.plugin.runtime import EngineRuntime
 
+    refusing(check_hooked, registry)
     runtime = refusing(EngineRuntime, worker, settings)
     _runtimes[id(worker)] = runtime
     draft = worker.draft_worker
@@ -230,6 +239,8 @@ def _attach(worker: Any, settings: PluginSettings) -> None:
         return output
 
     runner.forward = forward_and_look
+    run(worker)
+    runtime.start()
 
 
 def _the_runtime() -> Any:
@@ -254,7 +265,7 @@ def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **k
 
 
 def _around_draft(run: Any, draft: Any, forward_batch: Any) -> Any:
-    return _runtimes[id(draft)].probe.around_draft(lambda: run(draft, forward_batch))
+    return _runtimes[id(draft)].drafting(lambda: run(draft, forward_batch))
 
 
 def _around_extend_prefill(

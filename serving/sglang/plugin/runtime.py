@@ -1,6 +1,7 @@
 """Everything of Slipstream inside one SGLang scheduler process, called by the hooks.
 
-It is built before SGLang captures its graphs, then called at each step, each verification and each end of a request.
+It is built before SGLang captures its graphs, started after it, and called at each step, each verification and each end
+of a request.
 What fails in a part of it turns that part off (`Fence`); it never ends a step of SGLang.
 
 What may wait is elsewhere: the draft follower stages versions on its own thread, the assembler builds traces on its
@@ -27,6 +28,7 @@ from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.capture import TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.depth import DepthControl, QuietSwitches, StepClock
+from serving.sglang.device import Device, device_layer
 from serving.sglang.draft_sleep import Dormancy
 from serving.sglang.plugin.checks import resolved, version_of
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
@@ -73,14 +75,16 @@ class EngineRuntime:
         self._capturing = Fence("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
         self._choosing = Fence("depth", holds=alone)
-        self.draft = _new_draft(worker, store, manifest, alone=alone)
+        device = device_layer(device_of(worker))
+        self.draft = _new_draft(worker, store, manifest, device, alone=alone)
         # Without meetings nobody would tell the depth of a swap.
         self._meeting = Fence("swap", off=self.draft.close, holds=alone)
-        self.probe = _new_probe(worker, depths)
+        # What it reads is recorded into every graph of the draft: only where somebody wants it.
+        self.probe = _new_probe(worker, depths) if settings.capture and self._is_writer else None
         self.meter = SpeedupMeter()
         # One rank watches; the others stage what it stages.
         watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
-        self.depth = self._new_depth(settings, depths, manifest, watch)
+        self.depth = self._new_depth(settings, depths, manifest, device, watch)
         self._depth_version = manifest.version
         self._asked_limit: int | None = None
         """Of the depth, by the operator; in force from the next meeting on."""
@@ -102,11 +106,14 @@ class EngineRuntime:
             self._erasures = ErasureWatch(self._pointer.orders, forget)
         self._target = RankTarget(self._agreement, self._pointer, on_version=self._target_renewed)
         self._follower = self._new_follower(settings, store, watch)
-        self._follower.start()
-        atexit.register(self.close)
         log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
 
     # -- called by the hooks, on the scheduler's thread -------------------------------------------------------------
+
+    def start(self) -> None:
+        """SGLang has captured its graphs: from now on another thread may use the device."""
+        self._follower.start()
+        atexit.register(self.close)
 
     def step(self, run: Callable[[], Any], batch: Any) -> Any:
         """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
@@ -157,6 +164,7 @@ class EngineRuntime:
         """The draft reads what the step has committed, unless there is nothing to gain from it."""
         if self._choosing(self._skip_reading, batch, result):
             return None
+        self._choosing(self.depth.committed)
         caught_up = run()
         self._capturing(self._saw_extended, batch)
         return caught_up
@@ -170,12 +178,18 @@ class EngineRuntime:
         self._capturing(self._saw_extended, batch)
         return read
 
+    def drafting(self, run: Callable[[], Any]) -> Any:
+        """The passes of a round's proposals."""
+        return run() if self.probe is None else self.probe.around_draft(run)
+
     def saw_forward(self, output: Callable[[], Any]) -> None:
         """A pass of the draft, with this `logits_output`."""
-        self._capturing(lambda: self.probe.saw_forward(output()))
+        if (probe := self.probe) is not None:
+            self._capturing(lambda: probe.saw_forward(output()))
 
     def saw_tree(self, scores: list[torch.Tensor], organized: Any) -> None:
-        self._capturing(lambda: self.probe.saw_tree(scores, organized[1]))
+        if (probe := self.probe) is not None:
+            self._capturing(lambda: probe.saw_tree(scores, organized[1]))
 
     def released(self, request: Any) -> None:
         if self._traces is not None:
@@ -200,7 +214,7 @@ class EngineRuntime:
         self._traces.capture.after_verify(batch, before, result, self.draft.draft_version)
 
     def _saw_extended(self, batch: Any) -> None:
-        if not batch.forward_mode.is_idle():
+        if self.probe is not None and not batch.forward_mode.is_idle():
             self.probe.saw_extended(batch.req_pool_indices)
 
     def _skip_reading(self, batch: Any, result: Any) -> bool:
@@ -247,13 +261,18 @@ class EngineRuntime:
         close_spans()
 
     def _new_depth(
-        self, settings: PluginSettings, depths: list[int], manifest: Manifest, watch: LiveWatch | None
+        self,
+        settings: PluginSettings,
+        depths: list[int],
+        manifest: Manifest,
+        device: Device,
+        watch: LiveWatch | None,
     ) -> DepthControl:
         if self._worker.adaptive_controller is not None:
             logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
         return DepthControl(
             depths,
-            StepClock(device_of(self._worker)),
+            StepClock(device),
             self.meter,
             dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
             version=manifest.version,
@@ -263,6 +282,7 @@ class EngineRuntime:
         )
 
     def _new_traces(self, settings: PluginSettings, key: str, manifest: Manifest) -> TracePipeline:
+        assert self.probe is not None
         return TracePipeline(
             settings,
             engine_id=self._engine_id,
@@ -311,14 +331,15 @@ class EngineRuntime:
         }
 
 
-def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, *, alone: bool) -> SglangDraft:
+def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, device: Device, *, alone: bool) -> SglangDraft:
     load = partial(
         store.load,
         expected_fingerprint=manifest.target_fingerprint,
         expected_d2t=store.load(manifest.version)["d2t"],
         expected_shapes=expected_shapes(config_from_json(store.config(manifest.version))),
     )
-    return SglangDraft(worker.draft_worker.draft_runner.model, manifest.version, load, alone=alone)
+    model = worker.draft_worker.draft_runner.model
+    return SglangDraft(model, manifest.version, load, device=device, alone=alone)
 
 
 def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from serving.engine import Stratum, WatchedRound
 from serving.sglang.depth import DepthControl, StepClock
+from serving.sglang.device import Device, HostDevice
 from serving.sglang.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
+from tests.serving.sglang.slow_device import SlowDevice
 
 SECONDS = {0: 1.0, 1: 1.2, 3: 1.6}
 
@@ -23,11 +24,12 @@ def make_control(
     control_share: float = 0.0,
     seen: list[WatchedRound] | None = None,
     seconds: dict[int, float] | None = None,
+    device: Device | None = None,
 ) -> DepthControl:
     """`seconds` by depth, of rounds of one request, are planned by instead of the measured ones."""
     control = DepthControl(
         [0, 1, 3],
-        StepClock(torch.device("cpu")),
+        StepClock(device or HostDevice()),
         SpeedupMeter(),
         dormancy=Dormancy(is_fresh=is_fresh),
         version=1,
@@ -178,7 +180,7 @@ def test_what_the_watch_is_told() -> None:
 def test_a_fixed_depth_is_measured_too() -> None:
     control = DepthControl(
         [3],
-        StepClock(torch.device("cpu")),
+        StepClock(HostDevice()),
         SpeedupMeter(),
         version=1,
         control=ControlShare(0.0),
@@ -189,3 +191,19 @@ def test_a_fixed_depth_is_measured_too() -> None:
     control.verified([2])
     assert (control.depth, control.num_verified_tokens, control.is_asleep) == (3, 3, False)
     assert control.explanation() == {}
+
+
+def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_date() -> None:
+    seen: list[WatchedRound] = []
+    device = SlowDevice()
+    control = make_control(control_share=0.5, seen=seen, seconds=SECONDS, device=device)
+    for _ in range(40):
+        depth = control.steps_for(1)
+        control.started()
+        device.now_s += 1.0
+        control.committed()
+        device.now_s += 0.25
+        control.launched(requests(1), depth)
+        device.finish()
+        control.verified([depth])
+    assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -114,7 +115,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scene(
+def unstarted(
     model_dir: Path,
     tmp_path: Path,
     redis_url: str,
@@ -122,7 +123,9 @@ def scene(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[Scene]:
-    """One rank, on a CPU, capturing, with depths 0 and 2; a chain, or a tree of as many branches as the parameter."""
+    """One rank, on a CPU, with depths 0 and 2; a chain, or a tree of as many branches as the parameter. It captures,
+    but for the parameter 0.
+    """
     store = DraftStore(tmp_path / "drafts")
     fingerprint = target_fingerprint(model_dir)
     ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=24)
@@ -144,7 +147,7 @@ def scene(
         server_args=SimpleNamespace(
             **arguments, **given, speculative_draft_model_path=str(store.root / "versions" / "000001")
         ),
-        topk=getattr(request, "param", 1),
+        topk=getattr(request, "param", 1) or 1,
         target_worker=SimpleNamespace(model_runner=runner),
         draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Draft(store.load(1)))),
         adaptive_controller=SimpleNamespace(candidate_steps=[0, 2]),
@@ -153,13 +156,43 @@ def scene(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8)),
     )
     settings = PluginSettings(
-        redis_url=redis_url, store=store.root, engine_id="under-test", capture=True, capture_topk=4, poll_s=0.02
+        redis_url=redis_url,
+        store=store.root,
+        engine_id="under-test",
+        capture=getattr(request, "param", 1) > 0,
+        capture_topk=4,
+        poll_s=0.02,
     )
     switch_s = sys.getswitchinterval()
-    runtime = EngineRuntime(worker, settings)
-    yield Scene(runtime, worker, DraftPointer(redis_client, model_key(model_dir, fingerprint)))
-    runtime.close()
+    pointer = DraftPointer(redis_client, model_key(model_dir, fingerprint))
+    yield Scene(EngineRuntime(worker, settings), worker, pointer)
     sys.setswitchinterval(switch_s)
+
+
+@pytest.fixture
+def scene(unstarted: Scene) -> Iterator[Scene]:
+    unstarted.runtime.start()
+    yield unstarted
+    unstarted.runtime.close()
+
+
+def test_no_other_thread_uses_the_device_while_graphs_are_captured(unstarted: Scene) -> None:
+    def is_following() -> bool:
+        return "draft-follower" in {thread.name for thread in threading.enumerate()}
+
+    assert not is_following()
+    unstarted.runtime.start()
+    assert is_following()
+    unstarted.runtime.close()
+
+
+@pytest.mark.parametrize("unstarted", [0], indirect=True)
+def test_without_capture_nothing_of_ours_is_in_the_drafts_graphs(scene: Scene) -> None:
+    asked: list[str] = []
+    scene.runtime.saw_forward(lambda: asked.append("logits"))
+    assert scene.runtime.drafting(lambda: SERVED) is SERVED
+    assert scene.prefill([Request([1, 2, 3])]) is SERVED
+    assert (scene.runtime.probe, asked) == (None, [])
 
 
 class Exhausted:
@@ -227,10 +260,11 @@ def test_what_sglang_has_decided_on_is_reported(scene: Scene) -> None:
     wait_until(lambda: scene.report().get("heeds_seed") == "1")
 
 
-@pytest.mark.parametrize("scene", [4], indirect=True)
+@pytest.mark.parametrize("unstarted", [4], indirect=True)
 def test_a_tree_that_nobody_asked_for_is_looked_at_as_one(scene: Scene) -> None:
     scores = torch.tensor([[[0.5], [0.25]]])
     scene.runtime.saw_tree([scores], (None, torch.tensor([[1, 0]])))
+    assert scene.runtime.probe is not None
     assert torch.equal(scene.runtime.probe.logprobs(torch.tensor([0]), 2), torch.tensor([[0.25, 0.5]]).log())
 
 
@@ -256,7 +290,7 @@ def test_what_sglang_raises_is_not_ours(scene: Scene) -> None:
         lambda: scene.verify([Request([9])], fail),
         lambda: scene.runtime.catch_up(fail, batch, None),
         lambda: scene.runtime.read_prompt(fail, scene.batch("idle", []), torch.zeros(0)),
-        lambda: scene.runtime.probe.around_draft(fail),
+        lambda: scene.runtime.drafting(fail),
     )
     for call in calls:
         with pytest.raises(torch.OutOfMemoryError, match="SGLang's own"):

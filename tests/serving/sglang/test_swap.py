@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from serving.engine import SwapReport
+from serving.sglang.device import Device, HostDevice
 from serving.sglang.swap import SglangDraft
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from tests.fixtures.waiting import wait_until
+from tests.serving.sglang.slow_device import SlowDevice
 
 
 class FusedDraft(nn.Module):
@@ -55,8 +58,8 @@ def model() -> FusedDraft:
     return model
 
 
-def make_draft(model: FusedDraft, *, alone: bool = True, version: int = 1) -> SglangDraft:
-    return SglangDraft(model, version, VERSIONS.__getitem__, alone=alone)
+def make_draft(model: FusedDraft, *, alone: bool = True, version: int = 1, device: Device | None = None) -> SglangDraft:
+    return SglangDraft(model, version, VERSIONS.__getitem__, device=device or HostDevice(), alone=alone)
 
 
 def install_in_thread(draft: SglangDraft, version: int) -> tuple[threading.Thread, list[object]]:
@@ -77,11 +80,11 @@ def test_a_swap_writes_into_the_same_storage_and_leaves_the_embedding_alone(mode
     draft = make_draft(model)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     thread, outcome = install_in_thread(draft, 2)
-    report = None
-    while report is None:
-        report = draft.at_boundary(17)
+    while draft.at_boundary(17) is None:
+        pass
     thread.join()
-    assert outcome == [report]
+    [report] = outcome
+    assert isinstance(report, SwapReport)
     assert (report.version, report.previous, report.step, draft.draft_version) == (2, 1, 17, 2)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert model.qk.tolist() == [[2, 2], [2, 2], [2.5, 2.5], [2.5, 2.5]]
@@ -136,11 +139,13 @@ def test_a_copy_that_fails_half_way_is_undone(model: FusedDraft, monkeypatch: py
             raise RuntimeError("the device fell off the bus")
         return copy(self, source)
 
-    staged_all = draft.stage(2)
-    monkeypatch.setattr(draft, "stage", lambda version: staged_all)
-    monkeypatch.setattr(Tensor, "copy_", failing_copy)
-    with pytest.raises(EngineError, match="could not be copied"):
-        draft.install_draft(2)
+    thread, outcome = install_in_thread(draft, 2)
+    with draft.stepping:
+        wait_until(lambda: draft.staged_version == 2)
+        monkeypatch.setattr(Tensor, "copy_", failing_copy)
+    thread.join()
+    assert isinstance(outcome[0], EngineError)
+    assert "could not be copied" in str(outcome[0])
     assert draft.draft_version == 1
     assert model.qk.tolist() == [[1, 1], [1, 1], [1.5, 1.5], [1.5, 1.5]]
     assert model.norm.tolist() == [1, 1]
@@ -181,3 +186,50 @@ def test_closing_ends_a_waiting_install(model: FusedDraft) -> None:
     assert isinstance(outcome[0], EngineDeadError)
     with pytest.raises(EngineDeadError):
         draft.install_draft(2)
+
+
+def test_staged_weights_stay_until_the_device_has_read_them(model: FusedDraft) -> None:
+    """It exchanges later than it is told to. What is written to them before would come into service."""
+    device = SlowDevice()
+    draft = make_draft(model, device=device)
+    first, outcome = install_in_thread(draft, 2)
+    wait_until(lambda: draft.staged_version == 2)
+    device.now_s = 1.0
+    made = draft.at_boundary(5)
+    assert made is not None
+    assert not made.end.is_reached
+    second, later = install_in_thread(draft, 1)
+    first.join(0.3)
+    assert first.is_alive(), "the device has not said yet how long that took"
+    assert draft.staged_version == 0, "the next version waits for the staged tensors"
+    device.finish()
+    first.join()
+    wait_until(lambda: draft.staged_version == 1)
+    draft.close()
+    second.join()
+    assert [type(one) for one in (*outcome, *later)] == [SwapReport, EngineDeadError]
+
+
+def test_the_stall_is_the_devices_time(model: FusedDraft) -> None:
+    device = SlowDevice()
+    draft = make_draft(model, device=device)
+    thread, outcome = install_in_thread(draft, 2)
+    wait_until(lambda: draft.staged_version == 2)
+
+    def agree(holds: bool) -> bool:
+        device.now_s += 0.25
+        return holds
+
+    draft.at_boundary(5, agree)
+    device.finish()
+    thread.join()
+    assert isinstance(outcome[0], SwapReport)
+    assert outcome[0].stall_ms == 250
+
+
+def test_an_idle_swap_waits_for_what_runs_and_is_through_before_the_next_step(model: FusedDraft) -> None:
+    device = SlowDevice()
+    draft = make_draft(model, device=device)
+    device.log.clear()
+    draft.install_draft(2)
+    assert device.log == ["side: mark", "settle", "side: mark", "side: mark"], "staged; then begin and end"

@@ -1,0 +1,148 @@
+"""Streams and events of the device that SGLang runs on. All waiting between host and device goes through here.
+
+A GPU works on what it is told later, stream by stream. A `Mark` is a point in the work of the stream that was current
+when it was made. A CPU has done its work when it returns, so its marks are reached when they are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from speculator.errors import ConfigError
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """Block the calling thread until it is reached; the device goes on."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all work before it is done; never waits."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds between two reached marks of one device."""
+
+
+class Device(Protocol):
+    """One device, for any thread. `beside` alone changes what the current stream is."""
+
+    def mark(self) -> Mark:
+        """The current stream's work so far."""
+
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """The block's work goes to a stream of its own, on this device whatever thread runs it.
+
+        It begins behind nothing: whoever reads what another stream computes calls `follow` first.
+        """
+
+    def follow(self, mark: Mark) -> None:
+        """What the current stream is told from now on begins behind the mark."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A tensor of another stream that nobody writes to, on the host once the current stream has come here."""
+
+    def settle(self) -> None:
+        """Block the calling thread until all streams of the device are done."""
+
+
+class _Reached:
+    """A mark on a CPU: the moment when it was made."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    @property
+    def is_reached(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: Any) -> float:
+        return self._at_s - float(earlier._at_s)
+
+
+class HostDevice:
+    """A CPU, which has no streams."""
+
+    def mark(self) -> Mark:
+        return _Reached()
+
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def follow(self, mark: Mark) -> None:
+        pass
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def settle(self) -> None:
+        pass
+
+
+class _Event:
+    """A mark on a GPU."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def is_reached(self) -> bool:
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Any) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class CudaDevice:
+    """One GPU. Each object has a side stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark:
+        return _Event()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        # A new thread is on the first GPU, whichever SGLang's own thread has chosen.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, _Event)
+        torch.cuda.current_stream().wait_event(mark.event)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        # Or its memory would be given out again before the copy has read it.
+        tensor.record_stream(torch.cuda.current_stream())
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def device_layer(device: torch.device) -> Device:
+    """Raises ConfigError for a device whose work nobody here knows how to wait for."""
+    match device.type:
+        case "cpu":
+            return HostDevice()
+        case "cuda":
+            return CudaDevice(device)
+        case other:
+            raise ConfigError(f"the plugin cannot wait for {other}: run SGLang on a CUDA GPU or a CPU")
