@@ -125,6 +125,12 @@ class DepthControl:
             self._dormancy.mark(requests)
         return reads
 
+    def arrived(self, request: Any) -> None:
+        """A request whose prefix SGLang has not looked for yet."""
+        namespace = "" if self._planner is None else self._dormancy.prefix_namespace
+        if namespace:
+            request.extra_key = f"{request.extra_key}|{namespace}" if request.extra_key else namespace
+
     def started(self) -> None:
         """A step begins."""
         self._clock.start()
@@ -344,7 +350,7 @@ class StepTime:
 
 
 class StepClock:
-    """How long decode steps take on the device, where one may still run when the next one starts; used by one thread."""
+    """How long decode steps take on the device, where one may run on when the next one starts; used by one thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -8,6 +8,9 @@ look at requests that are fresh.
 
 One that has learnt nothing reads no prompts, either: keys and values of random weights are of no use to the version
 that comes after. One that has learnt goes on reading them, since time may wake it at any step.
+
+SGLang caches the prefixes of both. What a request left there before any version had learnt has no keys and values of
+the draft, so requests that come later have a prefix cache of their own.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ class Dormancy:
 
     def __init__(self, *, is_fresh: bool) -> None:
         """`is_fresh` says that the draft has learnt nothing: it sleeps until there is another version."""
-        self._is_fresh = self.is_asleep = is_fresh
+        self._began_fresh = self._is_fresh = self.is_asleep = is_fresh
         self._steps = 0
 
     @property
     def reads_prompts(self) -> bool:
         return not self._is_fresh
+
+    @property
+    def prefix_namespace(self) -> str:
+        """Keeps prefixes apart that the draft has not read; empty where there are none."""
+        return "read-by-draft" if self._began_fresh and not self._is_fresh else ""
 
     def step(self, wants_draft: bool, *, are_cold: bool) -> bool:
         """A decode step for which drafting was planned, or not; returns whether it woke the draft. Where all requests

@@ -67,6 +67,12 @@ def test_a_version_that_does_not_pay_is_looked_at_and_left_alone(plugged: Plugge
     state = {**draft_state(draft), "d2t": store.load(1)["d2t"], "t2d": store.load(1)["t2d"]}
     useless = store.write(state, config, parent=1, target_fingerprint=manifest.target_fingerprint, info={})
     admit(store, useless.version, target_fingerprint=manifest.target_fingerprint, actor="test", reason="useless")
+
+    def num_cached() -> int:
+        answer = plugged.server.generate(plugged.ids(QUESTIONS[1]), max_new_tokens=2)
+        return int(answer["meta_info"]["cached_tokens"])
+
+    assert num_cached() > 0
     with ThreadPoolExecutor(1) as pool:
         # Its prompt was never read by a draft, and now there is one.
         running = pool.submit(plugged.server.generate, plugged.ids(QUESTIONS[0]), max_new_tokens=200, ignore_eos=True)
@@ -74,6 +80,9 @@ def test_a_version_that_does_not_pay_is_looked_at_and_left_alone(plugged: Plugge
         plugged.wait_for(lambda report: report["version"] == str(useless.version))
         assert not running.done()
         assert len(running.result()["output_ids"]) == 200
+    # SGLang has the prompt of before, and no draft has read it.
+    assert num_cached() == 0
+    assert num_cached() > 0
     # Short chains are looked at a few times. How soon it sleeps after that is up to the machine's times.
     steps, drafted = _decode(plugged, rounds=2)
     assert 0 < drafted < 0.4 * steps

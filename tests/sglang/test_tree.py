@@ -61,3 +61,20 @@ def test_trees_through_retractions(plugged: Plugged) -> None:
         first_level = np.where(parents == -1, np.exp(own), 0).sum(1)
         assert (first_level <= 1.01).all()
         assert (first_level > 0.01).all()
+
+
+def test_sampled_answers_differ_behind_their_first_token(plugged: Plugged) -> None:
+    """SGLang samples that one when it reads the prompt. On a CPU its verification would take the likeliest after it."""
+    count, ids = 24, plugged.ids("Tell me a story.")
+
+    def ask(_: int) -> list[int]:
+        answer = plugged.server.generate(ids, max_new_tokens=6, temperature=1.0, ignore_eos=True)
+        return list(answer["output_ids"])
+
+    behind: dict[int, set[tuple[int, ...]]] = {}
+    with ThreadPoolExecutor(8) as pool:
+        for first, *rest in pool.map(ask, range(count)):
+            behind.setdefault(first, set()).add(tuple(rest))
+    assert sum(map(len, behind.values())) > count // 2
+    for trace in plugged.traces(count).values():
+        assert trace.header.sampling.temperature == 1.0

@@ -27,6 +27,7 @@ from serving.sglang.plugin.checks import (
     resolved,
     sglang_version,
 )
+from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 from speculator.errors import ConfigError
 
@@ -56,6 +57,14 @@ SAMPLE = SglangFunction(
 """After a prefill; it works in the memory of the logits."""
 VERIFY = SglangFunction(f"{_EAGLE}.verify", ("self", "batch"))
 VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
+SAMPLED_VERIFY = SglangFunction(
+    "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
+)
+WALK = SglangFunction(
+    "sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func",
+    ("predicts", "accept_index", "accept_token_num", "candidates"),
+)
+"""Along the target's choices through the tree of proposals."""
 DRAFT = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
 EXTEND_PREFILL = SglangFunction(
     f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
@@ -68,6 +77,10 @@ EXTEND_GRAPH = SglangFunction(
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
     ("self", "forward_batch"),
 )
+ARRIVAL = SglangFunction(
+    "sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", ("self", "req")
+)
+"""Where SGLang itself keeps prefixes apart."""
 RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
 STEPS = SglangFunction(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
@@ -92,12 +105,15 @@ SGLANG_FUNCTIONS = (
     SAMPLE,
     VERIFY,
     VERIFIED,
+    SAMPLED_VERIFY,
+    WALK,
     DRAFT,
     EXTEND_PREFILL,
     EXTEND_DECODE,
     SKIP_EXTEND,
     TREE,
     EXTEND_GRAPH,
+    ARRIVAL,
     RELEASE,
     STEPS,
     CPU_PLAN,
@@ -195,11 +211,15 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(SAMPLE, _before_sample, "before")
     add(VERIFY, _around_verify, "around")
     add(VERIFIED, _around_verified, "around")
+    sampled = SampledVerify()
+    add(SAMPLED_VERIFY, sampled.around_sampling, "around")
+    add(WALK, sampled.around_walk, "around")
     add(DRAFT, _around_draft, "around")
     add(EXTEND_PREFILL, _around_extend_prefill, "around")
     add(EXTEND_DECODE, _around_extend_decode, "around")
     add(TREE, _after_tree, "after")
     add(EXTEND_GRAPH, _after_extend_graph, "after")
+    add(ARRIVAL, _before_arrival, "before")
     add(RELEASE, _before_release, "before")
     add(STEPS, _around_steps, "around")
     add(CPU_PLAN, after_plan, "after")
@@ -286,6 +306,11 @@ def _after_extend_graph(result: Any, *args: Any, **kwargs: Any) -> None:
 
 def _after_tree(result: Any, score_list: Any, *args: Any, **kwargs: Any) -> None:
     _the_runtime().saw_tree(score_list, result)
+
+
+def _before_arrival(_: Any, request: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.arrived(request)
 
 
 def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:

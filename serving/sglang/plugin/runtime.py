@@ -115,6 +115,10 @@ class EngineRuntime:
         self._follower.start()
         atexit.register(self.close)
 
+    def arrived(self, request: Any) -> None:
+        """SGLang has a new request, and looks for its prefix next."""
+        self._choosing(self.depth.arrived, request)
+
     def step(self, run: Callable[[], Any], batch: Any) -> Any:
         """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
         with self.draft.stepping, self._load.stepping():

@@ -207,3 +207,21 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
         device.finish()
         control.verified([depth])
     assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}
+
+
+def test_a_prefix_that_no_draft_has_read_is_of_no_later_request() -> None:
+    def key(control: DepthControl, own: str | None) -> str | None:
+        request = SimpleNamespace(extra_key=own)
+        control.arrived(request)
+        return request.extra_key
+
+    fresh, learnt = make_control(is_fresh=True), make_control()
+    assert (key(fresh, None), key(fresh, "lora")) == (None, "lora")
+    fresh.renewed(2)
+    first = key(fresh, None)
+    assert first
+    assert key(fresh, "lora") == f"lora|{first}"
+    fresh.renewed(3)
+    assert key(fresh, None) == first, "it has read all of them"
+    learnt.renewed(2)
+    assert key(learnt, None) is None
