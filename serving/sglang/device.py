@@ -7,6 +7,7 @@ when it was made. A CPU has done its work when it returns, so its marks are reac
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from speculator.errors import ConfigError
+
+_KEPT_INDICES = 64
+"""Which requests of a batch are captured stays the same from step to step."""
 
 
 class Mark(Protocol):
@@ -33,6 +37,12 @@ class Mark(Protocol):
 
 class Device(Protocol):
     """One device, for any thread. `beside` alone changes what the current stream is."""
+
+    is_host: bool
+    """Its memory is the host's, and it computes what it is told at once."""
+
+    def index(self, numbers: tuple[int, ...]) -> Tensor:
+        """[n] int64 on the device, by which its tensors can be indexed without waiting for it."""
 
     def mark(self) -> Mark:
         """The current stream's work so far."""
@@ -73,6 +83,11 @@ class _Reached:
 class HostDevice:
     """A CPU, which has no streams."""
 
+    is_host = True
+
+    def index(self, numbers: tuple[int, ...]) -> Tensor:
+        return torch.tensor(numbers)
+
     def mark(self) -> Mark:
         return _Reached()
 
@@ -110,9 +125,16 @@ class _Event:
 class CudaDevice:
     """One GPU. Each object has a side stream of its own."""
 
+    is_host = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.index = functools.lru_cache(_KEPT_INDICES)(self._index)
+
+    def _index(self, numbers: tuple[int, ...]) -> Tensor:
+        # From memory that is not pinned the copy would wait until the device has done all that it was told before.
+        return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
     def mark(self) -> Mark:
         return _Event()

@@ -55,7 +55,8 @@ class SglangDraft:
         self._parameters = {name: value for name, value in model.named_parameters() if _EMBEDDING not in name}
         device.settle()
         with device.beside():
-            self._staged = {name: _like(parameter) for name, parameter in self._parameters.items()}
+            self.staged = {name: _like(parameter) for name, parameter in self._parameters.items()}
+            """By the draft's own names."""
         self._in_use: Mark | None = None
         """Until it the device reads or writes the staged tensors."""
         self._version = version
@@ -82,16 +83,16 @@ class SglangDraft:
         state = self._load(version)
         if self._in_use is not None:
             self._in_use.wait()
-        view = _StagingView(self._model, self._staged)
+        view = _StagingView(self._model, self.staged)
         # d2t is frozen: it was compared when the file was read, and SGLang has copied it elsewhere at start.
         weights = [(name, tensor) for name, tensor in state.items() if name not in ("d2t", "t2d")]
         with torch.no_grad(), self._device.beside():
-            for tensor in self._staged.values():
+            for tensor in self.staged.values():
                 # What the file leaves out is noticed.
                 tensor.fill_(float("nan"))
             fill: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
             fill(view, weights)
-            missed = [name for name, tensor in self._staged.items() if not bool(torch.isfinite(tensor).all())]
+            missed = [name for name, tensor in self.staged.items() if not bool(torch.isfinite(tensor).all())]
             self._device.mark().wait()
         if missed:
             raise DraftFileError(f"draft version {version} leaves {missed[0]} of SGLang's draft unset or not finite")
@@ -186,22 +187,22 @@ class SglangDraft:
                 for name, parameter in self._parameters.items():
                     before = parameter.clone()
                     exchanged.append(name)
-                    parameter.copy_(self._staged[name])
-                    self._staged[name].copy_(before)
+                    parameter.copy_(self.staged[name])
+                    self.staged[name].copy_(before)
         except Exception:
             # The last one holds the old weights in `before` or still in itself; all others in the staging copy.
             with torch.no_grad():
                 if exchanged:
                     self._parameters[exchanged[-1]].copy_(before)
                 for name in exchanged[:-1]:
-                    self._parameters[name].copy_(self._staged[name])
+                    self._parameters[name].copy_(self.staged[name])
             raise
 
     def _check_in_service(self) -> None:
         self.stage(self._version)
         with self._device.beside():
             for name, parameter in self._parameters.items():
-                if not torch.equal(parameter, self._staged[name]):
+                if not torch.equal(parameter, self.staged[name]):
                     raise DraftMismatchError(
                         f"SGLang's draft differs in {name} from version {self._version} of the store: start it with "
                         "that version's folder as --speculative-draft-model-path, in bfloat16 and without quantization"
@@ -212,11 +213,11 @@ class _StagingView:
     """Stands in for SGLang's draft while its `load_weights` runs: the same in everything but the parameters."""
 
     def __init__(self, model: nn.Module, staged: dict[str, nn.Parameter]) -> None:
-        self._model, self._staged = model, staged
+        self._model, self.staged = model, staged
         self.hot_token_id: Any = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._staged.items()
+        yield from self.staged.items()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -27,6 +27,7 @@ from torch import Tensor
 from serving.sglang.capture.device_reads import HostCopy
 from serving.sglang.capture.request import InconsistentSpanError, RequestSpan, Round, Rows, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
+from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings
 from speculator.errors import type_and_place
 from speculator.trace import Trace
@@ -87,12 +88,12 @@ class TraceAssembler:
         *,
         engine_id: str,
         target_fingerprint: str,
-        device: torch.device,
+        device: Device,
         on_trace: Callable[[Trace], object],
         gathering: Gathering = Gathering(),
     ) -> None:
         self._gathering = gathering
-        self._buffer_bytes, self._is_cpu = settings.buffer_bytes, device.type == "cpu"
+        self._buffer_bytes, self._is_host = settings.buffer_bytes, device.is_host
         self._engine_id, self._fingerprint, self._on_trace = engine_id, target_fingerprint, on_trace
         self._top_tokens = TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -144,7 +145,7 @@ class TraceAssembler:
 
     def _run(self) -> None:
         """Waits for events; ends at None. What fails costs its own spans, counted; the thread goes on."""
-        if self._is_cpu:
+        if self._is_host:
             torch.set_num_threads(1)  # of this thread: SGLang's own computes beside it
         while self._take(self._gather()):
             pass

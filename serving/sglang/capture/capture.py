@@ -40,7 +40,7 @@ from serving.sglang.capture.request import (
     sampling_of,
 )
 from serving.sglang.capture.verification_rows import TopTokens, committed_nodes
-from serving.sglang.device import device_layer
+from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream
@@ -78,16 +78,16 @@ class StepCapture:
         settings: PluginSettings,
         assembler: TraceAssembler,
         *,
-        device: torch.device,
+        device: Device,
         probe: DraftProbe,
         budget: ByteBudget,
         sampler: CaptureSampler | None = None,
     ) -> None:
-        """Raises ConfigError for a device that nothing can be copied from."""
         self._settings, self.assembler, self._probe = settings, assembler, probe
         self._budget, self._sampler = budget, sampler
-        self._copier, self._top_tokens = HostCopier(device_layer(device)), TopTokens(settings.capture_topk)
-        self.reduces_late = device.type == "cpu"
+        self._device, self._copier = device, HostCopier(device)
+        self._top_tokens = TopTokens(settings.capture_topk, on_host=device.is_host)
+        self.reduces_late = device.is_host
         """Whether logits are reduced by the assembler: on a CPU that is another core."""
         self._open_tickets = weakref.WeakSet[Ticket]()
         """Of requests that run. Weak: a request may vanish without being released."""
@@ -115,7 +115,7 @@ class StepCapture:
             offset += length
         if rows:
             own = {"features": torch.cat(features).to(torch.bfloat16)}
-            own |= self._of_logits(logits, None if len(chosen) == len(logits) else chosen)
+            own |= self._of_logits(logits, None if len(chosen) == len(logits) else self._device.index(tuple(chosen)))
             self.assembler.hand_over(Prefill(self._copier.start({}, own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
@@ -136,7 +136,7 @@ class StepCapture:
         logits = result.logits_output.next_token_logits.view(num_requests, num_nodes, -1)
         chosen = None
         if len(tickets) < num_requests:
-            chosen = torch.tensor(list(tickets), device=tensors["seq_lens"].device)
+            chosen = self._device.index(tuple(tickets))
             tensors = {name: tensor[chosen] for name, tensor in tensors.items()}
         tensors["features"] = tensors["features"].to(torch.bfloat16)
         shared, own = (tensors, {}) if chosen is None else ({}, tensors)
@@ -195,7 +195,7 @@ class StepCapture:
             }
         return tensors
 
-    def _of_logits(self, logits: Tensor, chosen: Tensor | list[int] | None) -> dict[str, Tensor]:
+    def _of_logits(self, logits: Tensor, chosen: Tensor | None) -> dict[str, Tensor]:
         """What is handed over of SGLang's logits [..., V]: of the chosen rows, or of all.
 
         On a CPU, too, all are copied: who holds on to SGLang's own has it pay for fresh memory in every step.
@@ -262,7 +262,7 @@ class TracePipeline:
         model_key: str,
         model_dir: Path,
         target_fingerprint: str,
-        device: torch.device,
+        device: Device,
         probe: DraftProbe,
     ) -> None:
         ttl_s = 3600 * settings.trace_ttl_hours

@@ -147,8 +147,8 @@ class TopTokens:
     takes to fill them. On a GPU PyTorch keeps it.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, on_host: bool = True) -> None:
+        self._count, self._on_host = count, on_host
         self._memory = torch.empty(0)
 
     def __call__(self, logits: Tensor) -> dict[str, Tensor]:
@@ -160,9 +160,10 @@ class TopTokens:
         return {"topk_ids": ids.int(), "topk_logprobs": values}
 
     def _of_part(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        out = None if logits.is_cuda else self._room(logits)
+        out = self._room(logits) if self._on_host else None
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
-        return _largest(logprobs, min(self._count, logits.shape[-1]))
+        count = min(self._count, logits.shape[-1])
+        return _largest(logprobs, count) if self._on_host else tuple(logprobs.topk(count, -1))
 
     def _room(self, logits: Tensor) -> Tensor:
         if self._memory.numel() < logits.numel():
@@ -174,12 +175,12 @@ _BLOCK = 64
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of the last dimension and where they are.
+    """The `count` largest of the last dimension and where they are, on a CPU.
 
     They lie in the `count` blocks with the largest maxima. A CPU finds those first, and has all in a fifth of the time.
     """
     num_blocks, rest = divmod(values.shape[-1], _BLOCK)
-    if values.is_cuda or rest or num_blocks <= count:
+    if rest or num_blocks <= count:
         top = values.topk(count, -1)
         return top.values, top.indices
     blocks = values.reshape(*values.shape[:-1], num_blocks, _BLOCK)

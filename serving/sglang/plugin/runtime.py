@@ -293,7 +293,7 @@ class EngineRuntime:
             model_key=key,
             model_dir=Path(resolved(self._worker.server_args).model_path),
             target_fingerprint=manifest.target_fingerprint,
-            device=device_of(self._worker),
+            device=device_layer(device_of(self._worker)),
             probe=self.probe,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Gathering, TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, StepCapture
 from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.device import Device, HostDevice
 from serving.sglang.settings import PluginSettings
 from speculator.trace import Trace
 
@@ -63,10 +65,11 @@ def make_capture(
     probe: DraftProbe | None = None,
     sampler: CaptureSampler | None = None,
     gathering: Gathering = Gathering(),  # noqa: B008 - frozen
+    device: Device | None = None,
     **settings: Any,
 ) -> StepCapture:
     """With an assembler of its own, which hands its traces to `traces`."""
-    device, plugin_settings = torch.device("cpu"), PluginSettings(capture=True, capture_topk=KEPT, **settings)
+    device, plugin_settings = device or HostDevice(), PluginSettings(capture=True, capture_topk=KEPT, **settings)
     assembler = TraceAssembler(
         plugin_settings,
         engine_id="e",
@@ -79,17 +82,28 @@ def make_capture(
         plugin_settings,
         assembler,
         device=device,
-        probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
+        probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
         budget=budget or ByteBudget(0),
         sampler=sampler,
     )
 
 
-def prefill(capture: StepCapture, requests: list[Request], starts: list[int] | None = None) -> None:
+Step = Callable[[Callable[[], object], list[Any]], object]
+"""Runs a hook that SGLang calls with these objects."""
+
+
+def called(hook: Callable[[], object], _: list[Any]) -> object:
+    return hook()
+
+
+def prefill(
+    capture: StepCapture, requests: list[Request], starts: list[int] | None = None, *, step: Step = called
+) -> None:
     starts = starts or [0] * len(requests)
     lengths = [len(request.origin_input_ids) - start for request, start in zip(requests, starts, strict=True)]
     batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
-    capture.read_prefill(batch, torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB))
+    hidden, logits = torch.randn(sum(lengths), WIDTH).bfloat16(), torch.randn(len(requests), VOCAB)
+    step(lambda: capture.read_prefill(batch, hidden, logits), [hidden, logits])
 
 
 def verify(
@@ -99,6 +113,8 @@ def verify(
     proposals: list[list[int]],
     accepted: list[int],
     version: int = 7,
+    *,
+    step: Step = called,
 ) -> None:
     """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
     num_nodes = 1 + len(proposals[0])
@@ -120,7 +136,6 @@ def verify(
         seq_lens=torch.tensor(positions),
         req_pool_indices=torch.arange(len(requests)),
     )
-    before = capture.before_verify(batch)
     result = SimpleNamespace(
         accept_index=index,
         accept_lens=torch.tensor(accepted) + 1,
@@ -129,7 +144,7 @@ def verify(
             next_token_logits=torch.randn(len(requests) * num_nodes, VOCAB),
         ),
     )
-    capture.after_verify(batch, before, result, version)
+    step(lambda: capture.after_verify(batch, capture.before_verify(batch), result, version), [batch, result])
     for request, chain, count in zip(requests, proposals, accepted, strict=True):
         request.output_ids += [*chain[:count], 30]
 

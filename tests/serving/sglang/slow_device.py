@@ -1,14 +1,84 @@
-"""Stands in for a GPU: what the main stream is told is done when the test says so, and the order of it all is noted."""
+"""Stands in for a GPU: what the main stream is told is done when the test says so, and waiting for it is noticed."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from serving.sglang.device import HostDevice, Mark
+
+
+class WaitedError(AssertionError):
+    """The host would have waited for the device in the midst of a step."""
+
+
+_aten = torch.ops.aten
+_WAIT = {
+    _aten._local_scalar_dense.default,
+    _aten.is_nonzero.default,
+    _aten.equal.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.repeat_interleave.Tensor,
+}
+"""They read a value, or make as many elements as the data say."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Tells tensors that stand for the device from those of the host. What makes one of the other waits.
+
+    A tensor is the device's where it was placed there, or computed from one that is. A tensor that an operator fills
+    without any data (`zeros`, `arange`) may be either's. All others are the host's, those of Python's lists too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device: dict[int, Tensor] = {}
+        self._either: dict[int, Tensor] = {}
+        self.num_operators = 0
+
+    def place(self, *objects: Any) -> None:
+        """All tensors in these, at any depth."""
+        for one in objects:
+            if isinstance(one, Tensor):
+                self._device[id(one)] = one
+            elif isinstance(one, dict | SimpleNamespace):
+                self.place(*(one if isinstance(one, dict) else vars(one)).values())
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return tensor.clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in tree_leaves((args, kwargs or {})) if isinstance(one, Tensor)]
+        on_device = [one for one in given if id(one) in self._device]
+        if on_device:
+            self.num_operators += 1
+            others = [one for one in given if id(one) not in self._device and id(one) not in self._either]
+            if any(one.dim() for one in others):
+                raise WaitedError(f"{func} mixes a tensor of the host with one of the device")
+            is_mask = func in (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default) and any(
+                one is not None and one.dtype == torch.bool for one in args[1]
+            )
+            if func in _WAIT or is_mask:
+                raise WaitedError(f"{func} needs the values of a tensor of the device")
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                if on_device:
+                    self._device[id(one)] = one
+                elif all(id(source) in self._either for source in given):
+                    self._either[id(one)] = one
+        return result
 
 
 class SlowMark:
@@ -27,9 +97,15 @@ class SlowMark:
 
 
 class SlowDevice(HostDevice):
-    """Marks hold the device's time, `now_s`. What a side stream is told is done at once."""
+    """Marks hold the device's time, `now_s`. What a side stream is told is done at once.
 
-    def __init__(self) -> None:
+    Under a `NoWaiting` it tells that one which tensors are on the device.
+    """
+
+    is_host = False
+
+    def __init__(self, watched: NoWaiting | None = None) -> None:
+        self._watched = watched
         self.now_s = 0.0
         self.log: list[str] = []
         self._beside = threading.local()
@@ -67,7 +143,15 @@ class SlowDevice(HostDevice):
 
     def to_host(self, tensor: Tensor) -> Tensor:
         self.log.append(f"{self._stream}: to host")
-        return tensor.clone()
+        if self._watched is None:
+            return tensor.clone()
+        return self._watched.to_host(tensor)
+
+    def index(self, numbers: tuple[int, ...]) -> Tensor:
+        index = super().index(numbers)
+        if self._watched is not None:
+            self._watched.place(index)
+        return index
 
     def settle(self) -> None:
         self.log.append("settle")

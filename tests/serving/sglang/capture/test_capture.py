@@ -22,6 +22,7 @@ from serving.sglang.capture.capture import ByteBudget, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.request import is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.capture.verification_rows import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
+from serving.sglang.device import HostDevice
 from serving.sglang.plugin import hooks
 from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
@@ -195,15 +196,14 @@ def test_without_room_no_request_is_captured_and_that_is_counted() -> None:
 
 def test_the_report_counts_what_was_refused_and_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
-    device = torch.device("cpu")
     pipeline = TracePipeline(
         PluginSettings(redis_url="redis://127.0.0.1:1/0", capture=True, capture_topk=KEPT, capture_unmarked=False),
         engine_id="e",
         model_key="m",
         model_dir=Path(),
         target_fingerprint="f" * 64,
-        device=device,
-        probe=DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=device),
+        device=HostDevice(),
+        probe=DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
     )
     marked, unmarked = Request([1, 2], custom_params={"slipstream": {"tenant": "t"}}), Request([3, 4])
     prefill(pipeline.capture, [marked, unmarked])

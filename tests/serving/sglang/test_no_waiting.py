@@ -1,0 +1,99 @@
+"""In the midst of a step nothing on the scheduler's thread waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.swap import SglangDraft
+from speculator.trace import Trace
+from tests.fixtures.waiting import wait_until
+from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.slow_device import NoWaiting, SlowDevice, WaitedError
+from tests.serving.sglang.test_swap import VERSIONS, FusedDraft, install_in_thread
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda found: found[[0, 1]],
+        lambda found: found[torch.tensor([0, 1])],
+        lambda found: found[found > 0],
+        lambda found: found[0].item(),
+        lambda found: bool(found.any()),
+        lambda found: found.nonzero(),
+        lambda found: found + torch.tensor([1.0, 2.0, 3.0]),
+        lambda found: torch.repeat_interleave(found, found.long()),
+    ],
+)
+def test_what_waits_is_noticed(work: Callable[[torch.Tensor], object]) -> None:
+    watched, found = NoWaiting(), torch.tensor([0.0, 1.0, 2.0])
+    watched.place(found)
+    with watched, pytest.raises(WaitedError):
+        work(found)
+
+
+def test_what_does_not_wait_goes_through() -> None:
+    watched, found = NoWaiting(), torch.tensor([0.0, 1.0, 2.0])
+    watched.place(found)
+    with watched:
+        index = torch.arange(2)
+        assert (found[index] * 2 + torch.zeros(2)).shape == (2,)
+        found[:2].copy_(torch.ones(2))
+    assert watched.num_operators > 3
+
+
+def test_capture_of_half_a_batch() -> None:
+    traces: list[Trace] = []
+    watched = NoWaiting()
+    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
+    capture = make_capture(traces, device=SlowDevice(watched), probe=probe)
+    requests = [Request([1, 2, 3], "a", custom_params={"slipstream": {"capture": False}}), Request([4, 5], "b")]
+    requests += [Request([6, 7, 8, 9], "c"), Request([1, 1], "d", custom_params={"slipstream": {"capture": False}})]
+    watched.place({name: value for name, value in vars(probe).items() if isinstance(value, torch.Tensor)})
+
+    def step(hook: Callable[[], object], objects: list[Any]) -> object:
+        watched.place(*objects)
+        with watched:
+            return hook()
+
+    def saw(rows: int) -> None:
+        output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCAB))
+        step(lambda: probe.saw_forward(output), [output])
+
+    prefill(capture, requests, step=step)
+    slots = torch.arange(4)
+    for request in requests:
+        request.output_ids += [5]
+    for lengths in ([3, 2, 4, 2], [5, 4, 6, 4]):
+        saw(4)
+        step(lambda: probe.saw_extended(slots), [slots])
+        probe.around_draft(lambda: saw(4))
+        verify(capture, requests, lengths, [[7, 8]] * 4, [1, 1, 1, 1], step=step)
+    assert watched.num_operators > 50
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    assert {trace.header.request_id for trace in traces} == {"b", "c"}
+    assert not capture.assembler.dropped
+
+
+def test_a_swap_at_a_boundary() -> None:
+    watched, model = NoWaiting(), FusedDraft(torch.nn.Parameter(torch.ones(4, 2)))
+    model.load_weights(VERSIONS[1].items())
+    device = SlowDevice(watched)
+    draft = SglangDraft(model, 1, VERSIONS.__getitem__, device=device, alone=True)
+    thread, outcome = install_in_thread(draft, 2)
+    wait_until(lambda: draft.staged_version == 2)
+    watched.place(dict(model.named_parameters()), draft.staged)
+    with watched:
+        assert draft.at_boundary(1) is not None
+    device.finish()
+    thread.join()
+    assert watched.num_operators >= 6
+    assert len(outcome) == 1
