@@ -116,7 +116,7 @@ class _Event:
 
     @property
     def is_reached(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: Any) -> float:
         return float(earlier.event.elapsed_time(self.event)) / 1000

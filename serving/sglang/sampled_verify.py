@@ -69,7 +69,7 @@ def sampled_targets(logits: Tensor, sampling_info: Any, positions: Tensor, num_n
     seeds = None if sampling_info.sampling_seed is None else of_nodes(sampling_info.sampling_seed)
     needs = (sampling_info.need_top_k_sampling, sampling_info.need_top_p_sampling, sampling_info.need_min_p_sampling)
     if any(needs):
-        drawn = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        drawn: Tensor = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
             probs,
             of_nodes(sampling_info.top_ks),
             of_nodes(sampling_info.top_ps),

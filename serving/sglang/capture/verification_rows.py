@@ -163,7 +163,10 @@ class TopTokens:
         out = self._room(logits) if self._on_host else None
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
         count = min(self._count, logits.shape[-1])
-        return _largest(logprobs, count) if self._on_host else tuple(logprobs.topk(count, -1))
+        if self._on_host:
+            return _largest(logprobs, count)
+        top = logprobs.topk(count, -1)
+        return top.values, top.indices
 
     def _room(self, logits: Tensor) -> Tensor:
         if self._memory.numel() < logits.numel():
