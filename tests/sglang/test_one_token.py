@@ -114,7 +114,8 @@ def _attend(backend: Any, num_tokens: int, *, hooked: bool) -> list[Tensor]:
     return [out, pool.keys.clone(), pool.values.clone()]
 
 
-def test_the_plugin_hooks_both() -> None:
+def test_the_plugin_hooks_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     hooked = {}
 
     def register(path: str, hook: Any, kind: HookType) -> None:

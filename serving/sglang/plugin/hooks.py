@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import pkgutil
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,7 +62,7 @@ SAMPLED_VERIFY = SglangFunction(
     "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
 )
 WALK = SglangFunction(
-    "sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func",
+    "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
     ("predicts", "accept_index", "accept_token_num", "candidates"),
 )
 """Along the target's choices through the tree of proposals."""
@@ -116,17 +117,22 @@ SGLANG_FUNCTIONS = (
     ARRIVAL,
     RELEASE,
     STEPS,
-    CPU_PLAN,
-    CPU_EXTEND,
-    CPU_DECODE,
     CHAT,
     COMPLETION,
 )
+CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
+"""A server on a GPU has no need of them."""
 
 
-def check_sglang_functions(sglang_version: str) -> None:
+def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
+    """Those that are hooked or called in a process with these variables, of which one tells SGLang to use the CPU."""
+    is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
+    return (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS) if is_cpu else SGLANG_FUNCTIONS
+
+
+def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: str) -> None:
     """Raises ConfigError, naming the first function of SGLang that is gone or takes other parameters."""
-    for used in SGLANG_FUNCTIONS:
+    for used in functions:
         try:
             function = pkgutil.resolve_name(used.path)
             parameters = tuple(inspect.signature(function).parameters)[: len(used.parameters)]
@@ -143,14 +149,14 @@ def check_sglang_functions(sglang_version: str) -> None:
 
 def check_not_hooked(registry: Any) -> None:
     """Raises ConfigError where another plugin, or this one a second time, has hooked one of these functions."""
-    for used in SGLANG_FUNCTIONS:
+    for used in functions_of():
         if registry._hooks.get(used.path):
             raise ConfigError(f"another SGLang plugin hooks {used.path}: run one of them, see SGLANG_PLUGINS")
 
 
 def check_hooked(registry: Any) -> None:
     """Raises ConfigError where a hook that was registered is not in place: SGLang logs that and goes on."""
-    for used in SGLANG_FUNCTIONS:
+    for used in functions_of():
         if registry._hooks.get(used.path) and used.path not in registry._patched:
             raise ConfigError(f"SGLang {sglang_version()} could not be hooked at {used.path}: its log says why")
 
@@ -193,7 +199,7 @@ def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
 def _check_and_hook(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    check_sglang_functions(sglang_version())
+    check_sglang_functions(functions_of(), sglang_version())
     check_not_hooked(HookRegistry)
     add_hooks(settings, HookRegistry, HookType)
 
@@ -222,8 +228,9 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(ARRIVAL, _before_arrival, "before")
     add(RELEASE, _before_release, "before")
     add(STEPS, _around_steps, "around")
-    add(CPU_PLAN, after_plan, "after")
-    add(CPU_EXTEND, around_extend, "around")
+    if CPU_PLAN in functions_of():
+        add(CPU_PLAN, after_plan, "after")
+        add(CPU_EXTEND, around_extend, "around")
     for endpoint in (CHAT, COMPLETION):
         add(endpoint, before_conversion, "before")
 

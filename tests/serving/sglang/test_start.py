@@ -213,18 +213,31 @@ def test_a_refusal_ends_the_process_with_one_line() -> None:
     assert done.stderr.splitlines()[-1].startswith("slipstream: SLIPSTREAM_CAPTURE is not usable")
 
 
-def test_a_name_of_sglang_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        hooks, "SGLANG_FUNCTIONS", (hooks.SglangFunction("json.decoder.NoSuchDecoder.decode", ("self",)),)
-    )
-    with pytest.raises(ConfigError, match=r"SGLang 9.9 has no usable json.decoder.NoSuchDecoder"):
-        hooks.check_sglang_functions("9.9")
+@pytest.mark.parametrize(
+    ("path", "parameters", "says"),
+    [
+        ("json.decoder.NoSuchDecoder.decode", ("self",), "SGLang 9.9 has no usable json.decoder.NoSuchDecoder"),
+        ("json.loads", ("text",), "json.loads takes s, expected text"),
+    ],
+)
+def test_a_name_of_sglang_that_is_gone_or_takes_something_else(
+    path: str, parameters: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        hooks.check_sglang_functions([hooks.SglangFunction(path, parameters)], "9.9")
 
 
-def test_a_name_of_sglang_that_takes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "SGLANG_FUNCTIONS", (hooks.SglangFunction("json.loads", ("text",)),))
-    with pytest.raises(ConfigError, match=r"json.loads takes s, expected text"):
-        hooks.check_sglang_functions("9.9")
+def test_a_server_on_a_gpu_needs_no_functions_of_a_cpu() -> None:
+    on_cpu = hooks.functions_of({"SGLANG_USE_CPU_ENGINE": "1"})
+    assert set(on_cpu) - set(hooks.functions_of({})) == set(hooks.CPU_FUNCTIONS)
+
+
+def test_a_hook_that_sglang_could_not_put_in_place_is_named() -> None:
+    paths = [hooks.VERIFY.path, hooks.STEP.path]
+    registered = {path: [object()] for path in paths}
+    hooks.check_hooked(SimpleNamespace(_hooks=registered, _patched=set(paths)))
+    with pytest.raises(ConfigError, match=r"could not be hooked at .*forward_batch_generation"):
+        hooks.check_hooked(SimpleNamespace(_hooks=registered, _patched=set(paths[:1])))
 
 
 def test_another_plugin_on_the_same_names() -> None:
