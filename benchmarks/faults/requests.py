@@ -39,7 +39,7 @@ MALFORMED: tuple[bytes, ...] = (
             {**_GOOD, "temperature": 1e400},
             {**_GOOD, "temperature": -1},
             {**_GOOD, "top_p": 0},
-            {**_GOOD, "max_tokens": -1},
+            {**_GOOD, "max_tokens": -2},
             {**_GOOD, "max_tokens": 2**70},
             {**_GOOD, "n": 0},
             {**_GOOD, "stop": [1]},
