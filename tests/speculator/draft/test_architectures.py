@@ -1,0 +1,96 @@
+"""Targets for which SGLang serves EAGLE-3, by config.json alone: the draft's shapes, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculator.draft.eagle3 import DraftConfig, aux_layer_ids
+from speculator.errors import ConfigError, DraftMismatchError
+from speculator.target_folder import read_config
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 512, "max_window_layers": 14},
+    "Qwen3ForCausalLM": {"head_dim": 16, "rope_theta": 1_000_000, "sliding_window": None},
+    "Qwen3MoeForCausalLM": {"head_dim": 16, "num_experts": 8, "decoder_sparse_step": 1, **MIXTURE},
+    "Qwen3NextForCausalLM": {"head_dim": 32, "num_experts": 8, "full_attention_interval": 4, **MIXTURE},
+    "GptOssForCausalLM": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 8,
+        "sliding_window": 128,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0},
+    },
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        **MIXTURE,
+    },
+    "Glm4MoeForCausalLM": {"head_dim": 16, "partial_rotary_factor": 0.5, "n_routed_experts": 8, **MIXTURE},
+    "MiniMaxM2ForCausalLM": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8},
+    "Gemma3ForCausalLM": {"head_dim": 32, "rope_local_base_freq": 10_000, "sliding_window": 64},
+    "Exaone4ForCausalLM": {"sliding_window": 64, "sliding_window_pattern": "LLLG"},
+    "ApertusForCausalLM": {"hidden_act": "xielu", "qk_norm": True},
+    "MistralForCausalLM": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e8, "rope_type": "default"}},
+}
+NESTED = {"vision_config": {"hidden_size": 32}, "text_config": LLAMA}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Llama4ForConditionalGeneration": (NESTED, "in vision_config"),
+    "Qwen2_5_VLForConditionalGeneration": ({"text_config": LLAMA, "vision_config": {"depth": 4}}, "in text_config"),
+    "KimiK25ForConditionalGeneration": ({"text_config": {**LLAMA, **MIXTURE}}, "models that read more than text"),
+    "OPTForCausalLM": (
+        {key: value for key, value in LLAMA.items() if key != "intermediate_size"} | {"ffn_dim": 224},
+        "intermediate_size",
+    ),
+}
+
+
+def written(folder: Path, architecture: str, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_draft_of_each_architecture_fits_its_target(architecture: str, tmp_path: Path) -> None:
+    given = LLAMA | ARCHITECTURES[architecture]
+    target = read_config(written(tmp_path, architecture, given))
+    draft = DraftConfig.for_target(target, draft_vocab_size=32)
+    assert (draft.hidden_size, draft.vocab_size, draft.max_position_embeddings) == (64, 128, 512)
+    assert (draft.draft_vocab_size, draft.intermediate_size) == (32, 224), "of a mixture what its dense layers have"
+    assert draft.num_attention_heads % draft.num_key_value_heads == 0
+    assert draft.head_dim == given.get("head_dim", 8)
+    assert draft.rope_theta == given.get("rope_parameters", given)["rope_theta"]
+    assert aux_layer_ids(target["num_hidden_layers"]) == (2, 8, 13), "as SGLang captures them by default"
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_has_no_draft_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    config, says = REFUSED[architecture]
+    with pytest.raises(ConfigError, match=says):
+        read_config(written(tmp_path, architecture, config))
+
+
+def test_a_target_with_too_few_layers_is_refused() -> None:
+    with pytest.raises(DraftMismatchError, match="at least 8"):
+        aux_layer_ids(7)
