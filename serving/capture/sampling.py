@@ -1,11 +1,12 @@
 """How much of the traffic is captured: all of it while Redis and the trainer keep up, less before anything is lost.
 
-Three figures each ask for a share of the traces, and the smallest share counts:
+Figures each ask for a share of the traces, and the smallest share counts:
 
 * stream: bytes that nobody has acked, of the stream's cap. At the cap the oldest go, and are lost;
 * memory: what Redis uses, of its `maxmemory`. There it refuses every write, of the draft pointer as well;
 * trainer: how long it needs for what waits, at the speed at which it takes traces while some wait. What it would learn
-  from in ten minutes is stale by then.
+  from in ten minutes is stale by then;
+* buffer: what running requests hold in the engine's memory, where that is bounded.
 
 Each share falls from 1 to the floor as floor^x while its figure rises from one bound to the other (x from 0 to 1). The
 share settles where as much is captured as is taken. Because it falls by a factor and not by an amount, how fast it
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     # The command line needs the default floor, and no Redis client for it.
     from speculator.redis.stream_accounting import StreamLag
 
-SAMPLING_REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer")
+SAMPLING_REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer", "sampled_buffer")
 """Why sampling leaves a trace out: the figure that asks for the smallest share."""
 
 DEFAULT_FLOOR = 0.01
@@ -39,6 +40,7 @@ LOOK_EVERY_S = 1.0
 _STREAM = (0.3, 0.8)
 _MEMORY = (0.7, 0.9)
 _TRAINER_S = (60.0, 300.0)
+_BUFFER = (0.5, 0.9)
 _SPEED_OVER_S = 30.0
 """A trainer that steps, publishes and gates takes nothing for seconds; one that takes nothing for longer is slow."""
 _LEAST_WATCHED_S = 25.0
@@ -71,20 +73,38 @@ class CaptureSampler:
         *,
         floor: float,
         at_start: bool = False,
+        buffer_share: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`at_start`: it is drawn as an answer begins, where following it costs something, and not at its end."""
+        """`at_start`: it is drawn as an answer begins, where following it costs something, and not at its end.
+
+        `buffer_share` says how full the engine's buffer is, at the moment.
+        """
         self._open_stream, self._floor, self._at_start = open_stream, floor, at_start
+        self._buffer_share = buffer_share
         self._clock, self._rng = clock, rng or random.Random()
-        self.share, self.reason = 1.0, SAMPLING_REASONS[0]
-        """`reason` says which of SAMPLING_REASONS decided the share last."""
+        self._looked_at = 1.0, SAMPLING_REASONS[0]
+        """The smallest share of the last look, and which of SAMPLING_REASONS asked for it."""
         self._stream: WatchedStream | None = None
         self._looked_s = -math.inf
         self._last: tuple[int, int, float] | None = None
         """Entries that waited, entries that trainers had ever taken, and when that was."""
         self._watched_s = self._num_taken = 0.0
         """While entries waited: seconds, and what trainers took in them; of the last _SPEED_OVER_S, older ones fade."""
+
+    @property
+    def share(self) -> float:
+        return self._now[0]
+
+    @property
+    def reason(self) -> str:
+        """Which of SAMPLING_REASONS decides the share."""
+        return self._now[1]
+
+    @property
+    def _now(self) -> tuple[float, str]:
+        return min(self._looked_at, (self._floor ** _position(self._buffer_share(), _BUFFER), "sampled_buffer"))
 
     def follows(self) -> bool:
         """Whether to follow an answer that begins now."""
@@ -122,8 +142,8 @@ class CaptureSampler:
             _position(memory_share or 0.0, _MEMORY),
             _position(self._delay_s(lag.undelivered), _TRAINER_S),
         )
-        highest, self.reason = max(zip(positions, SAMPLING_REASONS, strict=True), key=lambda one: one[0])
-        self.share = self._floor**highest
+        highest, reason = max(zip(positions, SAMPLING_REASONS[:3], strict=True), key=lambda one: one[0])
+        self._looked_at = self._floor**highest, reason
 
     def _measure_trainer(self, lag: StreamLag, now_s: float) -> None:
         taken = lag.acked + lag.pending

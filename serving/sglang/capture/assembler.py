@@ -5,8 +5,8 @@ waits for the copies, reduces logits that came whole, grows the spans, and build
 the verifications of a moment together: each time it wakes, the two threads ask each other for the interpreter.
 
 Copies count as held until they are reduced, the rows of a span until its request has ended. With more than
-`buffer_bytes` no request is opened, and those that run are dropped; with much in the queue the assembler is behind, and
-the scheduler's thread reduces logits itself.
+`buffer_bytes` no request is opened, and the newest of those that run are dropped and freed until the others have room.
+With much in the queue the assembler is behind, and the scheduler's thread reduces logits itself.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from speculator.trace import Trace
 from speculator.tracing import record
 
 log = structlog.get_logger(__name__)
+_ROOM = 0.9
+"""Share of the buffer down to which spans are dropped once it is full: not another one with every step."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class TraceAssembler:
         """Of queued copies and the rows of open spans; of the copies alone."""
         self.target_version = 0
         """Set when a new target is announced: what was begun under another is not recorded."""
+        self._spans: dict[Ticket, RequestSpan] = {}
+        """Of running requests, those that began first in front."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Requests that were captured and whose trace was not made, by reason."""
         self._thread = threading.Thread(target=self._run, name="slipstream-assembler", daemon=True)
@@ -114,6 +118,11 @@ class TraceAssembler:
     def has_room(self) -> bool:
         """Whether another request may be captured."""
         return self.held_bytes <= self._buffer_bytes
+
+    @property
+    def held_share(self) -> float:
+        """Of the buffer."""
+        return self.held_bytes / self._buffer_bytes
 
     @property
     def is_behind(self) -> bool:
@@ -214,6 +223,7 @@ class TraceAssembler:
             span = ticket.growing
             if span is None:
                 continue
+            self._spans.setdefault(ticket, span)
             before = span.num_bytes
             try:
                 for round_ in rounds:
@@ -224,22 +234,35 @@ class TraceAssembler:
             num_bytes += span.num_bytes - before
         with self._lock:
             self.held_bytes += num_bytes
-            too_much = not self.has_room
-        if too_much:
-            # The newest pay: what runs now. New requests are not opened until there is room again.
-            for ticket, _, _ in additions:
-                ticket.dropped = ticket.dropped or "buffer_full"
+            is_full = not self.has_room
+        if is_full:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """What began first has cost most and is over soonest."""
+        for ticket, span in reversed(list(self._spans.items())):
+            if self.held_share <= _ROOM:
+                return
+            ticket.dropped = ticket.dropped or "buffer_full"
+            self._free(ticket, span)
+
+    def _free(self, ticket: Ticket, span: RequestSpan) -> None:
+        self._spans.pop(ticket, None)
+        with self._lock:
+            self.held_bytes -= span.num_bytes
+        span.clear()
 
     def _take_end(self, end: _End) -> None:
         ticket, span = end.ticket, end.ticket.span
         assert span is not None
         ticket.span = None
-        with self._lock:
-            self.held_bytes -= span.num_bytes
         if span.target_version != self.target_version:
             ticket.dropped = ticket.dropped or "target_moved"
-        if not ticket.dropped:
-            self._build(ticket, span, end.tokens)
+        try:
+            if not ticket.dropped:
+                self._build(ticket, span, end.tokens)
+        finally:
+            self._free(ticket, span)
 
     def _build(self, ticket: Ticket, span: RequestSpan, tokens: list[int]) -> None:
         started_s = time.perf_counter()

@@ -276,7 +276,12 @@ class TracePipeline:
         budget = ByteBudget(settings.capture_bytes_per_s)
         sampler = None
         if settings.capture_floor < 1:
-            sampler = CaptureSampler(open_stream, floor=settings.capture_floor, at_start=True)
+            sampler = CaptureSampler(
+                open_stream,
+                floor=settings.capture_floor,
+                at_start=True,
+                buffer_share=lambda: self._assembler.held_share,
+            )
         keep = CaptureFilter.load(settings.capture_filter, model_dir)
         self._recorder = TraceRecorder(
             open_stream,

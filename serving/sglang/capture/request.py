@@ -172,6 +172,10 @@ class RequestSpan:
         self.num_bytes += rows.features.nbytes + rows.topk_ids.nbytes + rows.topk_logprobs.nbytes
         self.is_cut = rows.end - self.request.num_prompt_tokens >= MAX_COMPLETION_TOKENS
 
+    def clear(self) -> None:
+        """Drop what was captured."""
+        self.rows, self.rounds, self.num_bytes = [], [], 0
+
     def add_round(self, round_: Round) -> None:
         if not self.is_cut:
             self.rounds.append(round_)

@@ -32,6 +32,7 @@ class Figures:
     undelivered: int = 0
     taken: int = 100
     share_of_memory: float | None = None
+    share_of_buffer: float = 0.0
     now_s: float = 0.0
     max_bytes: int = 512 * MIB
 
@@ -48,7 +49,12 @@ class Figures:
 
     def sampler(self, *, at_start: bool = False) -> CaptureSampler:
         return CaptureSampler(
-            lambda: self, floor=FLOOR, clock=lambda: self.now_s, rng=random.Random(0), at_start=at_start
+            lambda: self,
+            floor=FLOOR,
+            clock=lambda: self.now_s,
+            rng=random.Random(0),
+            at_start=at_start,
+            buffer_share=lambda: self.share_of_buffer,
         )
 
 
@@ -77,6 +83,19 @@ def test_a_redis_that_fills_asks_for_less_and_the_smallest_share_counts() -> Non
     assert share_of(Figures(share_of_memory=0.8)) == (pytest.approx(FLOOR**0.5), "sampled_memory")
     assert share_of(Figures(share_of_memory=0.95))[0] == pytest.approx(FLOOR)
     assert share_of(Figures(share_of_memory=0.95, unacked_bytes=0.4 * 512 * MIB))[1] == "sampled_memory"
+
+
+def test_a_buffer_that_fills_asks_for_less_at_once_whatever_redis_says() -> None:
+    seen = Figures(unacked_bytes=0.31 * 512 * MIB)
+    sampler = seen.sampler(at_start=True)
+    sampler.look()
+    share = sampler.share
+    assert (FLOOR < share < 1, sampler.reason) == (True, "sampled_stream")
+    seen.share_of_buffer = 0.7
+    assert (sampler.share, sampler.reason) == (pytest.approx(FLOOR**0.5), "sampled_buffer")
+    assert 0 < sum(sampler.follows() for _ in range(100)) < 30
+    seen.share_of_buffer = 0.5
+    assert sampler.share == share
 
 
 def test_a_trainer_that_stops_is_noticed_and_so_is_its_return() -> None:

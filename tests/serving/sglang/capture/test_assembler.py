@@ -141,6 +141,29 @@ def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() 
     assert [trace.header.request_id for trace in traces] == ["small"]
 
 
+def test_a_full_buffer_costs_the_newest_requests_and_their_memory_is_free_at_once() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces, buffer_bytes=3000, context_window=64)
+    requests = [Request(list(range(1, 61)), name) for name in "abcde"]
+    for request in requests:
+        prefill(capture, [request])
+        wait_until(lambda: capture.assembler.queued_bytes == 0)
+        request.output_ids = [10]
+    running = [request for request in requests if request.rid not in {"d", "e"}]
+    verify(capture, running, [60] * 3, [[21, 22]] * 3, [1] * 3)
+    wait_until(lambda: capture.assembler.queued_bytes == 0)
+    assert capture.assembler.held_share <= 1
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    kept = [trace.header.request_id for trace in traces]
+    assert kept == [request.rid for request in requests[: len(kept)]], "those that began first"
+    assert 0 < len(kept) < len(requests)
+    lost = capture.assembler.dropped + capture.refused
+    assert lost == {"buffer_full": len(requests) - len(kept)}
+    assert capture.assembler.held_bytes == 0
+
+
 def test_what_was_begun_under_another_target_is_not_recorded() -> None:
     traces: list[Trace] = []
     capture = make_capture(traces)
