@@ -115,6 +115,8 @@ def test_gpus_are_reserved_with_sglang_and_only_there() -> None:
     apart = load(GPU, {**ENV, "SLIPSTREAM_TRAINER_GPU": "1"})["services"]
     reserved = {name: devices(service)[0]["device_ids"] for name, service in apart.items() if devices(service)}
     assert reserved == {"sglang": ["0"], "trainer": ["1"]}
+    # SGLang takes a fraction of what is free on a card that both share.
+    assert apart["trainer"]["depends_on"]["sglang"] == {"condition": "service_healthy"}
     assert not any(devices(service) for service in load(CPU, ENV)["services"].values())
 
 
@@ -122,7 +124,8 @@ def test_the_cpu_variant_serves_with_the_local_engine() -> None:
     services = load(CPU, ENV)["services"]
     assert services.keys() == {"redis", "init", "gateway", "trainer", "prometheus", "grafana"}
     assert argv(services["gateway"]["command"])[:3] == ["serve", "--engine", "local"]
-    assert services["gateway"]["depends_on"].keys() == {"init", "redis"}
+    for name in ("gateway", "trainer"):
+        assert services[name]["depends_on"].keys() == {"init", "redis"}
     assert services["gateway"]["secrets"] == ["redis_engine", "gateway_admin", "gateway_keys"]
 
 

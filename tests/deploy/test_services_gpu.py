@@ -108,7 +108,7 @@ def test_it_outlives_sglang(machine: _WithStandIn, pointer: DraftPointer) -> Non
     machine.up("sglang")
     assert httpx.post(url, json=BODY, headers=key).content == WHOLE
     pointer.report_engine("sglang", {"version": 7})
-    wait_until(lambda: ready(machine)["draft_version"] == 7)
+    wait_until(lambda: ready(machine).get("draft_version") == 7)
 
 
 def test_down(machine: _WithStandIn) -> None:
