@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
 
-from serving.sglang.plugin import hooks
+from serving.sglang.plugin import contract, hooks
 from serving.sglang.settings import PluginSettings
 from tests.sglang.ops import sgl_kernel as ops
 
@@ -122,8 +122,8 @@ def test_the_plugin_hooks_both(monkeypatch: pytest.MonkeyPatch) -> None:
         hooked[path] = kind, hook
 
     hooks.add_hooks(PluginSettings(), SimpleNamespace(register=register), HookType)
-    assert hooked[hooks.CPU_PLAN.path] == (HookType.AFTER, hooks.after_plan)
-    assert hooked[hooks.CPU_EXTEND.path] == (HookType.AROUND, hooks.around_extend)
+    assert hooked[contract.CPU_PLAN.path] == (HookType.AFTER, hooks.after_plan)
+    assert hooked[contract.CPU_EXTEND.path] == (HookType.AROUND, hooks.around_extend)
 
 
 def test_one_token_attends_as_plain_decoding_does_and_several_as_before() -> None:

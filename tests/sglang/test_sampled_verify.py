@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
-from serving.sglang.plugin import hooks
+from serving.sglang.plugin import contract, hooks
 from serving.sglang.sampled_verify import SampledVerify, sampled_targets
 from tests.sglang.ops.sgl_kernel.tree import verify_tree_greedy_cpu
 
@@ -185,4 +185,4 @@ def test_both_hooks_are_registered() -> None:
             registered.append(target)
 
     hooks.add_hooks(hooks.load_settings(), Registry, HookType)
-    assert {hooks.SAMPLED_VERIFY.path, hooks.WALK.path} <= set(registered)
+    assert {contract.SAMPLED_VERIFY.path, contract.WALK.path} <= set(registered)

@@ -1,18 +1,13 @@
-"""The plugin's hooks into SGLang: which functions, what each hook does, and the check that they still fit.
+"""The plugin's hooks into SGLang: what each of them does.
 
 SGLang calls `register` early in each of its processes. Without SLIPSTREAM_ENABLED=1 nothing happens. With it, either
-all hooks are in place or the server does not start. SGLang only logs a hook that it cannot apply, so
-`check_sglang_functions` runs before and raises.
+all hooks are in place or the server does not start (serving/sglang/plugin/contract.py).
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
-import pkgutil
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping
 from typing import Any, Literal
 
 import structlog
@@ -28,137 +23,40 @@ from serving.sglang.plugin.checks import (
     resolved,
     sglang_version,
 )
+from serving.sglang.plugin.contract import (
+    ARRIVAL,
+    ATTACH,
+    CHAT,
+    CHECK_ARGS,
+    COMPLETION,
+    CPU_EXTEND,
+    CPU_PLAN,
+    DRAFT,
+    EXTEND_DECODE,
+    EXTEND_GRAPH,
+    EXTEND_PREFILL,
+    RELEASE,
+    SAMPLE,
+    SAMPLED_VERIFY,
+    SGLANG_RECORDS,
+    SPECULATIVE_ARGS,
+    STEP,
+    STEPS,
+    TREE,
+    VERIFIED,
+    VERIFY,
+    WALK,
+    SglangFunction,
+    check_hooked,
+    check_not_hooked,
+    check_sglang_functions,
+    check_sglang_records,
+    functions_of,
+)
 from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
-from speculator.errors import ConfigError
 
-_WORKER = "sglang.srt.speculative.eagle_worker_v2"
-_EAGLE = f"{_WORKER}.EAGLEWorkerV2"
-_DRAFT = f"{_WORKER}.EagleDraftWorker"
 Kind = Literal["before", "after", "around"]
-
-
-@dataclass(frozen=True)
-class SglangFunction:
-    """A function of SGLang and the parameters, in order, that a hook relies on."""
-
-    path: str
-    parameters: tuple[str, ...]
-
-
-CHECK_ARGS = SglangFunction("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
-SPECULATIVE_ARGS = SglangFunction(
-    "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)
-)
-ATTACH = SglangFunction(f"{_EAGLE}.init_cuda_graphs", ("self",))
-STEP = SglangFunction(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
-SAMPLE = SglangFunction(
-    "sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch")
-)
-"""After a prefill; it works in the memory of the logits."""
-VERIFY = SglangFunction(f"{_EAGLE}.verify", ("self", "batch"))
-VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
-SAMPLED_VERIFY = SglangFunction(
-    "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
-)
-WALK = SglangFunction(
-    "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
-    ("predicts", "accept_index", "accept_token_num", "candidates"),
-)
-"""Along the target's choices through the tree of proposals."""
-DRAFT = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
-EXTEND_PREFILL = SglangFunction(
-    f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
-)
-EXTEND_DECODE = SglangFunction(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
-SKIP_EXTEND = SglangFunction(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
-"""Called, not hooked: what SGLang puts in the place of the draft's reading."""
-TREE = SglangFunction(f"{_WORKER}.organize_draft_results", ("score_list",))
-EXTEND_GRAPH = SglangFunction(
-    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
-    ("self", "forward_batch"),
-)
-ARRIVAL = SglangFunction(
-    "sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", ("self", "req")
-)
-"""Where SGLang itself keeps prefixes apart."""
-RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
-STEPS = SglangFunction(
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
-)
-_AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
-_ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
-CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
-CPU_EXTEND = SglangFunction(f"{_AMX}.forward_extend", _ATTEND)
-CPU_DECODE = SglangFunction(f"{_AMX}.forward_decode", _ATTEND)
-"""Called, not hooked."""
-_OPENAI = "sglang.srt.entrypoints.openai"
-_CONVERTED = ("self", "request", "raw_request")
-CHAT = SglangFunction(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
-COMPLETION = SglangFunction(
-    f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED
-)
-SGLANG_FUNCTIONS = (
-    CHECK_ARGS,
-    SPECULATIVE_ARGS,
-    ATTACH,
-    STEP,
-    SAMPLE,
-    VERIFY,
-    VERIFIED,
-    SAMPLED_VERIFY,
-    WALK,
-    DRAFT,
-    EXTEND_PREFILL,
-    EXTEND_DECODE,
-    SKIP_EXTEND,
-    TREE,
-    EXTEND_GRAPH,
-    ARRIVAL,
-    RELEASE,
-    STEPS,
-    CHAT,
-    COMPLETION,
-)
-CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
-"""A server on a GPU has no need of them."""
-
-
-def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
-    """Those that are hooked or called in a process with these variables, of which one tells SGLang to use the CPU."""
-    is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
-    return (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS) if is_cpu else SGLANG_FUNCTIONS
-
-
-def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: str) -> None:
-    """Raises ConfigError, naming the first function of SGLang that is gone or takes other parameters."""
-    for used in functions:
-        try:
-            function = pkgutil.resolve_name(used.path)
-            parameters = tuple(inspect.signature(function).parameters)[: len(used.parameters)]
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"SGLang {sglang_version} has no usable {used.path} ({error}): install sglang==0.5.23"
-            ) from error
-        if parameters != used.parameters:
-            raise ConfigError(
-                f"SGLang {sglang_version}: {used.path} takes {', '.join(parameters)}, expected "
-                f"{', '.join(used.parameters)}: install sglang==0.5.23"
-            )
-
-
-def check_not_hooked(registry: Any) -> None:
-    """Raises ConfigError where another plugin, or this one a second time, has hooked one of these functions."""
-    for used in functions_of():
-        if registry._hooks.get(used.path):
-            raise ConfigError(f"another SGLang plugin hooks {used.path}: run one of them, see SGLANG_PLUGINS")
-
-
-def check_hooked(registry: Any) -> None:
-    """Raises ConfigError where a hook that was registered is not in place: SGLang logs that and goes on."""
-    for used in functions_of():
-        if registry._hooks.get(used.path) and used.path not in registry._patched:
-            raise ConfigError(f"SGLang {sglang_version()} could not be hooked at {used.path}: its log says why")
 
 
 _runtimes: dict[int, Any] = {}
@@ -200,6 +98,7 @@ def _check_and_hook(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_sglang_functions(functions_of(), sglang_version())
+    check_sglang_records(SGLANG_RECORDS, sglang_version())
     check_not_hooked(HookRegistry)
     add_hooks(settings, HookRegistry, HookType)
 

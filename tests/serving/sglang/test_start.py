@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import redis
 import structlog
 
-from serving.sglang.plugin import hooks
+from serving.sglang.plugin import contract, hooks
 from serving.sglang.plugin.checks import check_draft_options, check_server
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
@@ -224,27 +225,36 @@ def test_a_name_of_sglang_that_is_gone_or_takes_something_else(
     path: str, parameters: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        hooks.check_sglang_functions([hooks.SglangFunction(path, parameters)], "9.9")
+        contract.check_sglang_functions([contract.SglangFunction(path, parameters)], "9.9")
+
+
+def test_a_class_of_sglang_that_lacks_a_field() -> None:
+    known = contract.SglangRecord("serving.engine.CapturePolicy", ("tenant", "domain"))
+    contract.check_sglang_records([known], "9.9")
+    with pytest.raises(ConfigError, match=r"serving.engine.CapturePolicy has no color, size: install sglang=="):
+        contract.check_sglang_records([dataclasses.replace(known, fields=("tenant", "color", "size"))], "9.9")
+    with pytest.raises(ConfigError, match=r"no usable serving.engine.Nobody"):
+        contract.check_sglang_records([dataclasses.replace(known, path="serving.engine.Nobody")], "9.9")
 
 
 def test_a_server_on_a_gpu_needs_no_functions_of_a_cpu() -> None:
-    on_cpu = hooks.functions_of({"SGLANG_USE_CPU_ENGINE": "1"})
-    assert set(on_cpu) - set(hooks.functions_of({})) == set(hooks.CPU_FUNCTIONS)
+    on_cpu = contract.functions_of({"SGLANG_USE_CPU_ENGINE": "1"})
+    assert set(on_cpu) - set(contract.functions_of({})) == set(contract.CPU_FUNCTIONS)
 
 
 def test_a_hook_that_sglang_could_not_put_in_place_is_named() -> None:
-    paths = [hooks.VERIFY.path, hooks.STEP.path]
+    paths = [contract.VERIFY.path, contract.STEP.path]
     registered = {path: [object()] for path in paths}
-    hooks.check_hooked(SimpleNamespace(_hooks=registered, _patched=set(paths)))
+    contract.check_hooked(SimpleNamespace(_hooks=registered, _patched=set(paths)))
     with pytest.raises(ConfigError, match=r"could not be hooked at .*forward_batch_generation"):
-        hooks.check_hooked(SimpleNamespace(_hooks=registered, _patched=set(paths[:1])))
+        contract.check_hooked(SimpleNamespace(_hooks=registered, _patched=set(paths[:1])))
 
 
 def test_another_plugin_on_the_same_names() -> None:
-    registry = SimpleNamespace(_hooks={hooks.VERIFY.path: [object()]})
+    registry = SimpleNamespace(_hooks={contract.VERIFY.path: [object()]})
     with pytest.raises(ConfigError, match=r"another SGLang plugin hooks .*verify"):
-        hooks.check_not_hooked(registry)
-    hooks.check_not_hooked(SimpleNamespace(_hooks={}))
+        contract.check_not_hooked(registry)
+    contract.check_not_hooked(SimpleNamespace(_hooks={}))
 
 
 def test_a_second_server_under_the_same_name(redis_url: str, redis_client: redis.Redis) -> None:

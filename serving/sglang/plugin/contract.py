@@ -1,0 +1,199 @@
+"""What the plugin relies on in SGLang: functions that it hooks or calls, and fields of what they hand over.
+
+SGLang's plugin interface names no function, and none of these is public. So every start proves that all of them are
+there before any weights load, and that SGLang has put every hook in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serving.sglang.plugin.checks import sglang_version
+from speculator.errors import ConfigError
+
+_WORKER = "sglang.srt.speculative.eagle_worker_v2"
+_EAGLE = f"{_WORKER}.EAGLEWorkerV2"
+_DRAFT = f"{_WORKER}.EagleDraftWorker"
+
+
+@dataclass(frozen=True)
+class SglangFunction:
+    """A function of SGLang and the parameters, in order, that a hook relies on."""
+
+    path: str
+    parameters: tuple[str, ...]
+
+
+CHECK_ARGS = SglangFunction("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
+SPECULATIVE_ARGS = SglangFunction(
+    "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)
+)
+ATTACH = SglangFunction(f"{_EAGLE}.init_cuda_graphs", ("self",))
+STEP = SglangFunction(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
+SAMPLE = SglangFunction(
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch")
+)
+"""After a prefill; it works in the memory of the logits."""
+VERIFY = SglangFunction(f"{_EAGLE}.verify", ("self", "batch"))
+VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
+SAMPLED_VERIFY = SglangFunction(
+    "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
+)
+WALK = SglangFunction(
+    "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
+    ("predicts", "accept_index", "accept_token_num", "candidates"),
+)
+"""Along the target's choices through the tree of proposals."""
+DRAFT = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
+EXTEND_PREFILL = SglangFunction(
+    f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
+)
+EXTEND_DECODE = SglangFunction(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
+SKIP_EXTEND = SglangFunction(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
+"""Called, not hooked: what SGLang puts in the place of the draft's reading."""
+TREE = SglangFunction(f"{_WORKER}.organize_draft_results", ("score_list",))
+EXTEND_GRAPH = SglangFunction(
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
+    ("self", "forward_batch"),
+)
+ARRIVAL = SglangFunction(
+    "sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", ("self", "req")
+)
+"""Where SGLang itself keeps prefixes apart."""
+RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
+STEPS = SglangFunction(
+    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
+)
+_AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
+_ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
+CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
+CPU_EXTEND = SglangFunction(f"{_AMX}.forward_extend", _ATTEND)
+CPU_DECODE = SglangFunction(f"{_AMX}.forward_decode", _ATTEND)
+"""Called, not hooked."""
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CONVERTED = ("self", "request", "raw_request")
+CHAT = SglangFunction(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
+COMPLETION = SglangFunction(
+    f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED
+)
+SGLANG_FUNCTIONS = (
+    CHECK_ARGS,
+    SPECULATIVE_ARGS,
+    ATTACH,
+    STEP,
+    SAMPLE,
+    VERIFY,
+    VERIFIED,
+    SAMPLED_VERIFY,
+    WALK,
+    DRAFT,
+    EXTEND_PREFILL,
+    EXTEND_DECODE,
+    SKIP_EXTEND,
+    TREE,
+    EXTEND_GRAPH,
+    ARRIVAL,
+    RELEASE,
+    STEPS,
+    CHAT,
+    COMPLETION,
+)
+CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
+"""A server on a GPU has no need of them."""
+
+
+def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
+    """Those that are hooked or called in a process with these variables, of which one tells SGLang to use the CPU."""
+    is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
+    return (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS) if is_cpu else SGLANG_FUNCTIONS
+
+
+@dataclass(frozen=True)
+class SglangRecord:
+    """A class of SGLang and those of its fields that the plugin reads."""
+
+    path: str
+    fields: tuple[str, ...]
+
+
+SGLANG_RECORDS = (
+    SglangRecord(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        (
+            *("reqs", "forward_mode", "is_extend_in_batch", "spec_info", "sampling_info"),
+            *("seq_lens", "req_pool_indices", "prefix_lens", "extend_lens"),
+        ),
+    ),
+    SglangRecord(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        ("logits_output", "next_draft_input", "accept_index", "accept_lens"),
+    ),
+    SglangRecord("sglang.srt.layers.logits_processor.LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
+    SglangRecord(
+        "sglang.srt.speculative.eagle_info.EagleVerifyInput",
+        ("draft_token", "draft_token_num", "topk", "positions", "retrieve_next_token", "retrieve_next_sibling"),
+    ),
+    SglangRecord(
+        "sglang.srt.speculative.eagle_info.EagleDraftInput",
+        ("bonus_tokens", "num_tokens_per_req", "num_tokens_for_logprob_per_req"),
+    ),
+    SglangRecord(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
+        (
+            *("is_all_greedy", "temperatures", "top_ks", "top_ps", "min_ps", "sampling_seed"),
+            *("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling"),
+        ),
+    ),
+)
+
+
+def check_sglang_records(records: Sequence[SglangRecord], sglang_version: str) -> None:
+    """Raises ConfigError, naming the first class of SGLang that is gone or lacks a field."""
+    for used in records:
+        try:
+            known = {field.name for field in dataclasses.fields(pkgutil.resolve_name(used.path))}
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"SGLang {sglang_version} has no usable {used.path} ({error}): install sglang==0.5.23"
+            ) from error
+        if missing := [name for name in used.fields if name not in known]:
+            raise ConfigError(
+                f"SGLang {sglang_version}: {used.path} has no {', '.join(missing)}: install sglang==0.5.23"
+            )
+
+
+def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: str) -> None:
+    """Raises ConfigError, naming the first function of SGLang that is gone or takes other parameters."""
+    for used in functions:
+        try:
+            function = pkgutil.resolve_name(used.path)
+            parameters = tuple(inspect.signature(function).parameters)[: len(used.parameters)]
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"SGLang {sglang_version} has no usable {used.path} ({error}): install sglang==0.5.23"
+            ) from error
+        if parameters != used.parameters:
+            raise ConfigError(
+                f"SGLang {sglang_version}: {used.path} takes {', '.join(parameters)}, expected "
+                f"{', '.join(used.parameters)}: install sglang==0.5.23"
+            )
+
+
+def check_not_hooked(registry: Any) -> None:
+    """Raises ConfigError where another plugin, or this one a second time, has hooked one of these functions."""
+    for used in functions_of():
+        if registry._hooks.get(used.path):
+            raise ConfigError(f"another SGLang plugin hooks {used.path}: run one of them, see SGLANG_PLUGINS")
+
+
+def check_hooked(registry: Any) -> None:
+    """Raises ConfigError where a hook that was registered is not in place: SGLang logs that and goes on."""
+    for used in functions_of():
+        if registry._hooks.get(used.path) and used.path not in registry._patched:
+            raise ConfigError(f"SGLang {sglang_version()} could not be hooked at {used.path}: its log says why")
