@@ -104,7 +104,8 @@ class CaptureSampler:
 
     @property
     def _now(self) -> tuple[float, str]:
-        return min(self._looked_at, (self._floor ** _position(self._buffer_share(), _BUFFER), "sampled_buffer"))
+        of_buffer = self._floor ** _position(self._buffer_share(), _BUFFER)
+        return (of_buffer, "sampled_buffer") if of_buffer < self._looked_at[0] else self._looked_at
 
     def follows(self) -> bool:
         """Whether to follow an answer that begins now."""

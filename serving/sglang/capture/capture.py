@@ -274,13 +274,20 @@ class TracePipeline:
         # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         budget = ByteBudget(settings.capture_bytes_per_s)
+        self._assembler = assembler = TraceAssembler(
+            settings,
+            engine_id=engine_id,
+            target_fingerprint=target_fingerprint,
+            device=device,
+            on_trace=lambda trace: self._recorder.submit(trace),
+        )
         sampler = None
         if settings.capture_floor < 1:
             sampler = CaptureSampler(
                 open_stream,
                 floor=settings.capture_floor,
                 at_start=True,
-                buffer_share=lambda: self._assembler.held_share,
+                buffer_share=lambda: assembler.held_share,
             )
         keep = CaptureFilter.load(settings.capture_filter, model_dir)
         self._recorder = TraceRecorder(
@@ -292,16 +299,7 @@ class TracePipeline:
             ttl_s=ttl_s,
             sampler=sampler,
         )
-        self._assembler = TraceAssembler(
-            settings,
-            engine_id=engine_id,
-            target_fingerprint=target_fingerprint,
-            device=device,
-            on_trace=self._recorder.submit,
-        )
-        self.capture = StepCapture(
-            settings, self._assembler, device=device, probe=probe, budget=budget, sampler=sampler
-        )
+        self.capture = StepCapture(settings, assembler, device=device, probe=probe, budget=budget, sampler=sampler)
 
     def target_renewed(self, version: int) -> None:
         """A new target is announced: what was begun under another is not recorded."""
