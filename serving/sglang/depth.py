@@ -157,7 +157,8 @@ class DepthControl:
         self._clock.stop(round_)
         for timed in self._clock.finished():
             timed.about.seconds = timed.seconds
-            self._times.append((timed.about.batch, timed.about.depth, timed.seconds))
+            # The planner's choice is between steps that keep the draft up to date.
+            self._times.append((timed.about.batch, timed.about.depth, timed.whole_s))
         if self._is_alone:
             self.learn_times(self.take_times())
         self._settle()
@@ -346,6 +347,8 @@ class StepTime:
     """One measured step, with whatever `stop` was told about it."""
 
     seconds: float
+    """Until `end`, where that was said."""
+    whole_s: float
     about: Any
 
 
@@ -356,7 +359,7 @@ class StepClock:
         self._device = device
         self._started = device.mark()
         self._ended: Mark | None = None
-        self._running: deque[tuple[Mark, Mark, Any]] = deque()
+        self._running: deque[tuple[Mark, Mark, Mark, Any]] = deque()
 
     def start(self) -> None:
         self._started, self._ended = self._device.mark(), None
@@ -367,12 +370,13 @@ class StepClock:
 
     def stop(self, about: Any) -> None:
         """The step is over."""
-        self._running.append((self._started, self._ended or self._device.mark(), about))
+        over = self._device.mark()
+        self._running.append((self._started, self._ended or over, over, about))
 
     def finished(self) -> list[StepTime]:
         """The steps that have ended since the last call, oldest first; never waits."""
         times = []
-        while self._running and self._running[0][1].is_reached:
-            start, end, about = self._running.popleft()
-            times.append(StepTime(end.seconds_since(start), about))
+        while self._running and self._running[0][2].is_reached:
+            start, end, over, about = self._running.popleft()
+            times.append(StepTime(end.seconds_since(start), over.seconds_since(start), about))
         return times

@@ -207,6 +207,7 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
         device.finish()
         control.verified([depth])
     assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}
+    assert {seconds for _, _, seconds in control.take_times()} == {1.25}, "the planner's are whole"
 
 
 def test_a_prefix_that_no_draft_has_read_is_of_no_later_request() -> None:
