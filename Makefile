@@ -22,7 +22,7 @@ demo: .venv/.installed ## serve a real model, learn from its traffic, measure wh
 test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m pytest $(IN_PARALLEL) $(ARGS)
 
-test-sglang: .venv-sglang/.installed ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
+test-sglang: .venv-sglang/.installed .venv-sglang/versions/.unpacked ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(IN_PARALLEL) $(ARGS)
 
 chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
@@ -100,6 +100,14 @@ endef
 
 .venv-sglang/.installed: requirements-sglang.lock pyproject.toml | $(UV)
 	$(install)
+
+# Read, not installed: what the plugin relies on has to be in them, too.
+.venv-sglang/versions/.unpacked: $(wildcard tests/sglang/versions/*.lock) .venv-sglang/.installed
+	for lock in tests/sglang/versions/*.lock; do \
+	  $(UV) pip install --quiet --target $(@D)/$$(basename $$lock .lock) --no-deps --require-hashes --link-mode copy \
+	    --python-version 3.12 --python-platform x86_64-manylinux_2_34 -r $$lock || exit; \
+	done
+	@touch $@
 
 # By itself: what judges the others is none of them.
 .venv-audit/.installed: deploy/audit.lock | $(UV)

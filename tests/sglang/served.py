@@ -16,7 +16,7 @@ import httpx
 
 from speculator.host import free_port
 from tests.fixtures.telemetry import collecting
-from tests.sglang.server import cpu_environment, dtype_flags
+from tests.sglang.server import dtype_flags, environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ def serving(folder: Path, model_dir: Path, redis_url: str) -> Iterator[Served]:
         }
         # Nearly the whole context, so that it changes nothing but where a long prompt leaves less.
         limit = {"SLIPSTREAM_GATEWAY_MAX_COMPLETION_TOKENS": "8000"}
-        environment = {**os.environ, **cpu_environment(), **spans, **limit}
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        variables = {**os.environ, **environment(), **spans, **limit}
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
         served = Served(url=f"http://127.0.0.1:{port}", process=process, log=log, store=store, exported=exported)
         try:
             deadline = time.monotonic() + 240

@@ -1,4 +1,4 @@
-"""Real SGLang as a child process on a machine without a GPU, for tests and benchmarks."""
+"""Real SGLang as a child process, on the GPU where there is one and on the CPU elsewhere, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from speculator.draft.eagle3 import is_fast
 from speculator.host import free_port, split_lines
 
 OPS_DIR = Path(__file__).parent / "ops"
-CPU_FLAGS = (
+IS_ON_GPU = torch.cuda.is_available()
+_COMMON_FLAGS = ("--sleep-on-idle", "--skip-server-warmup", *("--max-total-tokens", "20000"))
+_CPU_FLAGS = (
     *("--device", "cpu"),
     # Named one by one: SGLang replaces a plain `--attention-backend intel_amx` where the CPU has no AMX.
     *("--attention-backend", "torch_native"),
@@ -29,15 +31,26 @@ CPU_FLAGS = (
     *("--decode-attention-backend", "intel_amx"),
     "--disable-overlap-schedule",
     "--disable-cuda-graph",
-    "--sleep-on-idle",
-    "--skip-server-warmup",
-    *("--max-total-tokens", "20000"),
+    *_COMMON_FLAGS,
 )
-"""What real SGLang must be told to serve on a CPU with the operators in `ops`."""
+_GPU_FLAGS = (
+    *("--attention-backend", "triton"),
+    *("--sampling-backend", "pytorch"),
+    # Several servers start at a time: each is bounded by its number of tokens, and has to take the others' weights in.
+    *("--mem-fraction-static", "0.9"),
+    *("--cuda-graph-max-bs-decode", "8"),
+    *("--cuda-graph-backend-prefill", "disabled"),
+    *_COMMON_FLAGS,
+)
+DEVICE_FLAGS = _GPU_FLAGS if IS_ON_GPU else _CPU_FLAGS
+"""What real SGLang must be told: on a CPU that it has the operators in `ops`, on a GPU to do without FlashInfer, which
+compiles for minutes; overlap scheduling and graphs stay on there."""
 
 
-def cpu_environment(num_threads: int = 1) -> dict[str, str]:
-    """The variables that make real SGLang find the CPU operators and use `num_threads` threads a process."""
+def environment(num_threads: int = 1) -> dict[str, str]:
+    """The variables of real SGLang with `num_threads` threads a process; on a CPU its operators are among them."""
+    if IS_ON_GPU:
+        return {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
     inherited = os.environ.get("PYTHONPATH")
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
@@ -59,7 +72,7 @@ def speculative_flags(draft_dir: Path, *, num_steps: int = 3, topk: int = 1) -> 
     return [
         *("--speculative-algorithm", "EAGLE3"),
         *("--speculative-draft-model-path", str(draft_dir)),
-        *("--speculative-draft-attention-backend", "intel_amx"),
+        *("--speculative-draft-attention-backend", "triton" if IS_ON_GPU else "intel_amx"),
         *("--speculative-num-steps", str(num_steps)),
         *("--speculative-eagle-topk", str(topk)),
         *("--speculative-num-draft-tokens", str(1 + topk * num_steps)),
@@ -68,7 +81,7 @@ def speculative_flags(draft_dir: Path, *, num_steps: int = 3, topk: int = 1) -> 
 
 def dtype_flags() -> list[str]:
     """The checkpoint's own bfloat16, or float32 where PyTorch takes several times as long for that on this CPU."""
-    return [] if is_fast(torch.device("cpu")) else ["--dtype", "float32"]
+    return [] if IS_ON_GPU or is_fast(torch.device("cpu")) else ["--dtype", "float32"]
 
 
 class ServerEndedError(RuntimeError):
@@ -98,10 +111,10 @@ class SglangServer:
         self._command = [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)),
-            *CPU_FLAGS,
+            *DEVICE_FLAGS,
             *flags,
         ]
-        self._env = {**os.environ, **cpu_environment(num_threads), **(env or {})}
+        self._env = {**os.environ, **environment(num_threads), **(env or {})}
         self._ready_timeout_s = ready_timeout_s
         self._client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None

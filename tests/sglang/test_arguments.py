@@ -15,11 +15,11 @@ from serving.sglang.plugin.checks import check_draft_options, resolved
 from serving.sglang.settings import PluginSettings
 from speculator.errors import ConfigError
 from speculator.versions.store import DraftStore
-from tests.sglang.server import CPU_FLAGS, cpu_environment, speculative_flags
+from tests.sglang.server import DEVICE_FLAGS, environment, speculative_flags
 
 
 def check(model_dir: Path, draft_dir: Path, *flags: str) -> None:
-    args = prepare_server_args(["--model-path", str(model_dir), *CPU_FLAGS, *speculative_flags(draft_dir), *flags])
+    args = prepare_server_args(["--model-path", str(model_dir), *DEVICE_FLAGS, *speculative_flags(draft_dir), *flags])
     args.resolve_once()
     check_draft_options(resolved(args), PluginSettings())
 
@@ -50,14 +50,14 @@ import json, sys
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
-from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 from sglang.srt.server_args import prepare_server_args
 
 servers, decided = json.loads(sys.argv[1])
 *served, last = [prepare_server_args(flags) for flags in servers]
 for args in served:
     args.resolve_once()
-    print("limit", resolving_view(args).max_running_requests, flush=True)
+    print("limit", resolved_view(args).max_running_requests, flush=True)
 last.resolve_once()
 declare_resolution(last, "SGLang itself", **decided)
 last.check_server_args()
@@ -72,7 +72,7 @@ def in_sglangs_process(
     settings = {"SLIPSTREAM_ENABLED": "1", "SLIPSTREAM_STORE": str(draft_store.root)}
     return subprocess.run(
         [sys.executable, "-c", _IN_SGLANGS_PROCESS, json.dumps([servers, decided])],
-        env={**os.environ, **cpu_environment(), **settings},
+        env={**os.environ, **environment(), **settings},
         capture_output=True,
         text=True,
         timeout=200,
@@ -81,7 +81,7 @@ def in_sglangs_process(
 
 def test_the_plugin_in_sglangs_own_process(model_dir: Path, draft_store: DraftStore, draft_dir: Path) -> None:
     """As many requests as a server that does not draft takes, or as somebody says; and a refusal ends it."""
-    plain = ["--model-path", str(model_dir), *CPU_FLAGS]
+    plain = ["--model-path", str(model_dir), *DEVICE_FLAGS]
     drafting = [*plain, *speculative_flags(draft_dir)]
     servers = [plain, drafting, [*drafting, "--max-running-requests", "7"], [*drafting, "--quantization", "w8a8_int8"]]
     done = in_sglangs_process(draft_store, servers)
@@ -97,7 +97,7 @@ def test_what_sglang_decides_on_by_itself_is_refused_as_what_is_given(
     model_dir: Path, draft_store: DraftStore, draft_dir: Path
 ) -> None:
     """As --speculative-use-block-verification does, which it takes on a GPU alone."""
-    drafting = ["--model-path", str(model_dir), *CPU_FLAGS, *speculative_flags(draft_dir)]
+    drafting = ["--model-path", str(model_dir), *DEVICE_FLAGS, *speculative_flags(draft_dir)]
     done = in_sglangs_process(draft_store, [drafting], speculative_use_rejection_sampling=True)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]
     assert done.stderr.splitlines()[-1].startswith("slipstream: --speculative-use-rejection-sampling")

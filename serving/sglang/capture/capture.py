@@ -122,8 +122,13 @@ class StepCapture:
         """What only the input of a verification tells; give it to `after_verify`."""
         return {"input": batch.spec_info, "draft_token": batch.spec_info.draft_token, "seq_lens": batch.seq_lens}
 
-    def after_verify(self, batch: Any, before: Mapping[str, Any], result: Any, draft_version: int) -> None:
-        """A verification that has just been launched: N nodes a request, the last committed token first."""
+    def after_verify(
+        self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Tensor, draft_version: int
+    ) -> None:
+        """A verification that has just been launched: N nodes a request, the last committed token first.
+
+        `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it.
+        """
         tickets = {
             index: ticket
             for index, request in enumerate(batch.reqs)
@@ -132,7 +137,7 @@ class StepCapture:
         if not tickets:
             return
         num_requests, num_nodes = len(batch.reqs), before["input"].draft_token_num
-        tensors = self._verdict(batch, before, result)
+        tensors = self._verdict(batch, before, result, accept_index)
         logits = result.logits_output.next_token_logits.view(num_requests, num_nodes, -1)
         chosen = None
         if len(tickets) < num_requests:
@@ -175,7 +180,7 @@ class StepCapture:
             self.assembler.end(ticket, [])
         self._open_tickets.clear()
 
-    def _verdict(self, batch: Any, before: Mapping[str, Any], result: Any) -> dict[str, Tensor]:
+    def _verdict(self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Tensor) -> dict[str, Tensor]:
         """What `verdicts.committed` reads of a verification of the whole batch, but for its logits."""
         num_requests, num_nodes = len(batch.reqs), before["input"].draft_token_num
         tensors = {
@@ -184,10 +189,10 @@ class StepCapture:
         }
         if num_nodes > 1:
             tensors |= {
-                "accept_index": result.accept_index,
+                "accept_index": accept_index,
                 "accept_lens": result.accept_lens,
                 # Nodes are numbered over the whole batch.
-                "first_node": torch.arange(num_requests, device=result.accept_index.device) * num_nodes,
+                "first_node": torch.arange(num_requests, device=accept_index.device) * num_nodes,
                 "draft_token": before["draft_token"].view(num_requests, num_nodes),
                 "draft_logprobs": self._probe.logprobs(batch.req_pool_indices, num_nodes - 1),
                 "next_token": before["input"].retrieve_next_token,

@@ -16,6 +16,9 @@ from speculator.tracing import is_wanted
 from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
+VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
+"""Of SGLang, in which everything is there that is hooked, called or read. On a CPU only the last one is tried."""
+INSTALL = f"install sglang=={VERSIONS[-1]}"
 
 
 def refuse(reason: str) -> NoReturn:
@@ -95,7 +98,7 @@ def check_draft_options(args: Any, settings: PluginSettings) -> None:
         raise ConfigError("--model-checksum is compared with the draft's files, too: leave it out")
     if args.model_impl not in ("auto", "sglang"):
         raise ConfigError(f"--model-impl {args.model_impl} has no EAGLE3 drafts: leave it out")
-    if settings.capture and args.enable_watermark:
+    if settings.capture and getattr(args, "enable_watermark", False):
         raise ConfigError(
             f"--enable-watermark forces tokens, and the draft would learn that: leave it out, or set {PREFIX}CAPTURE=0"
         )
@@ -107,16 +110,21 @@ def _is_given(json_text: str | None) -> bool:
 
 def resolved(args: Any) -> Any:
     """A server's arguments as far as SGLang has decided on them: what was not given is filled in."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import resolved_view
 
-    return resolving_view(args)
+    return resolved_view(args)
 
 
 def resolve(args: Any, values: dict[str, Any]) -> None:
     """Decide on arguments of a server that has not read them yet."""
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    declare_resolution(args, "slipstream", **values)
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:
+        # Before 0.5.22 SGLang decides on them in place.
+        for name, value in values.items():
+            setattr(args, name, value)
+    else:
+        declare_resolution(args, "slipstream", **values)
 
 
 def version_of(args: Any, settings: PluginSettings) -> Manifest:
@@ -149,4 +157,4 @@ def refusing(check: Any, *arguments: Any) -> Any:
     except Exception as error:
         # Something of SGLang that a hook relies on is not there, or not what it was.
         traceback.print_exc()
-        refuse(f"cannot hook SGLang {sglang_version()} ({error!r}): install sglang==0.5.23")
+        refuse(f"cannot hook SGLang {sglang_version()} ({error!r}): {INSTALL}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serving.sglang.plugin.checks import sglang_version
+from serving.sglang.plugin.checks import INSTALL, sglang_version
 from speculator.errors import ConfigError
 
 _WORKER = "sglang.srt.speculative.eagle_worker_v2"
@@ -45,6 +45,7 @@ VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_corr
 SAMPLED_VERIFY = SglangFunction(
     "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
 )
+"""Returns what the target predicted, how many tokens it accepted, and the nodes along the accepted path."""
 WALK = SglangFunction(
     "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
     ("predicts", "accept_index", "accept_token_num", "candidates"),
@@ -132,7 +133,7 @@ SGLANG_RECORDS = (
     ),
     SglangRecord(
         "sglang.srt.managers.utils.GenerationBatchResult",
-        ("logits_output", "next_draft_input", "accept_index", "accept_lens"),
+        ("logits_output", "next_draft_input", "accept_lens"),
     ),
     SglangRecord("sglang.srt.layers.logits_processor.LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
     SglangRecord(
@@ -159,13 +160,9 @@ def check_sglang_records(records: Sequence[SglangRecord], sglang_version: str) -
         try:
             known = {field.name for field in dataclasses.fields(pkgutil.resolve_name(used.path))}
         except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"SGLang {sglang_version} has no usable {used.path} ({error}): install sglang==0.5.23"
-            ) from error
+            raise ConfigError(f"SGLang {sglang_version} has no usable {used.path} ({error}): {INSTALL}") from error
         if missing := [name for name in used.fields if name not in known]:
-            raise ConfigError(
-                f"SGLang {sglang_version}: {used.path} has no {', '.join(missing)}: install sglang==0.5.23"
-            )
+            raise ConfigError(f"SGLang {sglang_version}: {used.path} has no {', '.join(missing)}: {INSTALL}")
 
 
 def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: str) -> None:
@@ -175,13 +172,11 @@ def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: 
             function = pkgutil.resolve_name(used.path)
             parameters = tuple(inspect.signature(function).parameters)[: len(used.parameters)]
         except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"SGLang {sglang_version} has no usable {used.path} ({error}): install sglang==0.5.23"
-            ) from error
+            raise ConfigError(f"SGLang {sglang_version} has no usable {used.path} ({error}): {INSTALL}") from error
         if parameters != used.parameters:
             raise ConfigError(
                 f"SGLang {sglang_version}: {used.path} takes {', '.join(parameters)}, expected "
-                f"{', '.join(used.parameters)}: install sglang==0.5.23"
+                f"{', '.join(used.parameters)}: {INSTALL}"
             )
 
 

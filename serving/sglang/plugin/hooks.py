@@ -118,6 +118,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(VERIFIED, _around_verified, "around")
     sampled = SampledVerify()
     add(SAMPLED_VERIFY, sampled.around_sampling, "around")
+    add(SAMPLED_VERIFY, _after_sampled_verify, "after")
     add(WALK, sampled.around_walk, "around")
     add(DRAFT, _around_draft, "around")
     add(EXTEND_PREFILL, _around_extend_prefill, "around")
@@ -184,6 +185,12 @@ def _before_sample(runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -
 
 def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     return _runtimes[id(worker)].verify(lambda: run(worker, batch, *args, **kwargs), batch)
+
+
+def _after_sampled_verify(result: Any, *args: Any, **kwargs: Any) -> None:
+    _predicted, _accept_lens, accept_index = result
+    if (runtime := _the_runtime()) is not None:
+        runtime.walked(accept_index)
 
 
 def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **kwargs: Any) -> Any:

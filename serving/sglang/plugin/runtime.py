@@ -93,6 +93,8 @@ class EngineRuntime:
         """Requests of the last step, and when it began."""
         self._prefilling: Any = None
         """The batch of a prefill whose tokens SGLang has not sampled yet."""
+        self._accept_index: torch.Tensor | None = None
+        """The accepted path of the verification that is under way."""
 
         self._load = EngineLoad()
         self._traces: TracePipeline | None = None
@@ -148,9 +150,17 @@ class EngineRuntime:
     def verify(self, run: Callable[[], Any], batch: Any) -> Any:
         before = self._capturing(self._before_verify, batch)
         result = run()
+        accept_index, self._accept_index = self._accept_index, None
         if before is not None:
-            self._capturing(self._after_verify, batch, before, result)
+            self._capturing(self._after_verify, batch, before, result, accept_index)
         return result
+
+    def walked(self, accept_index: torch.Tensor) -> None:
+        """SGLang has walked down the tree of proposals, in the midst of a verification.
+
+        It hands the path on only from 0.5.22.
+        """
+        self._accept_index = accept_index
 
     def verified(self, run: Callable[[], Any], accepted: list[int]) -> None:
         # While ours is on SGLang's own policy is not asked: it would switch the depth behind it.
@@ -213,9 +223,9 @@ class EngineRuntime:
             return None
         return self._traces.capture.before_verify(batch)
 
-    def _after_verify(self, batch: Any, before: Mapping[str, Any], result: Any) -> None:
+    def _after_verify(self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Any) -> None:
         assert self._traces is not None
-        self._traces.capture.after_verify(batch, before, result, self.draft.draft_version)
+        self._traces.capture.after_verify(batch, before, result, accept_index, self.draft.draft_version)
 
     def _saw_extended(self, batch: Any) -> None:
         if self.probe is not None and not batch.forward_mode.is_idle():

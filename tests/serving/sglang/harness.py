@@ -137,14 +137,14 @@ def verify(
         req_pool_indices=torch.arange(len(requests)),
     )
     result = SimpleNamespace(
-        accept_index=index,
         accept_lens=torch.tensor(accepted) + 1,
         logits_output=SimpleNamespace(
             hidden_states=torch.randn(len(requests) * num_nodes, WIDTH).bfloat16(),
             next_token_logits=torch.randn(len(requests) * num_nodes, VOCAB),
         ),
     )
-    step(lambda: capture.after_verify(batch, capture.before_verify(batch), result, version), [batch, result])
+    before = capture.before_verify(batch)
+    step(lambda: capture.after_verify(batch, before, result, index, version), [batch, result, index])
     for request, chain, count in zip(requests, proposals, accepted, strict=True):
         request.output_ids += [*chain[:count], 30]
 

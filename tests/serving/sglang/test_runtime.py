@@ -133,7 +133,7 @@ def unstarted(
     vars(state)["get_tp_group"] = lambda: SimpleNamespace(rank_in_group=0, cpu_group=None)
     decided = ModuleType("sglang.srt.arg_groups.overrides")
     # As SGLang does for --rl-on-policy-target.
-    vars(decided)["resolving_view"] = lambda args: SimpleNamespace(
+    vars(decided)["resolved_view"] = lambda args: SimpleNamespace(
         **vars(args) | {"enable_deterministic_inference": True}
     )
     for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.distributed"):

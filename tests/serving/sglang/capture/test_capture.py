@@ -298,11 +298,10 @@ def test_a_trees_logprobs_are_its_nodes_own() -> None:
     logits = torch.zeros(4, VOCAB)
     logits[2, 5] = 9.0
     result = SimpleNamespace(
-        accept_index=torch.tensor([[0, 2, -1]]),
         accept_lens=torch.tensor([2]),
         logits_output=SimpleNamespace(hidden_states=features, next_token_logits=logits),
     )
-    capture.after_verify(batch, capture.before_verify(batch), result, 1)
+    capture.after_verify(batch, capture.before_verify(batch), result, torch.tensor([[0, 2, -1]]), 1)
     request.output_ids += [22, 30]
     end(capture, request)
     settle(capture)

@@ -1,0 +1,114 @@
+"""What the plugin relies on is in the sources of every version of SGLang that it is said to run with.
+
+Nothing of these versions is installed: their wheels are unpacked (`make .venv-sglang/versions/.unpacked`) and read.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.sglang.plugin.checks import VERSIONS, sglang_version
+from serving.sglang.plugin.contract import CPU_FUNCTIONS, SGLANG_FUNCTIONS, SGLANG_RECORDS
+
+_UNPACKED = Path(sys.prefix) / "versions"
+
+# What is imported where it is called; in these versions one of each line is there.
+_CALLED = (
+    ("sglang.srt.arg_groups.overrides.resolved_view",),
+    ("sglang.srt.arg_groups.overrides.declare_resolution", "sglang.srt.arg_groups.overrides.materialize_declarations"),
+    ("sglang.srt.distributed.parallel_state.get_tp_group",),
+    ("sglang.srt.plugins.hook_registry.HookRegistry.register",),
+    ("sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",),
+    ("sglang.srt.layers.sampler.sampling_from_probs_torch",),
+)
+
+
+class Sources:
+    """The Python files of one version."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def find(self, path: str) -> ast.ClassDef | ast.FunctionDef | None:
+        """The definition behind a dotted path, through imports; None where there is none."""
+        parts = path.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            file = self._root.joinpath(*parts[:length]).with_suffix(".py")
+            if file.exists():
+                return self._in(ast.parse(file.read_text()), parts[length:])
+        return None
+
+    def _in(self, tree: ast.Module, names: list[str]) -> ast.ClassDef | ast.FunctionDef | None:
+        node: ast.AST = tree
+        for name in names:
+            found = [one for one in getattr(node, "body", []) if getattr(one, "name", None) == name]
+            if not found:
+                return self._imported(tree, name)
+            node = found[-1]
+        return node if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+
+    def _imported(self, tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self.find(f"{node.module}.{alias.name}")
+        return None
+
+
+@pytest.fixture(params=VERSIONS)
+def sources(request: pytest.FixtureRequest) -> Sources:
+    if request.param == sglang_version():
+        import sglang
+
+        return Sources(Path(sglang.__file__).parent.parent)
+    assert (_UNPACKED / request.param).is_dir(), "make .venv-sglang/versions/.unpacked"
+    return Sources(_UNPACKED / request.param)
+
+
+def test_functions_take_what_hooks_give_them(sources: Sources) -> None:
+    for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS):
+        function = sources.find(used.path)
+        assert isinstance(function, ast.FunctionDef), used.path
+        given = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        assert tuple(given[: len(used.parameters)]) == used.parameters, used.path
+
+
+def test_records_have_the_fields_that_are_read(sources: Sources) -> None:
+    for used in SGLANG_RECORDS:
+        record = sources.find(used.path)
+        assert isinstance(record, ast.ClassDef), used.path
+        fields = {
+            one.target.id for one in record.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        }
+        assert set(used.fields) <= fields, used.path
+
+
+def test_what_is_called_is_there(sources: Sources) -> None:
+    for either in _CALLED:
+        assert any(sources.find(path) is not None for path in either), either
+
+
+def test_the_walk_hands_back_the_accepted_path_last(sources: Sources) -> None:
+    """`GenerationBatchResult` has it only from 0.5.22 on."""
+    sample = sources.find("sglang.srt.speculative.eagle_utils.eagle_sample")
+    assert sample is not None
+    returned = [one.value for one in ast.walk(sample) if isinstance(one, ast.Return)]
+    assert returned
+    for value in returned:
+        assert isinstance(value, ast.Tuple)
+        assert [getattr(one, "id", None) for one in value.elts][2] == "accept_index"
+
+
+def test_what_is_missing_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("from b import f\nclass C:\n    x: int\n")
+    (tmp_path / "b.py").write_text("def f(one, two): pass\n")
+    sources = Sources(tmp_path)
+    assert isinstance(sources.find("a.f"), ast.FunctionDef)
+    assert isinstance(sources.find("a.C"), ast.ClassDef)
+    assert sources.find("a.g") is None
+    assert sources.find("c.f") is None
