@@ -11,6 +11,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch import Tensor
 from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
 from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
 from speculator.versions.lifecycle import VersionState
-from speculator.versions.store import DraftStore, Manifest, code_source
+from speculator.versions.store import DraftStore, Manifest, code_source, unpacked
 from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
@@ -184,6 +186,31 @@ def test_unusable_weights_are_not_written(store: DraftStore, reason: str) -> Non
     with pytest.raises(DraftFileError, match=reason):
         store.write(FORGED[reason], {}, parent=None, target_fingerprint=TARGET, info={})
     assert store.versions() == []
+
+
+def test_other_threads_run_while_tensors_are_unpacked() -> None:
+    """In an engine's process one of them serves."""
+    data = safetensors.torch.save({"a": torch.ones(256 << 20, dtype=torch.uint8), "b": torch.arange(3)})
+    longest_s, is_over = 0.0, False
+
+    def serve() -> None:
+        nonlocal longest_s
+        before_s = time.perf_counter()
+        while not is_over:
+            now_s = time.perf_counter()
+            longest_s, before_s = max(longest_s, now_s - before_s), now_s
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    begun_s = time.perf_counter()
+    found = unpacked(data)
+    took_s = time.perf_counter() - begun_s
+    is_over = True
+    thread.join()
+    # The library's own `load` stops them for all of its time.
+    assert longest_s < 0.6 * took_s
+    assert found["b"].tolist() == [0, 1, 2]
+    assert bool((found["a"] == 1).all())
 
 
 def test_weights_that_are_not_safetensors_are_refused(store: DraftStore) -> None:
