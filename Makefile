@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos soak llama-cpp lint check format lock audit clean containers docs secrets system-packages up
+.PHONY: help demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit clean containers docs secrets system-packages up
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -27,6 +27,14 @@ test-sglang: .venv-sglang/.installed .venv-sglang/versions/.unpacked ## the test
 
 chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)
+
+# Where PyTorch and SGLang are installed by others, PYTHON=python3 names their interpreter.
+gpu: ## what only a GPU shows, in four stages; ARGS="--stage 1 4 --device cpu --quick"
+	@[ "$(origin PYTHON)" != file ] || $(MAKE) --no-print-directory .venv-sglang/.installed
+	$(if $(filter file,$(origin PYTHON)),.venv-sglang/bin/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+gpu-wheels: $(UV) ## what make gpu needs on a machine without a network, in parts of 60 MB
+	python3 -m benchmarks.gpu.wheels --uv $(UV) $(ARGS)
 
 # Compiled for this CPU. No dependency of anything: it takes two cores five minutes.
 llama-cpp: .venv/.installed ## llama.cpp into .venv, for benchmarks.serving to compare with

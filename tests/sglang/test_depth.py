@@ -41,9 +41,7 @@ def plugged(model_dir: Path, store: DraftStore, tmp_path_factory: pytest.TempPat
 def _decode(plugged: Plugged, rounds: int = 1) -> tuple[int, int]:
     """(decode steps, those in which proposals were verified) of a few questions, asked one after the other."""
     before = plugged.wait_for(lambda report: report["pending"] == "0")
-    answers = [
-        plugged.server.generate(plugged.ids(question), max_new_tokens=48) for question in QUESTIONS[:4] * rounds
-    ]
+    answers = [plugged.server.generate(plugged.ids(question), max_new_tokens=48) for question in QUESTIONS[:4] * rounds]
     steps = int(before["steps"])
     decoded = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     report = plugged.wait_for(lambda report: int(report["steps"]) >= steps + decoded)

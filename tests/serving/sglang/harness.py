@@ -69,7 +69,8 @@ def make_capture(
     **settings: Any,
 ) -> StepCapture:
     """With an assembler of its own, which hands its traces to `traces`."""
-    device, plugin_settings = device or HostDevice(), PluginSettings(capture=True, capture_topk=KEPT, **settings)
+    device = device or HostDevice()
+    plugin_settings = PluginSettings(**{"capture": True, "capture_topk": KEPT, **settings})
     assembler = TraceAssembler(
         plugin_settings,
         engine_id="e",

@@ -1,0 +1,163 @@
+"""What only a machine with a GPU can show, in stages of at most eight minutes.
+
+make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cpu"]
+
+1 device: the tests of what waits, streams, graphs and swaps on the GPU itself; what capture costs a step of an 8B and a
+  70B, on the scheduler's thread and on the GPU (benchmarks/gpu/launch.py).
+2 server: real SGLang serves a small model with the plugin: capture against Hugging Face, depth, labels at any
+  temperature (tests/sglang).
+3 asleep: an 8B of random weights without drafts, and with the plugin and a draft that has learnt nothing.
+4 drafting: SGLang's EAGLE-3 alone and with the plugin, capturing nobody, half of a batch, and all; swaps under load.
+
+Each stage leaves its figures in the folder, and one that has is not run again. Where there is no GPU, or with
+`--device cpu`, the same steps run on the CPU with a tiny target: they show that the command works, not what a GPU does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common.report import Target, finish
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.scale import Scene
+
+_STAGES = {1: "device", 2: "server", 3: "asleep", 4: "drafting"}
+_DEVICE_TESTS = ("tests/serving/sglang",)
+_SERVER_TESTS = ("tests/sglang/test_capture.py", "tests/sglang/test_depth.py")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="The plugin on a GPU")
+    options.add_argument("--stage", type=int, nargs="+", choices=_STAGES, default=list(_STAGES))
+    options.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
+    options.add_argument("--folder", type=Path, default=Path("runs/gpu"), help="of the figures of each stage")
+    options.add_argument("--again", action="store_true", help="run stages whose figures are there, too")
+    options.add_argument("--quick", action="store_true", help="fewer repeats and smaller batches")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    arguments = options.parse_args()
+    if arguments.device == "cpu":
+        # Before anybody asks PyTorch for a GPU, the servers that are started among them.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {"machine": _machine(arguments.device)}
+    for stage in arguments.stage:
+        name = _STAGES[stage]
+        file = arguments.folder / f"{stage}-{name}.json"
+        if arguments.again or not file.exists():
+            print(f"stage {stage}: {name}", flush=True)
+            file.write_text(json.dumps(_run(name, quick=arguments.quick), indent=2) + "\n")
+        document[name] = json.loads(file.read_text())
+    rows, targets = _summary(document)
+    finish(rows, targets, document, arguments.json)
+
+
+def _machine(wanted: str | None) -> dict[str, Any]:
+    import torch
+
+    from serving.sglang.plugin.checks import sglang_version
+
+    is_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not is_gpu:
+        sys.exit("PyTorch sees no GPU: leave --device out to run the same steps on the CPU")
+    return {
+        "device": torch.cuda.get_device_name() if is_gpu else "cpu",
+        "torch": torch.__version__,
+        "sglang": sglang_version(),
+    }
+
+
+def _run(name: str, *, quick: bool) -> dict[str, Any]:
+    from benchmarks.gpu import launch, scale
+    from tests.sglang.server import IS_ON_GPU
+
+    if name == "device":
+        return {"tests": _tests(_DEVICE_TESTS), **launch.measure(quick=quick)}
+    if name == "server":
+        return {"tests": _tests(_SERVER_TESTS)}
+    repeats = 1 if quick else 3
+    stages: dict[str, Callable[[Scene], dict[str, Any]]] = {
+        "asleep": lambda scene: scale.asleep(scene, repeats),
+        "drafting": lambda scene: scale.drafting(scene, repeats, num_swaps=2 if quick else 8),
+    }
+    shape = scale.LARGE if IS_ON_GPU else scale.SMALL
+    batches = (1, 16, 64, 256) if IS_ON_GPU else (1, 4)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        scale.prepared(Path(folder), shape, batches[:2] if quick else batches) as scene,
+    ):
+        return {"shape": shape.name, **stages[name](scene)}
+
+
+def _tests(paths: tuple[str, ...]) -> dict[str, int]:
+    """How many tests passed and how many did not."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        # Warnings of another PyTorch's are no failures here.
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-W", "default"]
+        subprocess.run([*command, f"--junitxml={report}", *paths], check=False)
+        return _counts(report)
+
+
+def _counts(report: Path) -> dict[str, int]:
+    import xml.etree.ElementTree as ElementTree
+
+    suite = ElementTree.parse(report).getroot()[0]  # noqa: S314
+    total, failed, skipped = (int(suite.attrib[key]) for key in ("tests", "failures", "skipped"))
+    failed += int(suite.attrib["errors"])
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[Target]]:
+    rows: list[tuple[str, object]] = [(name, value) for name, value in document["machine"].items()]
+    targets = []
+    for name in ("device", "server"):
+        if name in document:
+            tests = document[name]["tests"]
+            rows.append((f"tests of {name}", ", ".join(f"{count} {word}" for word, count in tests.items())))
+            targets.append(Target(f"{name}_tests_failed", tests["failed"], 0, at_least=False))
+    for step in document.get("device", {}).get("steps", ()):
+        on_device = f", {step['device_ms']:.2f} ms on the GPU" if "device_ms" in step else ""
+        rows.append(
+            (
+                f"capture, d = {step['width']}, {step['captured']} of {step['batch']}",
+                f"{step['host_ms']:.2f} ms of the scheduler's thread{on_device}, {step['bytes'] / 1e6:.1f} MB",
+            )
+        )
+    for name in ("asleep", "drafting"):
+        times = document.get(name, {}).get("ms_a_token", {})
+        rows += [(cell.replace("_", " "), f"{spread['median']:.2f} ms a token") for cell, spread in times.items()]
+    if "drafting" in document:
+        rows.append(("stall of swaps (ms)", ", ".join(f"{ms:.2f}" for ms in document["drafting"]["swaps"]["stall_ms"])))
+    is_gpu = document["machine"]["device"] != "cpu"
+    targets += _ratios(document) if is_gpu else []
+    return rows, targets
+
+
+def _ratios(document: dict[str, Any]) -> list[Target]:
+    """On a CPU a tiny target's time is Python's, and its ratios say nothing."""
+    targets = []
+    for stage, ours, theirs, bound in (
+        ("asleep", "asleep", "plain", 0.97),
+        ("drafting", "plugin", "eagle_alone", 0.98),
+        ("drafting", "plugin_captured", "plugin", 0.98),
+    ):
+        times = document.get(stage, {}).get("ms_a_token", {})
+        for cell, spread in times.items():
+            name, _, batch = cell.rpartition("_")
+            if name == ours:
+                ratio = times[f"{theirs}_{batch}"]["median"] / spread["median"]
+                targets.append(Target(f"{ours}_over_{theirs}_at_{batch}", ratio, bound))
+    return targets
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What capture costs a decode step of a large target: the scheduler's thread, and the GPU where there is one.
+
+A batch like SGLang's stands in for it, with tensors of the target's real widths. Without a GPU they are on PyTorch's
+`meta` device, which computes nothing: what remains is Python's time on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from serving.sglang.capture.capture import StepCapture
+from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.verification_rows import TopTokens
+from serving.sglang.device import HostDevice, device_layer
+from tests.serving.sglang.harness import Request, make_capture
+
+DEPTH, TOPK, VOCAB = 4, 64, 151_936
+
+
+class MetaDevice(HostDevice):
+    """A device that computes nothing."""
+
+    is_host = False
+
+    def index(self, numbers: tuple[int, ...]) -> Tensor:
+        return torch.empty(len(numbers), dtype=torch.int64, device="meta")
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is launched on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Drain:
+    """In the place of the assembler: what is handed over is dropped."""
+
+    has_room, is_behind, held_share, target_version = True, False, 0.0, 0
+
+    def hand_over(self, step: Any) -> None:
+        self.num_bytes = step.copy.num_bytes
+
+    def end(self, ticket: Any, tokens: list[int]) -> None:
+        pass
+
+
+def decode_step(device: torch.device, width: int, batch: int, captured: int) -> tuple[StepCapture, Callable[[], None]]:
+    """A capture, and one verification of a batch as SGLang hands it over."""
+    layer = device_layer(device) if device.type == "cuda" else MetaDevice()
+    num_nodes = DEPTH + 1
+    probe = DraftProbe(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
+    capture = make_capture([], device=layer, probe=probe, capture_topk=TOPK)
+    capture.assembler.close(5)
+    capture.assembler = _Drain()  # type: ignore[assignment]
+    requests = [
+        Request([1] * 8, str(number), custom_params={"slipstream": {"capture": number < captured}})
+        for number in range(batch)
+    ]
+    hidden = torch.empty(8 * batch, 3 * width, dtype=torch.bfloat16, device=device)
+    logits = torch.empty(batch, VOCAB, dtype=torch.float32, device=device)
+    first = SimpleNamespace(reqs=requests, prefix_lens=[0] * batch, extend_lens=[8] * batch)
+    capture.read_prefill(first, hidden, logits)
+    links = torch.zeros(batch, num_nodes, dtype=torch.int64, device=device)
+    spec_info = SimpleNamespace(
+        draft_token=torch.zeros(batch * num_nodes, dtype=torch.int64, device=device),
+        draft_token_num=num_nodes,
+        topk=1,
+        retrieve_next_token=links,
+        retrieve_next_sibling=links,
+    )
+    whole = SimpleNamespace(
+        reqs=requests,
+        spec_info=spec_info,
+        seq_lens=torch.zeros(batch, dtype=torch.int64, device=device),
+        req_pool_indices=torch.zeros(batch, dtype=torch.int64, device=device),
+    )
+    accept_index = torch.zeros(batch, num_nodes, dtype=torch.int32, device=device)
+    result = SimpleNamespace(
+        accept_lens=torch.ones(batch, dtype=torch.int32, device=device),
+        logits_output=SimpleNamespace(
+            hidden_states=torch.empty(batch * num_nodes, 3 * width, dtype=torch.bfloat16, device=device),
+            next_token_logits=torch.randn(batch * num_nodes, VOCAB, dtype=torch.float32, device=device),
+        ),
+    )
+
+    def step() -> None:
+        capture.after_verify(whole, capture.before_verify(whole), result, accept_index, 1)
+
+    return capture, step
+
+
+def cost(device: torch.device, width: int, batch: int, captured: int, steps: int) -> dict[str, Any]:
+    """Median milliseconds of the thread and of the GPU a step, launches and bytes."""
+    capture, step = decode_step(device, width, batch, captured)
+    for _ in range(5):
+        step()
+    launches = Launches()
+    with launches:
+        step()
+    layer = device_layer(device) if device.type == "cuda" else None
+    host_ms, device_ms = [], []
+    for _ in range(steps):
+        begin = None if layer is None else layer.mark()
+        begun_s = time.perf_counter()
+        step()
+        host_ms.append(1000 * (time.perf_counter() - begun_s))
+        if layer is not None:
+            end = layer.mark()
+            end.wait()
+            device_ms.append(1000 * end.seconds_since(begin))
+    found = {
+        "width": width,
+        "batch": batch,
+        "captured": captured,
+        "host_ms": round(statistics.median(host_ms), 4),
+        "launches": launches.count,
+        "bytes": getattr(capture.assembler, "num_bytes", 0),
+    }
+    if device_ms:
+        found["device_ms"] = round(statistics.median(device_ms), 4)
+    return found
+
+
+def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]:
+    """How long a GPU takes for the likeliest tokens of float32 logits."""
+    logits, top_tokens, layer = (
+        torch.randn(rows, VOCAB, device=device),
+        TopTokens(TOPK, on_host=False),
+        device_layer(device),
+    )
+    times = []
+    for _ in range(steps):
+        begin = layer.mark()
+        top_tokens(logits)
+        end = layer.mark()
+        end.wait()
+        times.append(1000 * end.seconds_since(begin))
+    return {"rows": rows, "vocab": VOCAB, "device_ms": round(statistics.median(times), 4)}
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """The table of both widths, with nobody captured, half of a batch, and all of it."""
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("meta")
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if is_gpu else "meta",
+        "steps": [
+            cost(device, width, batch, captured, 20 if quick else 60)
+            for width in (4096, 8192)
+            for batch in (1, 64, 256)
+            for captured in sorted({0, (batch + 1) // 2, batch})
+        ],
+    }
+    if is_gpu:
+        found["top_tokens"] = [top_tokens_ms(device, rows, 30) for rows in (5, 160, 320, 1280)]
+    return found
