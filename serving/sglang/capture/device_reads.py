@@ -28,13 +28,13 @@ from serving.sglang.device import Device, Mark
 class HostCopy:
     """Named tensors on their way to the host; `wait` blocks the calling thread, never the device."""
 
-    def __init__(self, tensors: dict[str, Tensor], done: Mark) -> None:
+    def __init__(self, tensors: Callable[[], dict[str, Tensor]], num_bytes: int, done: Mark) -> None:
         self._tensors, self._done = tensors, done
-        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.num_bytes = num_bytes
 
     def wait(self) -> dict[str, Tensor]:
         self._done.wait()
-        return self._tensors
+        return self._tensors()
 
 
 class HostCopier:
@@ -48,13 +48,38 @@ class HostCopier:
 
         `shared` ones may be overwritten right afterwards; nobody writes to the `own` ones any more.
         """
+        if self._device.is_host:
+            kept = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
+            return HostCopy(lambda: kept, sum(tensor.nbytes for tensor in kept.values()), self._device.mark())
         # A graph overwrites its outputs at the next replay: a copy on the device is cheap, waiting for the host is not.
-        staged = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
+        packed, places = _packed({**shared, **own})
         made = self._device.mark()
         with self._device.beside():
             self._device.follow(made)
-            host = {name: self._device.to_host(tensor) for name, tensor in staged.items()}
-            return HostCopy(host, self._device.mark())
+            host = self._device.to_host(packed)
+            return HostCopy(lambda: _unpacked(host, places), packed.nbytes, self._device.mark())
+
+
+_Places = list[tuple[str, torch.dtype, torch.Size]]
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> tuple[Tensor, _Places]:
+    """All of them one behind the other, as bytes: one allocation and one copy of pinned memory, whatever their number.
+
+    The widest types come first, so that each begins where its type may.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    packed = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in ordered])
+    return packed, [(name, tensor.dtype, tensor.shape) for name, tensor in ordered]
+
+
+def _unpacked(packed: Tensor, places: _Places) -> dict[str, Tensor]:
+    tensors, offset = {}, 0
+    for name, dtype, shape in places:
+        end = offset + shape.numel() * dtype.itemsize
+        tensors[name] = packed[offset:end].view(dtype).view(shape)
+        offset = end
+    return tensors
 
 
 class DraftProbe:

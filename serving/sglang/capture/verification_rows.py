@@ -162,11 +162,7 @@ class TopTokens:
     def _of_part(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         out = self._room(logits) if self._on_host else None
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
-        count = min(self._count, logits.shape[-1])
-        if self._on_host:
-            return _largest(logprobs, count)
-        top = logprobs.topk(count, -1)
-        return top.values, top.indices
+        return _largest(logprobs, min(self._count, logits.shape[-1]))
 
     def _room(self, logits: Tensor) -> Tensor:
         if self._memory.numel() < logits.numel():
@@ -178,9 +174,10 @@ _BLOCK = 64
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of the last dimension and where they are, on a CPU.
+    """The `count` largest of the last dimension and where they are.
 
-    They lie in the `count` blocks with the largest maxima. A CPU finds those first, and has all in a fifth of the time.
+    They lie in the `count` blocks with the largest maxima. Finding those first takes a CPU a fifth of the time of
+    `topk` on all of it, and a GPU half.
     """
     num_blocks, rest = divmod(values.shape[-1], _BLOCK)
     if rest or num_blocks <= count:

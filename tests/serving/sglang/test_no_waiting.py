@@ -52,7 +52,8 @@ def test_capture_of_half_a_batch() -> None:
     traces: list[Trace] = []
     watched = NoWaiting()
     probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
-    capture = make_capture(traces, device=SlowDevice(watched), probe=probe)
+    device = SlowDevice(watched)
+    capture = make_capture(traces, device=device, probe=probe)
     requests = [Request([1, 2, 3], "a", custom_params={"slipstream": {"capture": False}}), Request([4, 5], "b")]
     requests += [Request([6, 7, 8, 9], "c"), Request([1, 1], "d", custom_params={"slipstream": {"capture": False}})]
     watched.place({name: value for name, value in vars(probe).items() if isinstance(value, torch.Tensor)})
@@ -76,6 +77,8 @@ def test_capture_of_half_a_batch() -> None:
         probe.around_draft(lambda: saw(4))
         verify(capture, requests, lengths, [[7, 8]] * 4, [1, 1, 1, 1], step=step)
     assert watched.num_operators > 50
+    # One allocation of pinned memory and one copy a step, whatever is read of it.
+    assert sum(line.endswith("to host") for line in device.log) == 3
     for request in requests:
         end(capture, request)
     settle(capture)
