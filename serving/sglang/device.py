@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,9 @@ class Device(Protocol):
 
     def index(self, numbers: tuple[int, ...]) -> Tensor:
         """[n] int64 on the device, by which its tensors can be indexed without waiting for it."""
+
+    def upload(self, numbers: Sequence[int]) -> Tensor:
+        """The same for numbers that will not come again."""
 
     def mark(self) -> Mark:
         """The current stream's work so far."""
@@ -86,7 +89,10 @@ class HostDevice:
     is_host = True
 
     def index(self, numbers: tuple[int, ...]) -> Tensor:
-        return torch.tensor(numbers)
+        return self.upload(numbers)
+
+    def upload(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64)
 
     def mark(self) -> Mark:
         return _Reached()
@@ -130,11 +136,11 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.index = functools.lru_cache(_KEPT_INDICES)(self._index)
+        self.index = functools.lru_cache(_KEPT_INDICES)(self.upload)
 
-    def _index(self, numbers: tuple[int, ...]) -> Tensor:
+    def upload(self, numbers: Sequence[int]) -> Tensor:
         # From memory that is not pinned the copy would wait until the device has done all that it was told before.
-        return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
 
     def mark(self) -> Mark:
         return _Event()

@@ -59,8 +59,10 @@ class Prefill:
 @dataclass(frozen=True)
 class CopiedVerification:
     copy: HostCopy
-    """As `committed` reads it, or with logits instead of the top tokens; those of some `nodes`, or of all."""
+    """As `committed` reads it, or with logits instead of the top tokens."""
     tickets: tuple[Ticket, ...]
+    counts: tuple[int, ...]
+    """Nodes that were committed, of each request."""
     num_nodes: int
     draft_version: int
     is_tree: bool
@@ -195,8 +197,10 @@ class TraceAssembler:
         tickets = [ticket for verification in alike for ticket in verification.tickets]
         with self._failing(tickets):
             host = self._arrived(alike)
-            draft_version, is_tree = alike[0].draft_version, alike[0].is_tree
-            self._grow(list(committed(host, tickets, draft_version=draft_version, is_tree=is_tree)))
+            counts = [count for verification in alike for count in verification.counts]
+            num_nodes, draft_version, is_tree = alike[0].kind
+            found = committed(host, tickets, counts, num_nodes=num_nodes, draft_version=draft_version, is_tree=is_tree)
+            self._grow(list(found))
 
     @contextlib.contextmanager
     def _failing(self, tickets: Sequence[Ticket]) -> Iterator[None]:

@@ -16,7 +16,8 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from serving.sglang.capture.request import (
     policy_of,
     sampling_of,
 )
-from serving.sglang.capture.verification_rows import TopTokens, committed_nodes
+from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect
@@ -68,6 +69,31 @@ class ByteBudget:
 
 
 _ATTRIBUTE = "_slipstream_ticket"
+_MOST_LAUNCHED = 8
+"""With overlap scheduling SGLang says what a verification has accepted once the next one is launched."""
+
+
+@dataclass(eq=False)
+class _Launched:
+    """A verification that SGLang has launched, and what is kept of its captured requests until its verdict is known."""
+
+    indices: tuple[int, ...]
+    """Of the captured requests in the batch."""
+    tickets: tuple[Ticket, ...]
+    num_nodes: int
+    draft_version: int
+    features: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[B · N, w]"""
+    by_node: Mapping[str, Tensor] = field(default_factory=dict)
+    """[B · N, …] top tokens, or logits where they are reduced late."""
+    by_tree: Mapping[str, Tensor] = field(default_factory=dict)
+    nodes: Tensor | None = None
+    """[B, A] of a tree: the accepted path, numbered over these requests."""
+
+
+def _places(counts: Sequence[int], width: int) -> list[int]:
+    """The first `counts[i]` columns of each row i of a matrix of that width, as they lie in memory."""
+    return [row * width + column for row, count in enumerate(counts) for column in range(count)]
 
 
 class StepCapture:
@@ -87,6 +113,8 @@ class StepCapture:
         self._budget, self._sampler = budget, sampler
         self._device, self._copier = device, HostCopier(device)
         self._top_tokens = TopTokens(settings.capture_topk, on_host=device.is_host)
+        self._launched: collections.deque[_Launched] = collections.deque()
+        """The oldest in front."""
         self.reduces_late = device.is_host
         """Whether logits are reduced by the assembler: on a CPU that is another core."""
         self._open_tickets = weakref.WeakSet[Ticket]()
@@ -115,7 +143,12 @@ class StepCapture:
             offset += length
         if rows:
             own = {"features": torch.cat(features).to(torch.bfloat16)}
-            own |= self._of_logits(logits, None if len(chosen) == len(logits) else self._device.index(tuple(chosen)))
+            picked = logits if len(chosen) == len(logits) else logits[self._device.index(tuple(chosen))]
+            if not self.reduces_late or self.assembler.is_behind:
+                own |= self._top_tokens(picked)
+            else:
+                # Copied, too: SGLang samples in the memory of its own.
+                own["logits"] = picked.clone() if picked is logits else picked
             self.assembler.hand_over(Prefill(self._copier.start({}, own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
@@ -127,37 +160,46 @@ class StepCapture:
     ) -> None:
         """A verification that has just been launched: N nodes a request, the last committed token first.
 
-        `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it.
+        `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it. What was
+        accepted the host learns later (`verified`); until then everything stays on the device.
         """
         tickets = {
             index: ticket
             for index, request in enumerate(batch.reqs)
             if (ticket := getattr(request, _ATTRIBUTE, None)) is not None and ticket.growing is not None
         }
-        if not tickets:
+        self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version))
+        if len(self._launched) > _MOST_LAUNCHED:
+            self._launched.popleft()
+
+    def verified(self, accepted: Sequence[int]) -> None:
+        """The accepted proposals of each request of the oldest verification that was launched.
+
+        From here on it is known which rows were committed: these alone take their way to the host.
+        """
+        if not self._launched:
             return
-        num_requests, num_nodes = len(batch.reqs), before["input"].draft_token_num
-        tensors = self._verdict(batch, before, result, accept_index)
-        logits = result.logits_output.next_token_logits.view(num_requests, num_nodes, -1)
-        chosen = None
-        if len(tickets) < num_requests:
-            chosen = self._device.index(tuple(tickets))
-            tensors = {name: tensor[chosen] for name, tensor in tensors.items()}
-        tensors["features"] = tensors["features"].to(torch.bfloat16)
-        shared, own = (tensors, {}) if chosen is None else ({}, tensors)
-        if self.reduces_late and num_nodes > 1:
-            # Here the verdict is known by now: only what was committed has to be copied and reduced.
-            index = tensors["accept_index"]
-            own["nodes"] = committed_nodes(index, tensors["first_node"], num_nodes)
-            logits, chosen = logits.flatten(0, 1), index[index >= 0]
-        own |= self._of_logits(logits, chosen)
+        launched = self._launched.popleft()
+        if not launched.tickets:
+            return
+        counts = [1 + accepted[index] for index in launched.indices]
+        front = self._device.upload(_places(counts, launched.num_nodes))
+        # SGLang has moved the features of a tree's accepted path to the front; its logits stay where the nodes are.
+        walked = front
+        if launched.nodes is not None:
+            walked = launched.nodes.flatten()[self._device.upload(_places(counts, launched.nodes.shape[1]))]
+        by_node = {name: tensor.index_select(0, walked) for name, tensor in launched.by_node.items()}
+        if "logits" in by_node and self.assembler.is_behind:
+            by_node = self._top_tokens(by_node["logits"])
+        rows = {"features": launched.features.index_select(0, front).to(torch.bfloat16), **by_node}
         self.assembler.hand_over(
             CopiedVerification(
-                self._copier.start(shared, own),
-                tuple(tickets.values()),
-                num_nodes,
-                draft_version,
-                is_tree=before["input"].topk > 1,
+                self._copier.start({}, {**rows, **launched.by_tree}),
+                launched.tickets,
+                tuple(counts),
+                launched.num_nodes,
+                launched.draft_version,
+                is_tree=launched.nodes is not None,
             )
         )
 
@@ -179,36 +221,49 @@ class StepCapture:
             ticket.dropped = ticket.dropped or "failed"
             self.assembler.end(ticket, [])
         self._open_tickets.clear()
+        self._launched.clear()
 
-    def _verdict(self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Tensor) -> dict[str, Tensor]:
-        """What `verdicts.committed` reads of a verification of the whole batch, but for its logits."""
+    def _staged(
+        self,
+        tickets: Mapping[int, Ticket],
+        batch: Any,
+        before: Mapping[str, Any],
+        result: Any,
+        accept_index: Tensor,
+        draft_version: int,
+    ) -> _Launched:
+        """What is kept of a verification: a graph overwrites its outputs at the next replay."""
         num_requests, num_nodes = len(batch.reqs), before["input"].draft_token_num
-        tensors = {
-            "seq_lens": before["seq_lens"],
-            "features": result.logits_output.hidden_states.view(num_requests, num_nodes, -1),
-        }
+        launched = _Launched(tuple(tickets), tuple(tickets.values()), num_nodes, draft_version)
+        if not tickets:
+            return launched
+        by_tree = {"seq_lens": before["seq_lens"]}
         if num_nodes > 1:
-            tensors |= {
-                "accept_index": accept_index,
-                "accept_lens": result.accept_lens,
-                # Nodes are numbered over the whole batch.
-                "first_node": torch.arange(num_requests, device=accept_index.device) * num_nodes,
+            by_tree |= {
                 "draft_token": before["draft_token"].view(num_requests, num_nodes),
                 "draft_logprobs": self._probe.logprobs(batch.req_pool_indices, num_nodes - 1),
                 "next_token": before["input"].retrieve_next_token,
                 "next_sibling": before["input"].retrieve_next_sibling,
             }
-        return tensors
-
-    def _of_logits(self, logits: Tensor, chosen: Tensor | None) -> dict[str, Tensor]:
-        """What is handed over of SGLang's logits [..., V]: of the chosen rows, or of all.
-
-        On a CPU, too, all are copied: who holds on to SGLang's own has it pay for fresh memory in every step.
-        """
-        picked = logits if chosen is None else logits[chosen]
-        if not self.reduces_late or self.assembler.is_behind:
-            return self._top_tokens(picked)
-        return {"logits": picked.clone() if chosen is None else picked}
+        if before["input"].topk > 1:
+            # SGLang numbers nodes over the whole batch.
+            by_tree["path"] = accept_index - num_nodes * torch.arange(num_requests, device=accept_index.device)[:, None]
+        features = result.logits_output.hidden_states.view(num_requests, num_nodes, -1)
+        logits = result.logits_output.next_token_logits.view(num_requests, num_nodes, -1)
+        if len(tickets) < num_requests:
+            chosen = self._device.index(tuple(tickets))
+            by_tree = {name: tensor[chosen] for name, tensor in by_tree.items()}
+            features, logits = features[chosen], logits[chosen]
+        else:
+            by_tree = {name: tensor.clone() for name, tensor in by_tree.items()}
+            features = features if self._device.is_host else features.clone()
+        launched.by_tree, launched.features = by_tree, features.flatten(0, 1)
+        found = {"logits": logits} if self.reduces_late else self._top_tokens(logits)
+        launched.by_node = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
+        if "path" in by_tree:
+            own_B1 = torch.arange(len(tickets), device=accept_index.device)[:, None]
+            launched.nodes = by_tree["path"] + num_nodes * own_B1
+        return launched
 
     def _ticket(self, request: Any) -> Ticket:
         ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)

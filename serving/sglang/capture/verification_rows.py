@@ -20,14 +20,12 @@ def joined(hosts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
 
 
 def reduced(host: dict[str, Tensor], top_tokens: TopTokens) -> dict[str, Tensor]:
-    """With the top tokens of what came as logits; where those are of some `nodes` of trees, at their places among all.
+    """With the top tokens of what came as logits.
 
     Takes the logits out of `host`, so that they are freed one step after the other.
     """
-    logits, nodes = host.pop("logits", None), host.pop("nodes", None)
-    if logits is not None:
-        host = {**host, **top_tokens(logits)}
-    return host if nodes is None else {**host, **over_all_nodes(host, nodes)}
+    logits = host.pop("logits", None)
+    return host if logits is None else {**host, **top_tokens(logits)}
 
 
 def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -> Iterator[tuple[T, Rows, list[Round]]]:
@@ -50,60 +48,37 @@ def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -
 
 
 def committed(
-    host: Mapping[str, Tensor], owners: Sequence[T], *, draft_version: int, is_tree: bool
+    host: Mapping[str, Tensor],
+    owners: Sequence[T],
+    counts: Sequence[int],
+    *,
+    num_nodes: int,
+    draft_version: int,
+    is_tree: bool,
 ) -> Iterator[tuple[T, Rows, list[Round]]]:
     """The committed rows of each owner, and what the verifications say about its proposals.
 
-    `host` holds, for B trees of N nodes: seq_lens [B], features [B, N, w], topk_ids and topk_logprobs [B, N, K], and,
-    for N > 1, accept_lens, first_node [B], accept_index [B, A], draft_token, next_token, next_sibling [B, N] and
-    draft_logprobs [B, N − 1]. Where nothing was proposed (N = 1) there are no rounds. An owner of several trees in a
-    row gets their rows in one piece.
+    Of B trees of N nodes `counts` [B] nodes were committed, R in all. `host` holds features [R, w], topk_ids and
+    topk_logprobs [R, K] of those, tree by tree along the accepted path, seq_lens [B], and, for N > 1, draft_token,
+    next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees that are no chains also their path [B, A].
+    Where nothing was proposed (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one
+    piece.
     """
-    num_nodes, num_kept = host["features"].shape[1], host["topk_ids"].shape[-1]
-    ids, logprobs = in_order(host["topk_ids"].view(-1, num_kept), host["topk_logprobs"].view(-1, num_kept))
-    features = host["features"].flatten(0, 1)
-    positions, paths = host["seq_lens"].tolist(), _paths(host)
-    for owner, trees in _runs(owners, positions, [len(path) for path in paths]):
-        # SGLang has moved the accepted path's features to the front; its logits stay where the nodes are.
-        front = np.concatenate([tree * num_nodes + np.arange(len(paths[tree])) for tree in trees])
-        walked = np.concatenate([tree * num_nodes + paths[tree] for tree in trees])
+    ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
+    positions, ends = host["seq_lens"].tolist(), np.cumsum(counts)
+    for owner, trees in _runs(owners, positions, counts):
+        picked = np.concatenate([np.arange(ends[tree] - counts[tree], ends[tree]) for tree in trees])
         rows = Rows(
             start=positions[trees[0]],
-            features=features[torch.from_numpy(front)],
-            topk_ids=ids[walked],
-            topk_logprobs=logprobs[walked],
+            features=host["features"][torch.from_numpy(picked)],
+            topk_ids=ids[picked],
+            topk_logprobs=logprobs[picked],
         )
-        rounds = [] if num_nodes == 1 else [_round(host, tree, paths[tree], draft_version, is_tree) for tree in trees]
+        rounds = []
+        for tree in trees if num_nodes > 1 else ():
+            path = host["path"][tree].numpy() if is_tree else np.arange(num_nodes)
+            rounds.append(_round(host, tree, path[: counts[tree]], draft_version, is_tree))
         yield owner, rows, rounds
-
-
-def committed_nodes(accept_index_BA: Tensor, first_node_B: Tensor, num_nodes: int) -> Tensor:
-    """Which nodes were committed, of B trees of `num_nodes` one after another, [R].
-
-    `accept_index_BA` numbers them over the batch that SGLang verified, −1 for none; these trees may be some of it.
-    """
-    own_B1 = torch.arange(len(first_node_B), device=first_node_B.device)[:, None] * num_nodes
-    return (accept_index_BA - first_node_B[:, None] + own_B1)[accept_index_BA >= 0]
-
-
-def over_all_nodes(host: Mapping[str, Tensor], nodes_R: Tensor) -> dict[str, Tensor]:
-    """The top tokens [R, K] of these nodes at their places among all of them, [B, N, K]; nobody reads the others."""
-    shape = host["features"].shape[:2]
-    found = {}
-    for name in ("topk_ids", "topk_logprobs"):
-        values_RK = host[name]
-        all_MK = values_RK.new_zeros(shape.numel(), values_RK.shape[-1])
-        all_MK[nodes_R] = values_RK
-        found[name] = all_MK.view(*shape, -1)
-    return found
-
-
-def _paths(host: Mapping[str, Tensor]) -> list[np.ndarray]:
-    """The nodes of each tree that were committed, numbered within it, the root first."""
-    if "accept_index" not in host:
-        return [np.zeros(1, np.int64)] * len(host["seq_lens"])
-    index_BA = host["accept_index"].numpy() - host["first_node"].numpy()[:, None]
-    return [index_A[:count] for index_A, count in zip(index_BA, host["accept_lens"].tolist(), strict=True)]
 
 
 def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) -> list[tuple[T, list[int]]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +163,7 @@ class EngineRuntime:
         self._accept_index = accept_index
 
     def verified(self, run: Callable[[], Any], accepted: list[int]) -> None:
+        self._capturing(self._verdict, accepted)
         # While ours is on SGLang's own policy is not asked: it would switch the depth behind it.
         if self._choosing.is_off:
             run()
@@ -226,6 +227,10 @@ class EngineRuntime:
     def _after_verify(self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Any) -> None:
         assert self._traces is not None
         self._traces.capture.after_verify(batch, before, result, accept_index, self.draft.draft_version)
+
+    def _verdict(self, accepted: Sequence[int]) -> None:
+        if self._traces is not None:
+            self._traces.capture.verified(accepted)
 
     def _saw_extended(self, batch: Any) -> None:
         if self.probe is not None and not batch.forward_mode.is_idle():

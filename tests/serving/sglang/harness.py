@@ -146,6 +146,7 @@ def verify(
     )
     before = capture.before_verify(batch)
     step(lambda: capture.after_verify(batch, before, result, index, version), [batch, result, index])
+    step(lambda: capture.verified(accepted), [])
     for request, chain, count in zip(requests, proposals, accepted, strict=True):
         request.output_ids += [*chain[:count], 30]
 

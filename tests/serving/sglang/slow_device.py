@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,8 +147,8 @@ class SlowDevice(HostDevice):
             return tensor.clone()
         return self._watched.to_host(tensor)
 
-    def index(self, numbers: tuple[int, ...]) -> Tensor:
-        index = super().index(numbers)
+    def upload(self, numbers: Sequence[int]) -> Tensor:
+        index = super().upload(numbers)
         if self._watched is not None:
             self._watched.place(index)
         return index

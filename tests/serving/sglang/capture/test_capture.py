@@ -18,17 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from serving.capture.sampling import CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang.capture.assembler import Gathering
-from serving.sglang.capture.capture import ByteBudget, TracePipeline
+from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.request import is_for_another_target, mark, policy_of, sampling_of
-from serving.sglang.capture.verification_rows import TopTokens, committed_nodes, in_order, over_all_nodes, tree_parents
-from serving.sglang.device import HostDevice
+from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
+from serving.sglang.device import Device, HostDevice
 from serving.sglang.plugin import hooks
 from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import Trace, check_trace
 from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.slow_device import SlowDevice
 
 
 def test_a_batch_of_two_becomes_two_traces() -> None:
@@ -251,18 +252,84 @@ def test_no_budget_is_no_limit() -> None:
     assert budget.admits()
 
 
-def test_what_was_committed_of_some_trees_of_a_batch_keeps_its_place() -> None:
-    """The first and the third of three trees with three nodes."""
-    nodes = committed_nodes(torch.tensor([[0, 1, -1], [6, 8, -1]]), torch.tensor([0, 6]), 3)
-    assert nodes.tolist() == [0, 1, 3, 5]
-    host = {
-        "features": torch.empty(2, 3, WIDTH),
-        "topk_ids": torch.arange(1, 5)[:, None],
-        "topk_logprobs": -nodes[:, None],
-    }
-    placed = over_all_nodes(host, nodes)
-    assert placed["topk_ids"].squeeze(-1).tolist() == [[1, 2, 0], [3, 0, 4]]
-    assert placed["topk_logprobs"].squeeze(-1).tolist() == [[0, -1, 0], [-3, 0, -5]]
+def _trees(capture: StepCapture, requests: list[Request], paths: list[list[int]]) -> None:
+    """A verification of trees of three nodes; features count the accepted steps, logits say the node."""
+    num_nodes = 3
+    index = torch.full((len(paths), num_nodes), -1)
+    for row, path in enumerate(paths):
+        index[row, : len(path)] = torch.tensor(path) + num_nodes * row
+    links = torch.tensor([[1, -1, -1]] * len(paths))
+    batch = SimpleNamespace(
+        reqs=requests,
+        spec_info=SimpleNamespace(
+            draft_token=torch.tensor([[10, 21, 22]] * len(paths)).flatten(),
+            draft_token_num=num_nodes,
+            topk=2,
+            retrieve_next_token=links,
+            retrieve_next_sibling=torch.tensor([[-1, 2, -1]] * len(paths)),
+        ),
+        seq_lens=torch.full((len(paths),), 2),
+        req_pool_indices=torch.arange(len(paths)),
+    )
+    logits = torch.zeros(len(paths) * num_nodes, VOCAB)
+    logits[torch.arange(len(logits)), 3 + torch.arange(len(logits))] = 9.0
+    result = SimpleNamespace(
+        accept_lens=torch.tensor([len(path) for path in paths]),
+        logits_output=SimpleNamespace(
+            hidden_states=torch.arange(float(len(logits)))[:, None].repeat(1, WIDTH).bfloat16(),
+            next_token_logits=logits,
+        ),
+    )
+    capture.after_verify(batch, capture.before_verify(batch), result, index, 1)
+    for request, path in zip(requests, paths, strict=True):
+        request.output_ids += [*[[10, 21, 22][node] for node in path[1:]], 30]
+
+
+@pytest.mark.parametrize("device", [HostDevice(), SlowDevice()], ids=["host", "device"])
+def test_of_some_trees_of_a_batch_what_was_committed_alone_is_copied(device: Device) -> None:
+    """The first and the third of three trees."""
+    traces: list[Trace] = []
+    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    capture = make_capture(traces, device=device, probe=probe, gathering=Gathering(3600))
+    requests = [Request([1, 2], "a"), Request([1, 2], "b", custom_params={"slipstream": {"capture": False}})]
+    requests.append(Request([1, 2], "c"))
+    prefill(capture, requests)
+    before = capture.assembler.queued_bytes
+    for request in requests:
+        request.output_ids = [10]
+    _trees(capture, requests, [[0, 1], [0], [0, 2]])
+    assert capture.assembler.queued_bytes == before, "nobody knows yet what was committed"
+    capture.verified([1, 0, 1])
+    of_row = WIDTH * 2 + (VOCAB * 4 if device.is_host else KEPT * 8)
+    of_tree = 8 + 3 * (8 + 8 + 8 + 8) + 3 * 4
+    assert 4 * of_row < capture.assembler.queued_bytes - before <= 4 * of_row + 2 * of_tree
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    assert [trace.header.request_id for trace in traces] == ["a", "c"]
+    first, third = traces
+    # SGLang has compacted the features, not the logits.
+    assert first.aux_hidden[2:, 0].tolist() == [0, 1]
+    assert third.aux_hidden[2:, 0].tolist() == [6, 7]
+    assert first.target_topk_ids[2:, 0].tolist() == [3, 4]
+    assert third.target_topk_ids[2:, 0].tolist() == [9, 11]
+
+
+def test_a_verification_without_a_verdict_is_not_kept_for_ever() -> None:
+    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    capture = make_capture([], probe=probe, gathering=Gathering(3600))
+    request = Request([1, 2])
+    prefill(capture, [request])
+    before = capture.assembler.queued_bytes
+    _trees(capture, [request], [[0]])
+    capture.verified([0])
+    one = capture.assembler.queued_bytes - before
+    for _ in range(20):
+        _trees(capture, [request], [[0]])
+    for _ in range(20):
+        capture.verified([0])
+    assert capture.assembler.queued_bytes == before + 9 * one
+    settle(capture)
 
 
 def test_tree_links_become_parents() -> None:
@@ -302,6 +369,7 @@ def test_a_trees_logprobs_are_its_nodes_own() -> None:
         logits_output=SimpleNamespace(hidden_states=features, next_token_logits=logits),
     )
     capture.after_verify(batch, capture.before_verify(batch), result, torch.tensor([[0, 2, -1]]), 1)
+    capture.verified([1])
     request.output_ids += [22, 30]
     end(capture, request)
     settle(capture)
