@@ -77,9 +77,10 @@ class VerifyRounds:
 class Trace:
     """One span. `target_topk_*` row t is the target's distribution *after* reading token t, at temperature 1.
 
-    `token_ids` [T] int32; `aux_hidden` [T, 3d] bfloat16 features entering the three aux layers; `target_topk_ids`
-    [T, K] int32 and `target_topk_logprobs` [T, K] float16, sorted from the likeliest, −1 and −inf on rows whose
-    distribution was not computed (leading prompt positions); `constrained` [T] bool: not the model's own
+    `token_ids` [T] int32; `aux_hidden` [T, 3d] bfloat16 features entering the three aux layers, or float8_e4m3 that
+    mean their product with `aux_scale` [T] float16 (until they are encoded: decoded ones are bfloat16);
+    `target_topk_ids` [T, K] int32 and `target_topk_logprobs` [T, K] float16, sorted from the likeliest, −1 and −inf on
+    rows whose distribution was not computed (leading prompt positions); `constrained` [T] bool: not the model's own
     distribution here, do not distil.
     """
 
@@ -90,6 +91,7 @@ class Trace:
     target_topk_logprobs: np.ndarray = field(repr=False)
     constrained: np.ndarray = field(repr=False)
     rounds: VerifyRounds = field(repr=False)
+    aux_scale: Tensor | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +106,9 @@ class Trace:
 # A log-probability of a certain token may come out a rounding step above zero.
 _LOGPROB_SLACK = 1e-3
 _INT32_END = 1 << 31
+_FLOAT8_NAN = 0x7F
+"""Of e4m3, but for its sign; it has no infinity."""
+_TOO_LARGE = "aux_hidden is too large for float8 with a float16 scale; record with features='bfloat16'"
 
 
 def check_trace(trace: Trace) -> None:
@@ -153,11 +158,20 @@ def _check_arrays(trace: Trace) -> None:
     _require(trace.num_completion_tokens >= 0, "the span ends before the prompt does")
 
     aux = trace.aux_hidden
-    _require(aux.dtype == torch.bfloat16, f"aux_hidden is {aux.dtype}, expected torch.bfloat16")
+    expected = torch.bfloat16 if trace.aux_scale is None else torch.float8_e4m3fn
+    _require(aux.dtype == expected, f"aux_hidden is {aux.dtype}, expected {expected}")
     _require(aux.dim() == 2 and aux.shape[0] == T, f"aux_hidden has shape {tuple(aux.shape)}, expected {T} rows")
     width = aux.shape[1]
     _require(width > 0 and width % NUM_AUX_LAYERS == 0, f"aux_hidden is {width} wide, not {NUM_AUX_LAYERS} × hidden")
-    _require(bool(torch.isfinite(aux).all()), "aux_hidden is not finite")
+    if (scale := trace.aux_scale) is None:
+        _require(bool(torch.isfinite(aux).all()), "aux_hidden is not finite")
+    else:
+        _require(
+            scale.dtype == torch.float16 and scale.shape == (T,), f"aux_scale is {scale.dtype} {tuple(scale.shape)}"
+        )
+        _require(not bool(scale.isinf().any()), _TOO_LARGE)
+        is_number = (aux.view(torch.uint8) & _FLOAT8_NAN) != _FLOAT8_NAN
+        _require(not bool(scale.isnan().any()) and bool(is_number.all()), "aux_hidden is not finite")
 
     ids, logprobs = trace.target_topk_ids, trace.target_topk_logprobs
     _require(
@@ -209,7 +223,6 @@ _NOTHING = torch.zeros(1)
 _FLOAT8_MAX = 448.0
 # Below the smallest normal float16 a scale would lose its own precision; float8 still resolves such a row.
 _MIN_SCALE = 2.0**-14
-_MAX_SCALE = 65504.0
 _DTYPES = {
     "token_ids": torch.int32,
     "constrained": torch.bool,
@@ -260,10 +273,15 @@ def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
         "draft_version": rounds.draft_version,
     }
     tensors = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])) for name, array in arrays.items()}
+    aux, scale = trace.aux_hidden.detach().cpu(), trace.aux_scale
     if features == "float8":
-        tensors["aux_hidden"], tensors["aux_scale"] = _quantise(trace.aux_hidden)
-    else:
-        tensors["aux_hidden"] = trace.aux_hidden.detach().cpu().contiguous()
+        if scale is None:
+            aux, scale = quantised(aux)
+            _require(not bool(scale.isinf().any()), _TOO_LARGE)
+        tensors["aux_scale"] = scale
+    elif scale is not None:
+        aux = _restored(aux, scale)
+    tensors["aux_hidden"] = aux.contiguous()
     try:
         header = msgspec.json.encode(trace.header).decode()
     except UnicodeEncodeError as error:
@@ -324,16 +342,21 @@ def _first_labelled_row(target_topk_ids: np.ndarray) -> int:
     return int(labelled[0]) if labelled.size else len(target_topk_ids)
 
 
-def _quantise(aux: Tensor) -> tuple[Tensor, Tensor]:
-    """Features [T, 3d] as float8_e4m3 and a float16 scale [T], so that each token's largest value becomes 448."""
+def quantised(aux: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [T, 3d] as float8_e4m3 and a float16 scale [T], so that each token's largest value becomes 448.
+
+    On any device, and never waits for it: the scale of a token that is too large for this is infinite.
+    """
     # In place from here on: fresh memory of this size costs more than the arithmetic.
     wide = aux.detach().to(torch.float32, copy=True)
-    scale = torch.maximum(wide.amax(1), -wide.amin(1)) / _FLOAT8_MAX
-    if bool((scale > _MAX_SCALE).any()):
-        raise TraceError("aux_hidden is too large for float8 with a float16 scale; record with features='bfloat16'")
-    scale = scale.clamp_min(_MIN_SCALE).half()
+    least, most = torch.aminmax(wide, dim=1)
+    scale = (torch.maximum(most, -least) / _FLOAT8_MAX).clamp_min(_MIN_SCALE).half()
     scaled = wide.div_(scale.float()[:, None]).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
-    return scaled.to(torch.float8_e4m3fn).cpu(), scale.cpu()
+    return scaled.to(torch.float8_e4m3fn), scale
+
+
+def _restored(aux: Tensor, scale: Tensor) -> Tensor:
+    return (aux.float() * scale.float()[:, None]).bfloat16()
 
 
 def _metadata(data: bytes) -> dict[str, str]:
@@ -370,7 +393,7 @@ def _assemble(header: TraceHeader, tensors: dict[str, Tensor]) -> Trace:
         scale = tensors["aux_scale"]
         if scale.shape != aux.shape[:1]:
             raise TraceError(f"aux_scale has shape {tuple(scale.shape)}, expected {tuple(aux.shape[:1])}")
-        aux = (aux.float() * scale.float()[:, None]).bfloat16()
+        aux = _restored(aux, scale)
     arrays = {name: tensors[name].numpy() for name in _DTYPES}
     names = ("position", "draft_tokens", "draft_logprobs", "draft_parents", "num_accepted", "draft_version")
     return Trace(

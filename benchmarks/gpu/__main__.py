@@ -126,10 +126,11 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
             targets.append(Target(f"{name}_tests_failed", tests["failed"], 0, at_least=False))
     for step in document.get("device", {}).get("steps", ()):
         on_device = f", {step['device_ms']:.2f} ms on the GPU" if "device_ms" in step else ""
+        counts = f"{step['launches']} launches, {step['bytes_a_token']:,} bytes a token"
         rows.append(
             (
                 f"capture, d = {step['width']}, {step['captured']} of {step['batch']}",
-                f"{step['host_ms']:.2f} ms of the scheduler's thread{on_device}, {step['bytes'] / 1e6:.1f} MB",
+                f"{step['host_ms']:.2f} ms of the scheduler's thread{on_device}, {counts}",
             )
         )
     for name in ("asleep", "drafting"):

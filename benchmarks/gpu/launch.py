@@ -1,14 +1,15 @@
 """What capture costs a decode step of a large target: the scheduler's thread, and the GPU where there is one.
 
-A batch like SGLang's stands in for it, with tensors of the target's real widths. Without a GPU they are on PyTorch's
-`meta` device, which computes nothing: what remains is Python's time on the scheduler's thread.
+A batch like SGLang's stands in for it, with tensors of the target's real widths. Without a GPU launches and bytes are
+counted on PyTorch's `meta` device, and the scheduler's thread is timed with tensors so narrow that what they hold takes
+no time: `meta` itself is slower than a launch, being Python.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,15 +24,20 @@ from serving.sglang.device import HostDevice, device_layer
 from tests.serving.sglang.harness import Request, make_capture
 
 DEPTH, TOPK, VOCAB = 4, 64, 151_936
+_NARROW = (8, 128, 1)
+"""Width, vocabulary, kept tokens; so few that the blocks of the vocabulary are more than those."""
 
 
-class MetaDevice(HostDevice):
-    """A device that computes nothing."""
+class Elsewhere(HostDevice):
+    """Stands in for a GPU: what is computed there is not on the host."""
 
     is_host = False
 
-    def index(self, numbers: tuple[int, ...]) -> Tensor:
-        return torch.empty(len(numbers), dtype=torch.int64, device="meta")
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def upload(self, numbers: Sequence[int]) -> Tensor:
+        return super().upload(numbers).to(self._device)
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,12 +65,15 @@ class _Drain:
         pass
 
 
-def decode_step(device: torch.device, width: int, batch: int, captured: int) -> tuple[StepCapture, Callable[[], None]]:
-    """A capture, and one verification of a batch as SGLang hands it over."""
-    layer = device_layer(device) if device.type == "cuda" else MetaDevice()
+def decode_step(
+    device: torch.device, sizes: tuple[int, int, int], batch: int, captured: int
+) -> tuple[StepCapture, Callable[[], None]]:
+    """A capture, and one verification of a batch as SGLang hands it over; of each request one proposal is accepted."""
+    width, vocab, topk = sizes
+    layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
     num_nodes = DEPTH + 1
     probe = DraftProbe(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
-    capture = make_capture([], device=layer, probe=probe, capture_topk=TOPK)
+    capture = make_capture([], device=layer, probe=probe, capture_topk=topk)
     capture.assembler.close(5)
     capture.assembler = _Drain()  # type: ignore[assignment]
     requests = [
@@ -72,7 +81,7 @@ def decode_step(device: torch.device, width: int, batch: int, captured: int) -> 
         for number in range(batch)
     ]
     hidden = torch.empty(8 * batch, 3 * width, dtype=torch.bfloat16, device=device)
-    logits = torch.empty(batch, VOCAB, dtype=torch.float32, device=device)
+    logits = torch.empty(batch, vocab, dtype=torch.float32, device=device)
     first = SimpleNamespace(reqs=requests, prefix_lens=[0] * batch, extend_lens=[8] * batch)
     capture.read_prefill(first, hidden, logits)
     links = torch.zeros(batch, num_nodes, dtype=torch.int64, device=device)
@@ -94,45 +103,49 @@ def decode_step(device: torch.device, width: int, batch: int, captured: int) -> 
         accept_lens=torch.ones(batch, dtype=torch.int32, device=device),
         logits_output=SimpleNamespace(
             hidden_states=torch.empty(batch * num_nodes, 3 * width, dtype=torch.bfloat16, device=device),
-            next_token_logits=torch.randn(batch * num_nodes, VOCAB, dtype=torch.float32, device=device),
+            next_token_logits=torch.randn(batch * num_nodes, vocab, dtype=torch.float32, device=device),
         ),
     )
 
     def step() -> None:
         capture.after_verify(whole, capture.before_verify(whole), result, accept_index, 1)
+        capture.verified([1] * batch)
 
     return capture, step
 
 
 def cost(device: torch.device, width: int, batch: int, captured: int, steps: int) -> dict[str, Any]:
-    """Median milliseconds of the thread and of the GPU a step, launches and bytes."""
-    capture, step = decode_step(device, width, batch, captured)
-    for _ in range(5):
-        step()
+    """Median milliseconds of the thread and of the GPU a step, launches, and bytes that cross the bus.
+
+    On the `meta` device the thread is timed with narrow tensors on the CPU.
+    """
+    capture, step = decode_step(device, (width, VOCAB, TOPK), batch, captured)
+    step()
     launches = Launches()
     with launches:
         step()
-    layer = device_layer(device) if device.type == "cuda" else None
-    host_ms, device_ms = [], []
-    for _ in range(steps):
-        begin = None if layer is None else layer.mark()
-        begun_s = time.perf_counter()
-        step()
-        host_ms.append(1000 * (time.perf_counter() - begun_s))
-        if layer is not None:
-            end = layer.mark()
-            end.wait()
-            device_ms.append(1000 * end.seconds_since(begin))
     found = {
         "width": width,
         "batch": batch,
         "captured": captured,
-        "host_ms": round(statistics.median(host_ms), 4),
         "launches": launches.count,
-        "bytes": getattr(capture.assembler, "num_bytes", 0),
+        "bytes_a_token": getattr(capture.assembler, "num_bytes", 0) // max(2 * captured, 1),
     }
-    if device_ms:
-        found["device_ms"] = round(statistics.median(device_ms), 4)
+    is_gpu = device.type == "cuda"
+    if not is_gpu:
+        capture, step = decode_step(torch.device("cpu"), _NARROW, batch, captured)
+    layer = device_layer(device if is_gpu else torch.device("cpu"))
+    host_ms, device_ms = [], []
+    for _ in range(5 + steps):
+        begin, begun_s = layer.mark(), time.perf_counter()
+        step()
+        host_ms.append(1000 * (time.perf_counter() - begun_s))
+        end = layer.mark()
+        end.wait()
+        device_ms.append(1000 * end.seconds_since(begin))
+    found["host_ms"] = round(statistics.median(host_ms[5:]), 4)
+    if is_gpu:
+        found["device_ms"] = round(statistics.median(device_ms[5:]), 4)
     return found
 
 

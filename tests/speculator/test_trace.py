@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculator.errors import TraceError, UnknownSchemaError
-from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace, decode_trace, encode_trace
+from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace, decode_trace, encode_trace, quantised
 from tests.fixtures.traces import make_header, make_trace, with_rounds
 
 seeds = st.integers(0, 2**32 - 1)
@@ -62,6 +62,38 @@ def test_float8_features_come_back_within_their_precision(trace: Trace) -> None:
     # Three mantissa bits, and a floor that follows from the row's largest value or from the smallest scale.
     step = (was.abs().amax(1, keepdim=True) / 448).clamp_min(2.0**-14) * 2.0**-9
     assert ((was - now).abs() <= was.abs() * 2.0**-4 * 1.1 + step).all()
+
+
+def read_tensors(data: bytes) -> dict[str, bytes]:
+    """Their order in the file is any."""
+    tensors = safetensors.torch.load(data)
+    return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+@given(traces)
+@settings(max_examples=30, deadline=None)
+def test_features_that_come_in_float8_travel_as_they_are(trace: Trace) -> None:
+    small, scale = quantised(trace.aux_hidden)
+    there = dataclasses.replace(trace, aux_hidden=small, aux_scale=scale)
+    assert read_tensors(encode_trace(there)) == read_tensors(encode_trace(trace))
+    kept = decode_trace(encode_trace(there, features="bfloat16")).aux_hidden
+    assert torch.equal(kept, decode_trace(encode_trace(trace)).aux_hidden)
+
+
+def test_float8_that_is_no_number_or_has_no_scale_is_refused() -> None:
+    trace = make_trace()
+    small, scale = quantised(trace.aux_hidden)
+    for changes in (
+        {"aux_scale": scale[:-1]},
+        {"aux_scale": scale.float()},
+        {"aux_scale": torch.full_like(scale, torch.nan)},
+        {"aux_scale": torch.full_like(scale, torch.inf)},
+        {"aux_hidden": torch.full_like(small.view(torch.uint8), 0xFF).view(torch.float8_e4m3fn)},
+        {"aux_hidden": trace.aux_hidden},
+        {"aux_scale": None},
+    ):
+        with pytest.raises(TraceError):
+            encode_trace(dataclasses.replace(trace, **{"aux_hidden": small, "aux_scale": scale} | changes))
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

@@ -24,7 +24,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.sglang.capture.device_reads import HostCopy
+from serving.sglang.capture.device_reads import HostCopy, Places, unpacked
 from serving.sglang.capture.request import InconsistentSpanError, RequestSpan, Round, Rows, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.device import Device
@@ -59,7 +59,11 @@ class Prefill:
 @dataclass(frozen=True)
 class CopiedVerification:
     copy: HostCopy
-    """As `committed` reads it, or with logits instead of the top tokens."""
+    """The rows that `committed` reads, or logits instead of the top tokens; and, packed, what it reads by tree."""
+    places: Places
+    """Of what is packed, of the whole batch."""
+    indices: tuple[int, ...]
+    """Of the captured requests in it."""
     tickets: tuple[Ticket, ...]
     counts: tuple[int, ...]
     """Nodes that were committed, of each request."""
@@ -214,7 +218,7 @@ class TraceAssembler:
     def _arrived(self, steps: Sequence[Prefill | CopiedVerification]) -> Mapping[str, Tensor]:
         """What was copied, as one, the logits reduced. What is kept of it counts as its spans'."""
         try:
-            return joined([reduced(step.copy.wait(), self._top_tokens) for step in steps])
+            return joined([reduced(_told(step), self._top_tokens) for step in steps])
         finally:
             num_bytes = sum(step.copy.num_bytes for step in steps)
             with self._lock:
@@ -280,6 +284,15 @@ class TraceAssembler:
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         ticket.dropped = "inconsistent" if isinstance(error, InconsistentSpanError) else "failed"
         log.error("a trace is dropped: %s", type_and_place(error))
+
+
+def _told(step: Prefill | CopiedVerification) -> dict[str, Tensor]:
+    """What was copied, of the captured requests."""
+    host = step.copy.wait()
+    if isinstance(step, CopiedVerification):
+        indices = torch.tensor(step.indices)
+        host |= {name: tensor[indices] for name, tensor in unpacked(host.pop("by_tree"), step.places).items()}
+    return host
 
 
 def _kind_of(event: _Event) -> tuple[int, int, bool] | None:

@@ -28,7 +28,7 @@ from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
-from serving.sglang.capture.device_reads import DraftProbe, HostCopier
+from serving.sglang.capture.device_reads import DraftProbe, HostCopier, Packed
 from serving.sglang.capture.request import (
     RequestSpan,
     SpanRequest,
@@ -45,6 +45,7 @@ from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream
+from speculator.trace import quantised
 
 _BURST_S = 2.0
 
@@ -86,7 +87,8 @@ class _Launched:
     """[B · N, w]"""
     by_node: Mapping[str, Tensor] = field(default_factory=dict)
     """[B · N, …] top tokens, or logits where they are reduced late."""
-    by_tree: Mapping[str, Tensor] = field(default_factory=dict)
+    by_tree: Packed | None = None
+    """Small, of the whole batch: cheaper to copy than to choose from."""
     nodes: Tensor | None = None
     """[B, A] of a tree: the accepted path, numbered over these requests."""
 
@@ -113,6 +115,8 @@ class StepCapture:
         self._budget, self._sampler = budget, sampler
         self._device, self._copier = device, HostCopier(device)
         self._top_tokens = TopTokens(settings.capture_topk, on_host=device.is_host)
+        self._quantises = not device.is_host and settings.capture_features == "float8"
+        """On a CPU the recorder does it, on its own thread."""
         self._launched: collections.deque[_Launched] = collections.deque()
         """The oldest in front."""
         self.reduces_late = device.is_host
@@ -142,7 +146,7 @@ class StepCapture:
                     chosen.append(index)
             offset += length
         if rows:
-            own = {"features": torch.cat(features).to(torch.bfloat16)}
+            own = self._of_features(torch.cat(features))
             picked = logits if len(chosen) == len(logits) else logits[self._device.index(tuple(chosen))]
             if not self.reduces_late or self.assembler.is_behind:
                 own |= self._top_tokens(picked)
@@ -180,7 +184,7 @@ class StepCapture:
         if not self._launched:
             return
         launched = self._launched.popleft()
-        if not launched.tickets:
+        if launched.by_tree is None:
             return
         counts = [1 + accepted[index] for index in launched.indices]
         front = self._device.upload(_places(counts, launched.num_nodes))
@@ -191,10 +195,12 @@ class StepCapture:
         by_node = {name: tensor.index_select(0, walked) for name, tensor in launched.by_node.items()}
         if "logits" in by_node and self.assembler.is_behind:
             by_node = self._top_tokens(by_node["logits"])
-        rows = {"features": launched.features.index_select(0, front).to(torch.bfloat16), **by_node}
+        rows = {**self._of_features(launched.features.index_select(0, front)), **by_node}
         self.assembler.hand_over(
             CopiedVerification(
-                self._copier.start({}, {**rows, **launched.by_tree}),
+                self._copier.start({}, {**rows, "by_tree": launched.by_tree.data}),
+                launched.by_tree.places,
+                launched.indices,
                 launched.tickets,
                 tuple(counts),
                 launched.num_nodes,
@@ -252,18 +258,25 @@ class StepCapture:
         logits = result.logits_output.next_token_logits.view(num_requests, num_nodes, -1)
         if len(tickets) < num_requests:
             chosen = self._device.index(tuple(tickets))
-            by_tree = {name: tensor[chosen] for name, tensor in by_tree.items()}
             features, logits = features[chosen], logits[chosen]
-        else:
-            by_tree = {name: tensor.clone() for name, tensor in by_tree.items()}
-            features = features if self._device.is_host else features.clone()
-        launched.by_tree, launched.features = by_tree, features.flatten(0, 1)
+        elif not self._device.is_host:
+            features = features.clone()
+        launched.by_tree, launched.features = Packed.of(by_tree), features.flatten(0, 1)
         found = {"logits": logits} if self.reduces_late else self._top_tokens(logits)
         launched.by_node = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
         if "path" in by_tree:
             own_B1 = torch.arange(len(tickets), device=accept_index.device)[:, None]
-            launched.nodes = by_tree["path"] + num_nodes * own_B1
+            launched.nodes = by_tree["path"][self._device.index(tuple(tickets))] + num_nodes * own_B1
         return launched
+
+    def _of_features(self, features: Tensor) -> dict[str, Tensor]:
+        """As they are copied and kept: on a GPU in the form in which traces have them, at half the bytes."""
+        features = features.to(torch.bfloat16)
+        if not self._quantises:
+            return {"features": features}
+        small, scale = quantised(features)
+        # As bytes: hardly anything but arithmetic is there for the type.
+        return {"features": small.view(torch.uint8), "scale": scale}
 
     def _ticket(self, request: Any) -> Ticket:
         ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)

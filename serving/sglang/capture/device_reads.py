@@ -17,7 +17,7 @@ Shape letters: B requests, P proposals a round, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,32 +52,39 @@ class HostCopier:
             kept = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
             return HostCopy(lambda: kept, sum(tensor.nbytes for tensor in kept.values()), self._device.mark())
         # A graph overwrites its outputs at the next replay: a copy on the device is cheap, waiting for the host is not.
-        packed, places = _packed({**shared, **own})
+        packed = Packed.of({**shared, **own})
         made = self._device.mark()
         with self._device.beside():
             self._device.follow(made)
-            host = self._device.to_host(packed)
-            return HostCopy(lambda: _unpacked(host, places), packed.nbytes, self._device.mark())
+            host = self._device.to_host(packed.data)
+            return HostCopy(lambda: unpacked(host, packed.places), host.nbytes, self._device.mark())
 
 
-_Places = list[tuple[str, torch.dtype, torch.Size]]
+Places = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
-def _packed(tensors: Mapping[str, Tensor]) -> tuple[Tensor, _Places]:
-    """All of them one behind the other, as bytes: one allocation and one copy of pinned memory, whatever their number.
+class Packed(NamedTuple):
+    """Tensors one behind the other, as bytes: one allocation and one copy, whatever their number."""
 
-    The widest types come first, so that each begins where its type may.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    packed = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in ordered])
-    return packed, [(name, tensor.dtype, tensor.shape) for name, tensor in ordered]
+    data: Tensor
+    places: Places
+    """Name, type and shape of each, in order; the widest types come first, so that each begins where its type may."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+        data = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in ordered])
+        return cls(data, tuple((name, tensor.dtype, tensor.shape) for name, tensor in ordered))
 
 
-def _unpacked(packed: Tensor, places: _Places) -> dict[str, Tensor]:
+def unpacked(data: Tensor, places: Places) -> dict[str, Tensor]:
+    """The tensors again; they share its memory."""
     tensors, offset = {}, 0
     for name, dtype, shape in places:
         end = offset + shape.numel() * dtype.itemsize
-        tensors[name] = packed[offset:end].view(dtype).view(shape)
+        # A part of other packed bytes may begin anywhere.
+        part = data[offset:end]
+        tensors[name] = (part if part.data_ptr() % dtype.itemsize == 0 else part.clone()).view(dtype).view(shape)
         offset = end
     return tensors
 

@@ -125,10 +125,13 @@ class SpanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Consecutive positions from `start`: features [n, w] bfloat16; ids and logprobs [m, K] of the last m of them."""
+    """Consecutive positions from `start`; ids and logprobs [m, K] of the last m of them."""
 
     start: int
     features: Tensor
+    """[n, w] bfloat16, or the bytes of float8_e4m3."""
+    scale: Tensor | None = None
+    """[n] float16, of features in float8."""
     topk_ids: np.ndarray
     topk_logprobs: np.ndarray
 
@@ -194,6 +197,7 @@ class RequestSpan:
             return None
         ids, logprobs = self._distributions(start, length)
         features = torch.cat([rows.features for rows in self.rows])[:length]
+        scales = [rows.scale for rows in self.rows if rows.scale is not None]
         request = self.request
         constrained = np.zeros(length, np.bool_)
         if request.constrained:
@@ -211,7 +215,8 @@ class RequestSpan:
                 created_ms=request.created_ms,
             ),
             token_ids=np.array(tokens[start : start + length], np.int32),
-            aux_hidden=features,
+            aux_hidden=features.view(torch.float8_e4m3fn) if scales else features,
+            aux_scale=torch.cat(scales)[:length] if scales else None,
             target_topk_ids=ids,
             target_topk_logprobs=logprobs,
             constrained=constrained,

@@ -31,7 +31,8 @@ def reduced(host: dict[str, Tensor], top_tokens: TopTokens) -> dict[str, Tensor]
 def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -> Iterator[tuple[T, Rows, list[Round]]]:
     """The rows of each (owner, first position, number of rows), one after another in a prefill; it has no rounds.
 
-    `host` holds features [n, w] of them all, and topk_ids and topk_logprobs [B, K] of the last of each owner.
+    `host` holds features [n, w] of them all, with their scale [n] where they are in float8, and topk_ids and
+    topk_logprobs [B, K] of the last of each owner.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
     offset = 0
@@ -40,6 +41,7 @@ def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -
             start=start,
             # A copy: a view would keep the whole batch's rows in memory as long as the slowest request.
             features=host["features"][offset : offset + length].clone(),
+            scale=host["scale"][offset : offset + length].clone() if "scale" in host else None,
             topk_ids=ids[index : index + 1].copy(),
             topk_logprobs=logprobs[index : index + 1].copy(),
         )
@@ -58,11 +60,11 @@ def committed(
 ) -> Iterator[tuple[T, Rows, list[Round]]]:
     """The committed rows of each owner, and what the verifications say about its proposals.
 
-    Of B trees of N nodes `counts` [B] nodes were committed, R in all. `host` holds features [R, w], topk_ids and
-    topk_logprobs [R, K] of those, tree by tree along the accepted path, seq_lens [B], and, for N > 1, draft_token,
-    next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees that are no chains also their path [B, A].
-    Where nothing was proposed (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one
-    piece.
+    Of B trees of N nodes `counts` [B] nodes were committed, R in all. `host` holds of those, tree by tree along the
+    accepted path, features [R, w] (in float8 with their scale [R]), topk_ids and topk_logprobs [R, K]; of all trees
+    seq_lens [B], and, for N > 1, draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees
+    that are no chains also their path [B, A]. Where nothing was proposed (N = 1) there are no rounds. An owner of
+    several trees in a row gets their rows in one piece.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
     positions, ends = host["seq_lens"].tolist(), np.cumsum(counts)
@@ -71,6 +73,7 @@ def committed(
         rows = Rows(
             start=positions[trees[0]],
             features=host["features"][torch.from_numpy(picked)],
+            scale=host["scale"][torch.from_numpy(picked)] if "scale" in host else None,
             topk_ids=ids[picked],
             topk_logprobs=logprobs[picked],
         )
@@ -130,7 +133,8 @@ class TopTokens:
         """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
         found = map(self._of_part, torch.split(logits.flatten(0, -2), _ROWS_AT_A_TIME))
         values, ids = (
-            torch.cat(parts).view(*logits.shape[:-1], parts[0].shape[-1]) for parts in zip(*found, strict=True)
+            (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*logits.shape[:-1], -1)
+            for parts in zip(*found, strict=True)
         )
         return {"topk_ids": ids.int(), "topk_logprobs": values}
 
@@ -161,7 +165,7 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = values.reshape(*values.shape[:-1], num_blocks, _BLOCK)
     chosen = blocks.amax(-1).topk(count, -1, sorted=False).indices
     top = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, _BLOCK)).flatten(-2).topk(count, -1)
-    return top.values, chosen.gather(-1, top.indices // _BLOCK) * _BLOCK + top.indices % _BLOCK
+    return top.values, torch.add(top.indices % _BLOCK, chosen.gather(-1, top.indices // _BLOCK), alpha=_BLOCK)
 
 
 def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:

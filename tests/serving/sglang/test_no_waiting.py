@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.launch import cost
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.swap import SglangDraft
 from speculator.trace import Trace
@@ -84,6 +85,13 @@ def test_capture_of_half_a_batch() -> None:
     settle(capture)
     assert {trace.header.request_id for trace in traces} == {"b", "c"}
     assert not capture.assembler.dropped
+
+
+def test_a_committed_token_crosses_the_bus_in_two_fifths_of_what_others_move() -> None:
+    """Features and hidden state of an 8B in 16 bits, and two numbers: 8d + 8 bytes."""
+    width = 4096
+    found = cost(torch.device("meta"), width, batch=8, captured=4, steps=1)
+    assert 3 * width < found["bytes_a_token"] <= 0.4 * (8 * width + 8)
 
 
 def test_a_swap_at_a_boundary() -> None:
