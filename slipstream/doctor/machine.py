@@ -26,12 +26,7 @@ _NEEDED_DISK_GIB = 2.0
 _NEEDED_MEMORY_GIB = 3.5
 """What a machine that is sold with 4 GB has at least."""
 _SGLANG_TIMEOUT_S = 300.0
-_HOOKS = """
-from importlib.metadata import version
-from serving.sglang.plugin.hooks import TARGETS, check_targets
-check_targets(version("sglang"))
-print(f"{version('sglang')}, all {len(TARGETS)} places that the plugin hooks are there")
-"""
+_HOOKS = "from serving.sglang.plugin.contract import check_sglang; print(check_sglang())"
 
 
 def check_python() -> Iterator[Finding]:

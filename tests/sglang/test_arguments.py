@@ -13,6 +13,8 @@ from sglang.srt.server_args import prepare_server_args
 
 from serving.sglang.plugin.checks import check_draft_options, resolved
 from serving.sglang.settings import PluginSettings
+from slipstream.doctor.finding import Level
+from slipstream.doctor.machine import check_hooks
 from speculator.errors import ConfigError
 from speculator.versions.store import DraftStore
 from tests.sglang.server import DEVICE_FLAGS, environment, speculative_flags
@@ -101,3 +103,11 @@ def test_what_sglang_decides_on_by_itself_is_refused_as_what_is_given(
     done = in_sglangs_process(draft_store, [drafting], speculative_use_rejection_sampling=True)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]
     assert done.stderr.splitlines()[-1].startswith("slipstream: --speculative-use-rejection-sampling")
+
+
+def test_the_doctor_finds_every_place_in_this_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    found = check_hooks(Path(sys.executable))
+    assert found.level is Level.OK, found.detail
+    assert found.detail.startswith("0.5.23, all ")

@@ -180,6 +180,14 @@ def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: 
             )
 
 
+def check_sglang() -> str:
+    """Prove that all of it is in the SGLang of this interpreter, and say so in one line. Raises ConfigError."""
+    used, version = functions_of(), sglang_version()
+    check_sglang_functions(used, version)
+    check_sglang_records(SGLANG_RECORDS, version)
+    return f"{version}, all {len(used)} places that the plugin hooks or calls are there"
+
+
 def check_not_hooked(registry: Any) -> None:
     """Raises ConfigError where another plugin, or this one a second time, has hooked one of these functions."""
     for used in functions_of():

@@ -21,7 +21,6 @@ from serving.sglang.plugin.checks import (
     refusing,
     resolve,
     resolved,
-    sglang_version,
 )
 from serving.sglang.plugin.contract import (
     ARRIVAL,
@@ -38,7 +37,6 @@ from serving.sglang.plugin.contract import (
     RELEASE,
     SAMPLE,
     SAMPLED_VERIFY,
-    SGLANG_RECORDS,
     SPECULATIVE_ARGS,
     STEP,
     STEPS,
@@ -49,8 +47,7 @@ from serving.sglang.plugin.contract import (
     SglangFunction,
     check_hooked,
     check_not_hooked,
-    check_sglang_functions,
-    check_sglang_records,
+    check_sglang,
     functions_of,
 )
 from serving.sglang.sampled_verify import SampledVerify
@@ -97,8 +94,7 @@ def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
 def _check_and_hook(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    check_sglang_functions(functions_of(), sglang_version())
-    check_sglang_records(SGLANG_RECORDS, sglang_version())
+    check_sglang()
     check_not_hooked(HookRegistry)
     add_hooks(settings, HookRegistry, HookType)
 
