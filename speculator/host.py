@@ -37,6 +37,17 @@ def num_cores() -> int:
 CACHE_VARIABLE = "SLIPSTREAM_CACHE"
 
 
+def memory_bytes() -> int:
+    """What this process may use of the machine's memory: all of it, or as much as its control group has."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [physical]
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        # "max" where there is none.
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(limit.read_text()))
+    return min(limits)
+
+
 def cache_root() -> Path:
     """The directory, which need not exist; `$SLIPSTREAM_CACHE` moves it. Raises RuntimeError where there is no home."""
     if named := os.environ.get(CACHE_VARIABLE):

@@ -12,10 +12,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from serving.capture.sampling import DEFAULT_FLOOR
 from speculator.errors import ConfigError
-from speculator.host import unusable
+from speculator.host import memory_bytes, unusable
 from speculator.trace import Features
 
 PREFIX = "SLIPSTREAM_"
+_LEAST_BUFFER_BYTES = 256 << 20
 
 
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
@@ -58,8 +59,9 @@ class PluginSettings(BaseSettings):
     """Budget of encoded traces; requests above it are not captured. 0 sets no limit."""
     capture_floor: float = Field(default=DEFAULT_FLOOR, gt=0, le=1)
     """Least share of finished traces that is kept where Redis or the trainer cannot take all; 1 always keeps all."""
-    buffer_bytes: int = 256 * 1024 * 1024
-    """Features and traces in host memory that wait for encoding or for Redis; beyond it traces are dropped."""
+    buffer_bytes: int = Field(default=0, ge=0)
+    """In host memory: features of running requests, and as much again of traces that wait for Redis; beyond it traces
+    are dropped. 0 allows a twentieth of the memory, and at least 256 MiB."""
     stream_max_bytes: int = 512 * 1024 * 1024
     """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them."""
     trace_ttl_hours: float = Field(default=0.0, ge=0)
@@ -73,6 +75,11 @@ class PluginSettings(BaseSettings):
     published comes into service and stays."""
     poll_s: float = Field(default=0.5, ge=0.01, le=5)
     """How often the draft pointer is read."""
+
+
+def buffer_bytes(settings: PluginSettings) -> int:
+    """How much may wait in host memory."""
+    return settings.buffer_bytes or max(memory_bytes() // 20, _LEAST_BUFFER_BYTES)
 
 
 def load_settings() -> PluginSettings:

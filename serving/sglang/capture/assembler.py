@@ -28,7 +28,7 @@ from serving.sglang.capture.device_reads import HostCopy, Places, unpacked
 from serving.sglang.capture.request import InconsistentSpanError, RequestSpan, Round, Rows, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.device import Device
-from serving.sglang.settings import PluginSettings
+from serving.sglang.settings import PluginSettings, buffer_bytes
 from speculator.errors import type_and_place
 from speculator.trace import Trace
 from speculator.tracing import record
@@ -101,7 +101,7 @@ class TraceAssembler:
         gathering: Gathering = Gathering(),
     ) -> None:
         self._gathering = gathering
-        self._buffer_bytes, self._is_host = settings.buffer_bytes, device.is_host
+        self._buffer_bytes, self._is_host = buffer_bytes(settings), device.is_host
         self._engine_id, self._fingerprint, self._on_trace = engine_id, target_fingerprint, on_trace
         self._top_tokens = TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Event] = queue.SimpleQueue()

@@ -42,7 +42,7 @@ from serving.sglang.capture.request import (
 )
 from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import Device
-from serving.sglang.settings import PluginSettings
+from serving.sglang.settings import PluginSettings, buffer_bytes
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import quantised
@@ -365,7 +365,7 @@ class TracePipeline:
         keep = CaptureFilter.load(settings.capture_filter, model_dir)
         self._recorder = TraceRecorder(
             open_stream,
-            max_buffer_bytes=settings.buffer_bytes,
+            max_buffer_bytes=buffer_bytes(settings),
             features=settings.capture_features,
             on_append=budget.spend,
             reason_to_drop=None if keep is None else keep.reason_to_drop,

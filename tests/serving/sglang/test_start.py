@@ -18,7 +18,7 @@ import structlog
 from serving.sglang.plugin import contract, hooks
 from serving.sglang.plugin.checks import check_draft_options, check_server
 from serving.sglang.pointer import LazyPointer
-from serving.sglang.settings import PluginSettings, is_enabled, load_settings
+from serving.sglang.settings import PluginSettings, buffer_bytes, is_enabled, load_settings
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
 from speculator.redis.client import connect
@@ -302,3 +302,11 @@ def test_lines_of_the_plugin_are_sglangs(caplog: pytest.LogCaptureFixture) -> No
         ("serving.swap", "draft version 3 is late"),
         ("serving.swap", "failed part=swap"),
     ]
+
+
+def test_the_buffer_is_a_share_of_the_memory_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 256 << 20 <= buffer_bytes(PluginSettings()) <= max(physical // 20, 256 << 20)
+    assert buffer_bytes(PluginSettings(buffer_bytes=1000)) == 1000
+    monkeypatch.setattr("serving.sglang.settings.memory_bytes", lambda: 128 << 30)
+    assert buffer_bytes(PluginSettings()) == (128 << 30) // 20

@@ -187,7 +187,7 @@ def test_a_request_that_just_vanishes_frees_its_span() -> None:
 
 
 def test_without_room_no_request_is_captured_and_that_is_counted() -> None:
-    capture = make_capture([], gathering=Gathering(3600), buffer_bytes=0)
+    capture = make_capture([], gathering=Gathering(3600), buffer_bytes=1)
     prefill(capture, [Request([1, 2, 3])])
     assert not capture.refused
     prefill(capture, [Request([4, 5])])
