@@ -134,7 +134,7 @@ class TraceStream:
 
     @redis_errors
     def dead_letter(self, entry: StreamEntry, reason: str) -> None:
-        """Set an unusable entry aside with the reason, and ack it; the newest `ledger.MAX_DEAD_LETTERS` are kept."""
+        """Set an unusable entry aside with the reason, and ack it; of these the newest `MAX_DEAD_LETTERS` are kept."""
         fields: dict[str, bytes | str] = {
             "payload": entry.payload,
             "trace_id": entry.trace_id,
